@@ -1,0 +1,1 @@
+"""PyTorch Distributed Checkpoint (DCP): a storage writer and a storage reader in memory."""

@@ -1,0 +1,1 @@
+"""What a checkpoint is: names, object format, manifests, saving, loading and recovery planning."""

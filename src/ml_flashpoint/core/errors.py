@@ -1,0 +1,180 @@
+"""Every error that this package raises on purpose.
+
+Owns the types and how they read. Deciding whether an error may reach the training loop belongs to the
+callers (see `ml_flashpoint.flashpoint`). All of them survive pickling with everything they carry, since they
+travel from worker processes and over collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+
+
+class FlashpointError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: What went wrong, as a sentence without a full stop.
+        step: Training step of the checkpoint concerned.
+        rank: Global rank concerned (not always the one that raises).
+        node: Node id concerned.
+        path: File or directory concerned; kept as `str`.
+        hint: What the reader can do about it.
+
+    All are kept as attributes, `None` where not given, and shown by `str()`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        # Only the message goes to `args`: unpickling calls the class with `args` and then restores the
+        # attributes from `__dict__`, so every subclass must be constructible from its message alone.
+        super().__init__(message)
+        self.message = message
+        self.step = step
+        self.rank = rank
+        self.node = node
+        self.path = None if path is None else os.fspath(path)
+        self.hint = hint
+
+    def _context(self) -> list[str]:
+        named = (("step", self.step), ("rank", self.rank), ("node", self.node), ("path", self.path))
+        return [f"{name} {value}" for name, value in named if value is not None]
+
+    def __str__(self) -> str:
+        context = self._context()
+        shown = f"{self.message} [{', '.join(context)}]" if context else self.message
+        return f"{shown}; {self.hint}" if self.hint else shown
+
+
+class InvalidNameError(FlashpointError, ValueError):
+    """A name or path that cannot be an id: relative, escaping, empty, too long, not UTF-8."""
+
+
+class InvalidArgumentError(FlashpointError, ValueError):
+    """An argument outside what the call accepts.
+
+    Args:
+        message: See `FlashpointError`, as for the other keywords.
+        argument: Name of the argument.
+        value: The value refused. Only its shortened `repr` is kept, in `value`, because the value itself
+            may be large or impossible to pickle.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        argument: str | None = None,
+        value: object = None,
+        step: int | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, step=step, rank=rank, node=node, path=path, hint=hint)
+        self.argument = argument
+        self.value = reprlib.repr(value)
+
+    def _context(self) -> list[str]:
+        context = super()._context()
+        return context if self.argument is None else [f"{self.argument}={self.value}", *context]
+
+
+class DamagedError(FlashpointError):
+    """Stored or received bytes are not what was saved."""
+
+
+class ObjectFormatError(DamagedError):
+    """An object is not a valid safetensors file of the form this package writes and reads."""
+
+
+class ManifestError(DamagedError):
+    """A manifest is truncated, altered or inconsistent."""
+
+
+class DigestMismatchError(DamagedError):
+    """A block of an object does not have the digest that its manifest records."""
+
+
+class CapacityError(FlashpointError):
+    """The filesystem has too little room.
+
+    Args:
+        message: See `FlashpointError`, as for the other keywords.
+        needed_bytes: Bytes that the operation needs.
+        available_bytes: Bytes that are available to it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int | None = None,
+        available_bytes: int | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, step=step, rank=rank, node=node, path=path, hint=hint)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+    def _context(self) -> list[str]:
+        named = (("needed", self.needed_bytes), ("available", self.available_bytes))
+        return [f"{name} {value:,} bytes" for name, value in named if value is not None] + super()._context()
+
+
+class SaveError(FlashpointError):
+    """A save failed; earlier versions are untouched."""
+
+
+class NotStagedError(SaveError):
+    """A save was asked to write state that was not staged for it."""
+
+
+class LoadError(FlashpointError):
+    """A version cannot be loaded."""
+
+
+class DeadlineError(FlashpointError, TimeoutError):
+    """Something did not happen, or made no progress, within its deadline."""
+
+
+class ReplicationError(FlashpointError):
+    """A copy could not be sent to, or fetched from, a peer."""
+
+
+class AuthenticationError(ReplicationError):
+    """A peer did not prove that it knows the job's secret."""
+
+
+class ProtocolError(ReplicationError):
+    """A peer sent something that the transfer protocol does not allow."""
+
+
+class ObjectNotFoundError(FlashpointError):
+    """An object, manifest or version that was asked for does not exist here."""
+
+
+class UnsafeContentError(FlashpointError):
+    """Bytes would have to be unpickled to something that is not on the allow-list."""
+
+
+class JobInUseError(FlashpointError):
+    """Another live process of this node already owns the base container or the rank's part of it."""
+
+
+class TopologyError(FlashpointError):
+    """Ranks, nodes and strategy do not fit together."""

@@ -1,0 +1,1 @@
+"""Who holds copies of whom, and how those copies travel between nodes."""

@@ -1,0 +1,1 @@
+"""How bytes get from the training state into an arena."""

@@ -1,0 +1,397 @@
+"""Pushes copies to peers and fetches objects from them.
+
+Owns one authenticated connection to a peer's `TransferService`, and fetching an object from whichever of
+several holders can give it. Which parts go where, and when, is for the replication manager and the loader to
+decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import (
+    DeadlineError,
+    DigestMismatchError,
+    FlashpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    ProtocolError,
+    ReplicationError,
+)
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.replication import wire
+from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
+from ml_flashpoint.replication.channel import (
+    Address,
+    Cancelled,
+    Channel,
+    ConnectionLostError,
+    TransferCancelledError,
+    connect,
+    naming,
+)
+from ml_flashpoint.replication.wire import Frame, FrameKind
+
+
+class PeerConnection:
+    """One connection to a peer's transfer service, for one request at a time.
+
+    Connects when entered as a context manager, or with the first request. After an error that is not a
+    refusal by the peer, the connection is closed, and requests on it raise; make a new one.
+
+    Every method raises `ReplicationError` (also as `AuthenticationError` or `ProtocolError`; as
+    `channel.ConnectionLostError` where a new connection may work), `DeadlineError` when the peer makes no
+    progress, or what the peer refused with: `ObjectNotFoundError`, `CapacityError`, `ManifestError`,
+    `JobInUseError`... All are `FlashpointError`s and name the peer's node, and the step and rank if those are
+    known.
+
+    Args:
+        address: Host and port of the peer's service. A numeric host is best: resolving a name has no
+            deadline.
+        secret: The job's secret, 16 bytes or more.
+        node: Id of the peer's node, for errors.
+        deadline_s: Longest time without any progress.
+        connect_timeout_s: Longest time for connecting, and again for authenticating.
+
+    For one thread at a time, but `interrupt` may be called by any.
+
+    Raises:
+        InvalidArgumentError: The secret is too short, or a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        *,
+        node: str | None = None,
+        deadline_s: float = wire.DEFAULT_DEADLINE_S,
+        connect_timeout_s: float = wire.CONNECT_TIMEOUT_S,
+    ) -> None:
+        if min(deadline_s, connect_timeout_s) <= 0:
+            raise InvalidArgumentError("deadlines of a peer connection must be positive")
+        self._address = address
+        self._secret = wire.check_secret(secret)
+        self._node = node
+        self._deadline_s = deadline_s
+        self._connect_timeout_s = connect_timeout_s
+        self._channel: Channel | None = None
+        self._closed = False
+
+    def __enter__(self) -> PeerConnection:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def connect(self) -> None:
+        """Connect and authenticate, unless that was done before."""
+        with naming(step=None, node=self._node):
+            self._open_channel()
+
+    def close(self) -> None:
+        """Close the connection for good. Idempotent."""
+        self._closed = True
+        if self._channel is not None:
+            self._channel.close()
+
+    def interrupt(self) -> None:
+        """Make a request that is under way in another thread fail soon. Thread-safe."""
+        self._closed = True
+        if self._channel is not None:
+            self._channel.interrupt()
+
+    def ping(self) -> None:
+        """Return once the peer has answered."""
+        with naming(step=None, node=self._node):
+            self._ask(Frame(FrameKind.PING), FrameKind.PONG)
+
+    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
+        """The encoded manifest of the part of `rank` saved in `attempt`, not checked in any way yet."""
+        with self._naming(version, rank):
+            request = Frame(FrameKind.GET_MANIFEST, {"version": version, "rank": rank, "attempt": attempt})
+            return self._ask(request, FrameKind.MANIFEST)[1].body
+
+    def push(
+        self,
+        manifest: Manifest,
+        manifest_bytes: bytes,
+        buffers: Sequence[memoryview],
+        *,
+        cancelled: Cancelled | None = None,
+    ) -> None:
+        """Give the peer a copy of a part, and return once it is verified and committed there.
+
+        Nothing is sent if the peer holds the part already.
+
+        Args:
+            manifest: What is pushed.
+            manifest_bytes: `manifest`, encoded: the peer stores these very bytes.
+            buffers: The bytes of each object, in the manifest's order, each of its `size`. They must stay as
+                they are until the return.
+            cancelled: Asked every 16 MiB and about every second; once true, the push is broken off.
+
+        Raises:
+            DigestMismatchError: The bytes that arrived are not those of the manifest.
+            TransferCancelledError: `cancelled` returned true.
+            FlashpointError: See the class.
+        """
+        if [buffer.nbytes for buffer in buffers] != [record.size for record in manifest.objects]:
+            raise InvalidArgumentError("buffers must have the sizes of the manifest's objects, in its order")
+        with naming(step=manifest.step, rank=manifest.rank, node=self._node):
+            patience_ms = int(self._deadline_s * 1000)
+            request = Frame(FrameKind.PUSH, {"patience_ms": patience_ms}, body=manifest_bytes)
+            channel, reply = self._ask(request, FrameKind.READY, FrameKind.ACK, cancelled=cancelled)
+            if reply.kind is FrameKind.ACK:
+                return
+            with self._closing_on_error():
+                try:
+                    channel.send(Frame(FrameKind.DATA, payload_bytes=manifest.total_size))
+                    for buffer in buffers:
+                        if buffer.nbytes:
+                            with buffer.cast("B") as view:
+                                channel.send_payload(view, cancelled=cancelled)
+                except ConnectionLostError:
+                    # A peer that finds the part damaged says so and hangs up; what it said may be there.
+                    with contextlib.suppress(ConnectionLostError):
+                        _check_reply(channel.receive_reply(), FrameKind.ACK)
+                    raise
+                _check_reply(channel.receive_reply(cancelled=cancelled), FrameKind.ACK)
+
+    def fetch(
+        self, version: str, name: str, offset: int, into: memoryview, *, cancelled: Cancelled | None = None
+    ) -> None:
+        """Fill `into` with bytes of an object from `offset` on. They are not checked against any digest.
+
+        Raises:
+            FlashpointError: See the class; `ProtocolError` if the object has no such bytes.
+        """
+        if into.readonly or not into.c_contiguous:
+            raise InvalidArgumentError("the buffer to fetch into must be writable and contiguous")
+        with self._naming(version, None):
+            channel = self._ask_for_bytes(version, name, offset, into.nbytes, cancelled)
+            if into.nbytes:
+                with self._closing_on_error(), into.cast("B") as view:
+                    channel.receive_payload(view, cancelled=cancelled)
+
+    def fetch_object(
+        self,
+        version: str,
+        record: ObjectRecord,
+        into: memoryview,
+        *,
+        rank: int | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> None:
+        """Fill `into` with a whole object and check it against the digests of `record`, block by block.
+
+        Args:
+            version: Name of the version.
+            record: What the manifest says of the object.
+            into: Writable, `record.size` bytes. Its content is undefined after an error.
+            rank: Whose part the object is of, for errors.
+            cancelled: See `push`.
+
+        Raises:
+            DigestMismatchError: A block is not what the manifest says.
+            FlashpointError: See the class.
+        """
+        with (
+            self._naming(version, rank),
+            BlockTarget(record, into, f"{version}/{record.name}") as target,
+            BlockVerifier() as verifier,
+        ):
+            for _ in self.fetch_missing(version, target, verifier, cancelled=cancelled):
+                pass
+            verifier.finish(self._deadline_s)
+
+    def fetch_missing(
+        self,
+        version: str,
+        target: BlockTarget,
+        verifier: BlockVerifier,
+        *,
+        cancelled: Cancelled | None = None,
+    ) -> Iterator[int]:
+        """Receive the blocks that `target` is missing and hand them to `verifier`, yielding their sizes.
+
+        For callers that keep what arrived before a failure; the others use `fetch_object`.
+        """
+        for blocks in target.missing():
+            begin, end = target.span(blocks[0], blocks[-1])
+            channel = self._ask_for_bytes(version, target.record.name, begin, end - begin, cancelled)
+            with self._closing_on_error():
+                yield from receive_blocks(channel, target, blocks, verifier, cancelled=cancelled)
+
+    def _ask_for_bytes(
+        self, version: str, name: str, offset: int, length: int, cancelled: Cancelled | None
+    ) -> Channel:
+        request = Frame(FrameKind.GET, {"version": version, "name": name, "offset": offset, "length": length})
+        channel, reply = self._ask(request, FrameKind.DATA, cancelled=cancelled)
+        if reply.payload_bytes != length:
+            self.close()
+            raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {length:,}")
+        return channel
+
+    def _ask(
+        self, request: Frame, *wanted: FrameKind, cancelled: Cancelled | None = None
+    ) -> tuple[Channel, Frame]:
+        channel = self._open_channel()
+        with self._closing_on_error():
+            channel.send(request)
+            reply = channel.receive_reply(cancelled=cancelled)
+            if reply.kind is not FrameKind.NACK:
+                _check_reply(reply, *wanted)
+                return channel, reply
+        # A refusal leaves the connection in step, and so of use for the next request.
+        raise wire.error_of_frame(reply)
+
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _naming(self, version: str, rank: int | None) -> AbstractContextManager[None]:
+        step = CheckpointContainerId.parse_version_container(version)
+        return naming(step=step, rank=rank, node=self._node)
+
+    def _open_channel(self) -> Channel:
+        if self._closed:
+            raise ConnectionLostError("this connection was closed")
+        if self._channel is None:
+            self._channel = connect(
+                self._address,
+                self._secret,
+                deadline_s=self._deadline_s,
+                connect_timeout_s=self._connect_timeout_s,
+                peer=f"{self._address[0]} port {self._address[1]}",
+            )
+        return self._channel
+
+
+def _check_reply(reply: Frame, *wanted: FrameKind) -> None:
+    if reply.kind is FrameKind.NACK:
+        raise wire.error_of_frame(reply)
+    if reply.kind not in wanted:
+        raise ProtocolError(f"the peer answered {reply.kind.name} out of turn")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node that should have an object, and where its transfer service listens."""
+
+    node: str
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """How an object was fetched.
+
+    Attributes:
+        received_bytes: Bytes that arrived from each node, in blocks that arrived whole.
+        failures: Each failed attempt, in order: the node, and why. A `DigestMismatchError` among them means
+            that this node's copy (or its memory, or the way to it) is damaged.
+    """
+
+    received_bytes: Mapping[str, int]
+    failures: tuple[tuple[str, FlashpointError], ...]
+
+
+def fetch_object_from_holders(
+    holders: Sequence[Holder],
+    secret: bytes,
+    version: str,
+    record: ObjectRecord,
+    into: memoryview,
+    *,
+    rank: int | None = None,
+    attempts: int = 3,
+    deadline_s: float = wire.DEFAULT_DEADLINE_S,
+    connect_timeout_s: float = wire.CONNECT_TIMEOUT_S,
+    cancelled: Cancelled | None = None,
+) -> FetchReport:
+    """Fetch and verify a whole object from whichever holders can give it, keeping each block that is right.
+
+    Holders are asked in turn. After a failure the next one is asked for the blocks still missing, over a new
+    connection. A holder whose connection broke is asked again, after the others, for as long as it delivers
+    something, and otherwise up to `attempts` times; one that refused, has damaged blocks, does not
+    authenticate, or does not answer, is not.
+
+    Args:
+        holders: In order of preference, at least one.
+        secret: The job's secret.
+        version, record, into, rank, cancelled: See `PeerConnection.fetch_object`.
+        attempts: Attempts in a row without any progress that each holder gets while its connection breaks.
+        deadline_s, connect_timeout_s: See `PeerConnection`; for each attempt.
+
+    Raises:
+        TransferCancelledError: `cancelled` returned true.
+        FlashpointError: No holder could give it: `DigestMismatchError`, `ObjectNotFoundError` or
+            `DeadlineError` if that is what happened with every one, else `ReplicationError`. Tells what
+            happened with each.
+        InvalidArgumentError: There are no holders, or `into` does not fit.
+    """
+    if not holders or attempts < 1:
+        raise InvalidArgumentError("fetching needs at least one holder and one attempt")
+    path = f"{version}/{record.name}"
+    received = {holder.node: 0 for holder in holders}
+    failures: list[tuple[str, FlashpointError]] = []
+    waiting = deque((holder, attempts) for holder in holders)
+    step = CheckpointContainerId.parse_version_container(version)
+    with naming(step=step, rank=rank), BlockTarget(record, into, path) as target:
+        while waiting and target.missing():
+            holder, attempts_left = waiting.popleft()
+            right_before = target.right_blocks
+            failure: FlashpointError | None = None
+            peer = PeerConnection(
+                holder.address,
+                secret,
+                node=holder.node,
+                deadline_s=deadline_s,
+                connect_timeout_s=connect_timeout_s,
+            )
+            with BlockVerifier() as verifier:
+                try:
+                    for count in peer.fetch_missing(version, target, verifier, cancelled=cancelled):
+                        received[holder.node] += count
+                except TransferCancelledError:
+                    raise
+                except FlashpointError as exc:
+                    failure = exc
+                finally:
+                    peer.close()
+                try:
+                    verifier.finish(deadline_s)  # what arrived before a failure counts as well
+                except (DigestMismatchError, DeadlineError) as exc:
+                    failure = exc
+            if failure is None:
+                continue
+            failures.append((holder.node, failure))
+            attempts_left = attempts if target.right_blocks > right_before else attempts_left - 1
+            if isinstance(failure, ConnectionLostError) and attempts_left:
+                waiting.append((holder, attempts_left))
+        if target.missing():
+            raise _overall_failure(path, failures)
+    return FetchReport(received, tuple(failures))
+
+
+def _overall_failure(path: str, failures: Sequence[tuple[str, FlashpointError]]) -> FlashpointError:
+    causes = "; ".join(dict.fromkeys(f"{node}: {error.message}" for node, error in failures))
+    error_type: type[FlashpointError] = ReplicationError
+    for candidate in (DigestMismatchError, ObjectNotFoundError, DeadlineError):
+        if all(isinstance(error, candidate) for _, error in failures):
+            error_type = candidate
+    return error_type(f"no holder could give {path} ({causes})")

@@ -165,6 +165,7 @@ class NoReplicationStrategy(ReplicationStrategy):
     name: ClassVar[str] = "none"
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns nothing: see `ReplicationStrategy.copies_of`."""
         topology.node_of(rank)
         return ()
 
@@ -181,6 +182,7 @@ class PairwiseReplicationStrategy(ReplicationStrategy):
     name: ClassVar[str] = "pairwise"
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns one rank of the partner node, if there is one: see `ReplicationStrategy.copies_of`."""
         node_count = len(topology.node_order)
         index = topology.node_index_of(rank)
         if node_count == 1:
@@ -215,6 +217,7 @@ class RingReplicationStrategy(ReplicationStrategy):
         _check_at_least("copies", self.copies, 1)
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns a rank on each of the next nodes, nearest first: see `ReplicationStrategy.copies_of`."""
         order = topology.node_order
         index = topology.node_index_of(rank)
         # A holder deals out the ranks of its nearest predecessor first, then those of the one before: this is
@@ -276,6 +279,7 @@ class CliqueStrategy(ReplicationStrategy):
         return tuple(range(start, min(end, topology.world_size), self.jump))
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
         own_node = topology.node_of(rank)
         members = self.members_of(rank, topology)
         by_node: dict[str, list[int]] = {}

@@ -1,0 +1,196 @@
+"""Pruning never removes the last recoverable version, however saves, copies and losses interleave."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ml_flashpoint.core.recovery import PartRecord, RecoveryPlan, complete_versions, plan_recovery, prunable
+from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy, Topology
+from tests.core.recovery_support import Store, carry_out, inventories, part, replicating, topologies
+
+
+class TestPrunable:
+    def test_only_what_is_strictly_older_oldest_first(self) -> None:
+        verified = (5, "a5")
+        older = [part(3, 1), part(4, 0, attempt="z9"), part(5, 0, attempt="a4"), part(5, 1, attempt="a4")]
+        kept = [part(5, 0, attempt="a5"), part(5, 0, attempt="a6"), part(6, 0, attempt="a0")]
+        assert prunable(reversed(older + kept), verified) == tuple(older)
+        assert prunable([], verified) == ()
+
+
+def protects(job: tuple[Topology, ReplicationStrategy]) -> bool:
+    topology, strategy = job
+    return strategy.survivable_losses(topology) > 0
+
+
+# Mostly jobs that can lose a node, since there is little to go wrong in others.
+jobs_that_protect = st.tuples(topologies, replicating).filter(protects)
+any_jobs = st.tuples(topologies, replicating | st.just(NoReplicationStrategy()))
+jobs = st.sampled_from([jobs_that_protect] * 5 + [any_jobs]).flatmap(lambda kind: kind)
+
+
+class Pruning(RuleBasedStateMachine):
+    """A job that saves, copies, agrees, prunes and loses nodes, in any order.
+
+    Agreement is modelled as it must be made: over the *sets* of versions whose own part is committed and
+    whose copies are acknowledged, one set for each rank. Nodes learn of it, and prune, each in its own time.
+    """
+
+    @initialize(job=jobs, saved_before=st.sampled_from([True, True, False]))
+    def start(self, job: tuple[Topology, ReplicationStrategy], saved_before: bool) -> None:
+        self.topology, self.strategy = job
+        self.claim = self.strategy.survivable_losses(self.topology)
+        self.store: Store = {node: set() for node in self.topology.node_order}
+        self.ranks = range(self.topology.world_size)
+        self.attempts = 0
+        self.step = 0
+        self.lost: set[str] = set()
+        self.bad: set[tuple[str, str]] = set()
+        self.restart(None)
+        if saved_before:
+            self.begin_save(1)
+            self.save(self.saves[-1], failing=set())
+            self.agree()
+
+    def restart(self, recovered: tuple[int, str] | None) -> None:
+        """All processes are new: what they knew, except for the recovered version, is forgotten."""
+        self.lost.clear()
+        self.verified: tuple[int, str] | None = recovered
+        self.known: dict[str, tuple[int, str] | None] = dict.fromkeys(self.store, recovered)
+        self.saves: list[tuple[int, str]] = []
+        self.acked: dict[int, set[tuple[int, str]]] = {
+            rank: set() if recovered is None else {recovered} for rank in self.ranks
+        }
+
+    def record(self, rank: int, save: tuple[int, str]) -> PartRecord:
+        return part(save[0], rank, self.topology.world_size, save[1])
+
+    def homes(self, rank: int) -> list[str]:
+        return [self.topology.nodes[r] for r in (rank, *self.strategy.copies_of(rank, self.topology))]
+
+    @rule(advance=st.sampled_from([0, 1, 1, 2]))
+    def begin_save(self, advance: int) -> None:
+        """Starts the save of a later step, or of the same one once more."""
+        self.step += advance
+        self.attempts += 1
+        self.saves.append((self.step, f"run-{self.attempts:06d}"))
+
+    def deliver(self, rank: int, save: tuple[int, str], node: str) -> None:
+        """Commits the part on its own node, or a copy of it on another; nothing where that cannot be."""
+        record, homes = self.record(rank, save), self.homes(rank)
+        if {homes[0], node} & self.lost or (node != homes[0] and record not in self.store[homes[0]]):
+            return
+        self.store[node].add(record)
+        if all(record in self.store[home] for home in homes):
+            self.acked[rank].add(save)
+
+    def save(self, save: tuple[int, str], failing: set[int]) -> None:
+        for rank in self.ranks:
+            for node in self.homes(rank):
+                if rank not in failing:
+                    self.deliver(rank, save, node)
+
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data())
+    def seal_or_copy_one_part(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(self.ranks), label="rank")
+        save = data.draw(st.sampled_from(self.saves[-3:]), label="save")
+        self.deliver(rank, save, data.draw(st.sampled_from(self.homes(rank)), label="node"))
+
+    @rule(
+        advance=st.sampled_from([0, 1, 1, 2]),
+        failing=st.just(set()) | st.sets(st.integers(0, 5), max_size=1),
+        agreed=st.booleans(),
+    )
+    def save_a_version(self, advance: int, failing: set[int], agreed: bool) -> None:
+        """Many of the small rules in the usual order, since chance alone seldom gets a version that far."""
+        self.begin_save(advance)
+        self.save(self.saves[-1], failing)
+        if agreed:
+            self.agree()
+
+    @rule()
+    def agree(self) -> None:
+        # Acknowledgements from before a loss count still: nobody may have noticed the loss yet.
+        common = set.intersection(*self.acked.values())
+        if common:
+            self.verified = max(common) if self.verified is None else max(*common, self.verified)
+
+    @rule(data=st.data())
+    def learn(self, data: st.DataObject) -> None:
+        self.known[data.draw(st.sampled_from(sorted(self.store)), label="node")] = self.verified
+
+    @rule(data=st.data())
+    def prune(self, data: st.DataObject) -> None:
+        node = data.draw(st.sampled_from(sorted(self.store)), label="node")
+        verified = self.known[node]
+        removable = [] if verified is None else list(prunable(self.store[node], verified))
+        # It may be killed on the way, having removed any of them.
+        if removable:
+            self.store[node] -= data.draw(st.sets(st.sampled_from(removable)) | st.just({*removable}))
+
+    @rule()
+    def learn_and_prune_everywhere(self) -> None:
+        for node in self.store:
+            self.known[node] = self.verified
+            if self.verified is not None:
+                self.store[node] -= {*prunable(self.store[node], self.verified)}
+
+    @precondition(lambda self: len(self.lost) < self.claim)
+    @rule(data=st.data())
+    def lose_a_node(self, data: st.DataObject) -> None:
+        node = data.draw(st.sampled_from(sorted({*self.store} - self.lost)), label="node")
+        self.lost.add(node)
+        self.store[node] = set()
+
+    @precondition(lambda self: self.lost or self.verified)
+    @rule()
+    def recover(self) -> None:
+        """Every process ends, lost nodes are replaced by empty ones, and the job goes on from the plan."""
+        plan = self.plan(self.store)
+        if plan is None:
+            self.step = 0
+            self.restart(None)
+            return
+        carry_out(plan, self.store, self.topology, self.strategy)
+        self.step = plan.version.step
+        self.restart((plan.version.step, plan.version.attempt))
+
+    @rule()
+    def recover_from_an_older_version(self) -> None:
+        """The newest version does not validate, wherever it is fetched from, and the ranks step back."""
+        usable = [
+            (found.version, found.attempt)
+            for found in complete_versions(inventories(self.store))
+            if (found.version, found.attempt) not in self.bad
+        ]
+        if len(usable) > 1:
+            self.bad.add(usable[0])
+            self.recover()
+
+    def plan(self, store: Store) -> RecoveryPlan | None:
+        return plan_recovery(inventories(store), self.topology, strategy=self.strategy, excluded=self.bad)
+
+    @invariant()
+    def whatever_else_is_lost_a_version_as_new_as_the_verified_one_is_recoverable(self) -> None:
+        if self.verified is None:
+            return
+        for further in self.further_losses():
+            left = {node: set() if node in further else {*records} for node, records in self.store.items()}
+            plan = self.plan(left)
+            assert plan is not None, f"nothing is left after losing {further}"
+            assert (plan.version.step, plan.version.attempt) >= self.verified
+            carry_out(plan, left, self.topology, self.strategy)
+
+    def further_losses(self) -> Iterable[tuple[str, ...]]:
+        standing = sorted({*self.store} - self.lost)
+        return itertools.combinations(standing, self.claim - len(self.lost))
+
+
+TestPruningUnderAnyInterleaving = Pruning.TestCase
+TestPruningUnderAnyInterleaving.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,10 +1,10 @@
 """How tensors of each dtype of torch are stored in objects.
 
-Owns which dtypes go into a safetensors file under its own dtype names, and which are stored as plain bytes with
-their true dtype and shape beside them. Where the bytes lie is up to `core.object_layout`.
+Owns which dtypes go into a safetensors file under its own dtype names, and which are stored as plain bytes
+with their true dtype and shape beside them. Where the bytes lie is up to `core.object_layout`.
 
-Written natively is what every safetensors release since 0.4.2 reads. Later releases know more dtypes; those are
-read, but not written, so that an object opens with any release in the field.
+Written natively is what every safetensors release since 0.4.2 reads. Later releases know more dtypes; those
+are read, but not written, so that an object opens with any release in the field.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def tensor_nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int | None:
 
 
 def parse_file_type(name: str, file_shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Returns the dtype and shape in torch of what a safetensors file says, or `None` if this torch has none."""
+    """Returns dtype and shape in torch of what a safetensors file says, or `None` if this torch has none."""
     dtype = _READ.get(name)
     if dtype is None:
         return None
@@ -154,7 +154,7 @@ def parse_file_type(name: str, file_shape: tuple[int, ...]) -> tuple[torch.dtype
 
 
 def parse_true_type(text: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Returns the dtype and shape of `StoredTensor.true_type`, or `None` if it is not one that this torch has."""
+    """Returns dtype and shape of a `StoredTensor.true_type`, or `None` if this torch has no such tensor."""
     name, _, dimensions = text.partition(" ")
     dtype = _BY_NAME.get(name)
     sizes = dimensions.split(",") if dimensions else []

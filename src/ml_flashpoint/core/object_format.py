@@ -25,8 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -83,14 +82,18 @@ _DTYPE: Final = RESERVED_PREFIX + "dtype."
 _GAP: Final = RESERVED_PREFIX + "gap."
 _TAIL: Final = RESERVED_PREFIX + "tail"
 _LENGTH: Final = struct.Struct("<Q")
+_OUTSIDE_TEXT: Final = b"[]{}:,0123456789 \t\r\n"
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+
+_Description = tuple[int, int, str, tuple[int, ...]]  # offsets of begin and end, dtype, shape
 
 
 class HeaderTemplate:
     """Encodes headers of layouts that mostly have the same tensors, redoing only what changed.
 
     Gives what `encode_header` gives, in time proportional to the byte items and the metadata as long as the
-    entries before the first byte item and `data_start` are those of the layout encoded before. Not thread-safe.
+    entries before the first byte item and `data_start` are those of the layout encoded before. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:
@@ -232,7 +235,7 @@ def parse_header(buf: Buffer, file_size: int, path: str | os.PathLike[str] | Non
         raise ObjectFormatError("the header is truncated", path=path)
     try:
         return _parse(header, data_start, file_size)
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ObjectFormatError(f"the header is not valid: {error}", path=path) from error
 
 
@@ -247,12 +250,10 @@ class _Marks:
 
 
 def _parse(header: bytes, data_start: int, file_size: int) -> ParsedHeader:
-    # Raises ValueError for whatever is not valid.
+    # Raises ValueError or TypeError for whatever is not valid.
     content = _load_json(header)
     marks = _parse_metadata(content.pop(METADATA_KEY, {}))
-    # Entries without bytes share their offset with others and have to come first, in the order given.
-    described = sorted(itertools.starmap(_parse_description, content.items()), key=itemgetter(0, 1))
-    entries = _parse_entries(described, marks, data_start, file_size)
+    entries = _parse_entries(content, marks, data_start, file_size)
     keys = {entry.key for entry in entries}
     for key in itertools.chain(marks.byte_keys, marks.true_types, marks.aliases.values()):
         if key not in keys:
@@ -266,32 +267,36 @@ def _parse(header: bytes, data_start: int, file_size: int) -> ParsedHeader:
 def _load_json(header: bytes) -> dict[str, Any]:
     if not header.startswith(b"{"):
         raise ValueError("it does not start with {")
-    # The JSON parser recurses, and the process may allow more recursion than its stack has room for. What is in
-    # strings goes first, then innermost pairs of brackets: a header has no more of them than this takes away.
-    outside = header.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
-    brackets = b"".join(outside).translate(None, _NOT_BRACKETS)
+    pieces = header.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    outside = b"".join(pieces[::2])
+    # No signs, fractions, exponents, true, false or null: every value is text, a list, an object or a natural
+    # number, which spares later checks of types.
+    if outside.translate(None, _OUTSIDE_TEXT):
+        raise ValueError("it holds something that is neither text nor a natural number")
+    # The JSON parser recurses, and the process may allow more recursion than its stack has room for. Brackets
+    # of a header are gone after this many times of taking away innermost pairs.
+    brackets = outside.translate(None, _NOT_BRACKETS)
     for _ in range(3):
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     if brackets:
-        raise ValueError("brackets are unbalanced or too deep")
-    content = json.loads(
-        header.decode(), object_pairs_hook=_unique_pairs, parse_float=_refuse, parse_constant=_refuse
-    )
+        raise ValueError("its brackets are unbalanced or too deep")
+    content = json.loads(header.decode(), object_pairs_hook=_json_object)
     if not isinstance(content, dict):
-        raise ValueError("it is not an object")
+        raise ValueError("it describes an entry instead of holding some")
     "".join(content).encode()  # half a surrogate pair is no text
     return content
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Description:
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name occurs twice")
-    return unique
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text[:20]} is not an integer")
+    # At once, since all lists of a big header together would keep the garbage collector busy.
+    if len(members) == 3:
+        dtype, shape, offsets = members.get("dtype"), members.get("shape"), members.get("data_offsets")
+        if type(dtype) is str and type(shape) is list and type(offsets) is list and len(offsets) == 2:
+            return offsets[0], offsets[1], dtype, tuple(shape)
+    return members
 
 
 def _parse_metadata(metadata: object) -> _Marks:
@@ -316,29 +321,14 @@ def _parse_metadata(metadata: object) -> _Marks:
     return marks
 
 
-def _parse_description(key: str, value: object) -> tuple[int, int, str, str, tuple[int, ...]]:
-    if not isinstance(value, dict) or len(value) != 3:
-        raise ValueError(f"{key!a} is not described by exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
-        raise ValueError(f"{key!a} is not described by exactly dtype, shape and data_offsets")
-    begin, end = offsets
-    # A bool would pass for an int.
-    if type(begin) is not int or type(end) is not int or any(type(size) is not int for size in shape):
-        raise ValueError(f"{key!a} has a number that is not an integer")
-    return begin, end, key, dtype, tuple(shape)
-
-
-def _parse_entries(
-    described: Iterable[tuple[int, int, str, str, tuple[int, ...]]],
-    marks: _Marks,
-    data_start: int,
-    file_size: int,
-) -> list[Entry]:
+def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, file_size: int) -> list[Entry]:
+    for key, description in content.items():
+        if type(description) is not tuple:
+            raise ValueError(f"{key!a} is not described by exactly dtype, shape and data_offsets")
     entries: list[Entry] = []
     marked = marks.byte_keys | marks.true_types.keys()
     offset = 0
-    for begin, end, key, file_dtype, file_shape in described:
+    for key, (begin, end, file_dtype, file_shape) in _by_offset(content):
         if begin != offset or end < begin:
             raise ValueError(f"{key!a} takes bytes {begin} to {end}, but byte {offset} is next")
         offset = end
@@ -361,6 +351,15 @@ def _parse_entries(
     if data_start + offset != file_size:
         raise ValueError(f"the entries cover {offset} of {file_size - data_start} bytes")
     return entries
+
+
+def _by_offset(content: Mapping[str, _Description]) -> Iterable[tuple[str, _Description]]:
+    # Entries without bytes share their offset with others and come first, in the order given.
+    begins = [description[0] for description in content.values()]
+    ends = [description[1] for description in content.values()]
+    if begins == sorted(begins) and ends == sorted(ends):
+        return content.items()
+    return sorted(content.items(), key=lambda item: item[1][:2])
 
 
 @lru_cache(maxsize=2**15)

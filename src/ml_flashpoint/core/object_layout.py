@@ -1,8 +1,8 @@
 """Where everything in an object lies.
 
-Owns the values that describe a layout, and planning one. How the layout is written into the object's header and
-read back is up to `core.object_format`, which also says what an object looks like. Nothing here touches a file
-or a tensor.
+Owns the values that describe a layout, and planning one. How the layout is written into the object's header
+and read back is up to `core.object_format`, which also says what an object looks like. Nothing here touches a
+file or a tensor.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def plan_layout(
 ) -> Layout:
     """Returns a layout without gaps.
 
-    Tensors come by falling element size and then as given, so that each is aligned to its elements; byte items
-    come after them as given. The same tensors, aliases and keys of byte items give the same `data_start`,
-    whatever the lengths of the byte items.
+    Tensors come by falling element size and then as given, so that each is aligned to its elements; byte
+    items come after them as given. The same tensors, aliases and keys of byte items give the same
+    `data_start`, whatever the lengths of the byte items.
 
     Args:
         tensors: Key, dtype and shape of each.
@@ -177,8 +177,8 @@ def layout_from_entries(
         aliases: For each further name of an entry, its key.
 
     Raises:
-        InvalidArgumentError: Entries overlap, lie before `data_start`, are not as long as their shapes say, are
-            not aligned to their elements, or have keys or aliases that `plan_layout` would refuse.
+        InvalidArgumentError: Entries overlap, lie before `data_start`, are not as long as their shapes say,
+            are not aligned to their elements, or have keys or aliases that `plan_layout` would refuse.
     """
     if data_start <= 0 or data_start % ALIGNMENT:
         raise InvalidArgumentError(
@@ -196,11 +196,12 @@ def layout_from_entries(
 def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]]) -> Layout:
     """Returns a layout with the same tensors in the same places and other byte items, after the last tensor.
 
-    `data_start` stays, so the header may turn out too long if byte items were added: encode it before anything
-    is written. Cheap if the keys of the byte items stay: nothing is done for each tensor.
+    `data_start` stays, so the header may turn out too long if byte items were added: encode it before
+    anything is written. Cheap if the keys of the byte items stay: nothing is computed for each tensor.
 
     Raises:
-        InvalidArgumentError: A key is used twice or is reserved, a length is negative, or an alias leads nowhere.
+        InvalidArgumentError: A key is used twice or is reserved, a length is negative, or an alias leads
+            nowhere.
     """
     items = list(byte_items)
     tensors = layout.tensors

@@ -1,0 +1,70 @@
+"""Fixtures and rules of all tests."""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.support import tmpfs as tmpfs_folders
+
+# No deadline an example: a busy machine is not a bug, and the timeout of the whole test stays.
+settings.register_profile("repository", deadline=None, print_blob=True)
+settings.load_profile("repository")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leftovers_are_swept() -> Iterator[None]:
+    """Removes what killed runs have left in /dev/shm, before and after."""
+    tmpfs_folders.sweep()
+    yield
+    tmpfs_folders.sweep()
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A fresh folder in memory, removed whatever happens; on disk, with a warning, if there is no tmpfs."""
+    if not tmpfs_folders.has_tmpfs():
+        warnings.warn(f"{tmpfs_folders.SHM} is not a writable tmpfs: testing on disk", stacklevel=1)
+        yield tmp_path
+        return
+    folder = tmpfs_folders.make_folder()
+    try:
+        yield folder
+    finally:
+        tmpfs_folders.remove_folder(folder)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _can_make_netns() -> bool:
+    try:
+        probe = subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return probe.returncode == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what lies in tests/e2e, and skips what this machine cannot do."""
+    end_to_end = config.rootpath / "tests" / "e2e"
+    for item in items:
+        if item.path.is_relative_to(end_to_end):
+            item.add_marker("e2e")
+    needs = {
+        "cuda": (_has_cuda, "needs a CUDA device"),
+        "netns": (_can_make_netns, "needs root and the `ip` and `unshare` tools, for network namespaces"),
+    }
+    for marker, (is_met, reason) in needs.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not is_met():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,1 @@
+"""What tests share: folders in memory, and clusters of processes on one machine."""

@@ -1,0 +1,131 @@
+"""Child processes whose output is read as it comes, and which can be killed with everything they started.
+
+Owns single processes; who talks to whom is `tests.support.cluster`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import psutil
+
+KILL_DEADLINE_S = 20.0
+
+
+class CapturedProcess:
+    """A child in a session of its own, with stdout and stderr collected together, line by line.
+
+    `on_change` is called, from other threads, after every line and after the end.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._lines: list[str] = []
+        self.killed = False
+        self.returncode: int | None = None
+        self._process = subprocess.Popen(
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        # A hung process is ended by SIGABRT, for the stacks that it then prints; its core is of no use.
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
+        self._reader = threading.Thread(target=self._read, name=f"read-{self.pid}", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, name=f"wait-{self.pid}", daemon=True)
+        self._reader.start()
+        self._waiter.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                self._lines.append(line.decode(errors="replace"))
+                self._on_change()
+
+    def _wait(self) -> None:
+        returncode = self._process.wait()
+        # A grandchild may hold the pipe open for longer than this process lives.
+        self._reader.join(timeout=1.0)
+        self.returncode = returncode
+        self._on_change()
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines so far, with their line ends."""
+        return list(self._lines)
+
+    @property
+    def output(self) -> str:
+        """The output so far."""
+        return "".join(self._lines)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended and its output is complete."""
+        return self.returncode is not None
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self.killed = True
+        self._process.send_signal(number)
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end of the process and of its output; returns whether it came."""
+        self._waiter.join(timeout_s)
+        return self.ended
+
+
+def marked_processes(**variables: str) -> list[psutil.Process]:
+    """The live processes that were started with all these environment variables.
+
+    Unlike a walk down the tree, this finds orphans too: the environment is inherited, parents are lost.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            environment = process.environ()
+            if process.pid != os.getpid() and all(environment.get(k) == v for k, v in variables.items()):
+                found.append(process)
+    return found
+
+
+def kill_marked(**variables: str) -> int:
+    """Kills all that `marked_processes` finds, and whatever they start meanwhile; returns how many."""
+    killed = 0
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while processes := marked_processes(**variables):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in processes:
+            _await_death(process.pid, deadline)
+        killed += len(processes)
+    return killed
+
+
+def _await_death(pid: int, deadline: float) -> None:
+    # Not by psutil, which would reap a child of ours and so take its exit code from `CapturedProcess`.
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+    finally:
+        os.close(descriptor)
+    if not ready:
+        raise TimeoutError(f"process {pid} is alive {KILL_DEADLINE_S} s after SIGKILL")

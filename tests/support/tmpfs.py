@@ -1,0 +1,61 @@
+"""Folders in /dev/shm for tests, which never outlive the run that made them.
+
+Owns their names, which say whose they are, and the sweep of what killed runs left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+SHM = Path("/dev/shm")
+
+_NAME = re.compile(r"mlf-test-(\d+)-(\d+)-.+")
+
+
+def has_tmpfs() -> bool:
+    """Whether /dev/shm is a tmpfs that this process may write to."""
+    mounts = (mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint == str(SHM))
+    return any(mount.fstype == "tmpfs" for mount in mounts) and os.access(SHM, os.W_OK | os.X_OK)
+
+
+def _started_ms(process: psutil.Process) -> int:
+    return round(process.create_time() * 1000)
+
+
+def make_folder() -> Path:
+    """Makes a fresh folder in /dev/shm whose name says which process it belongs to."""
+    owner = psutil.Process()
+    return Path(tempfile.mkdtemp(prefix=f"mlf-test-{owner.pid}-{_started_ms(owner)}-", dir=SHM))
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder and all that is in it, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep() -> list[Path]:
+    """Removes the folders of processes that are gone, and returns them. Other runs' folders stay."""
+    swept = []
+    for folder in SHM.glob("mlf-test-*"):
+        match = _NAME.fullmatch(folder.name)
+        if match is not None and not _is_running(pid=int(match[1]), started_ms=int(match[2])):
+            remove_folder(folder)
+            swept.append(folder)
+    return swept
+
+
+def _is_running(pid: int, started_ms: int) -> bool:
+    # The start time tells a process from a later one with the same id. It is computed from the boot time,
+    # which a clock adjustment moves, hence the tolerance.
+    try:
+        return abs(_started_ms(psutil.Process(pid)) - started_ms) < 60_000
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True

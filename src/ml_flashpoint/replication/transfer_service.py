@@ -15,9 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from ml_flashpoint.core import manifest as manifests
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
@@ -32,6 +30,7 @@ from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
 from ml_flashpoint.replication.channel import Address, Channel, ConnectionLostError, naming, track
+from ml_flashpoint.replication.transfer_backend import IncomingPart, TransferBackend
 from ml_flashpoint.replication.wire import Frame, FrameKind
 
 _logger = logging.getLogger(__name__)
@@ -39,54 +38,6 @@ _logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 10.0
 _JOIN_S = 2.0
 _LEAST_BEAT_S, _MOST_BEAT_S = 0.02, 5.0
-
-
-class IncomingPart(Protocol):
-    """Room for a copy that is being received. One thread uses it."""
-
-    @property
-    def buffers(self) -> tuple[memoryview, ...]:
-        """A writable buffer for each object of the manifest, in its order, of the object's `size` exactly."""
-        ...
-
-    def commit(self) -> None:
-        """Make the part exist: all bytes are there and have the manifest's digests. Called once at most."""
-        ...
-
-    def abort(self) -> None:
-        """Give the room back: the copy did not arrive, is damaged, or `commit` raised. Called once at most."""
-        ...
-
-
-class TransferBackend(Protocol):
-    """What a `TransferService` serves from and stores to. Called by many threads at once.
-
-    Errors reach the peer: a `FlashpointError` with its type and text, anything else by its name.
-    """
-
-    def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
-        """The bytes of a committed object, read-only, which must stay as they are until the context is left.
-
-        Raises:
-            ObjectNotFoundError: There is none.
-        """
-        ...
-
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
-        """The encoded manifest of the part of `rank` that was saved in `attempt`.
-
-        Raises:
-            ObjectNotFoundError: There is none.
-        """
-        ...
-
-    def begin_receive(self, manifest: Manifest) -> IncomingPart | None:
-        """Make room for a part, or return None if it is held and verified already.
-
-        Raises:
-            FlashpointError: The part is refused.
-        """
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -161,8 +112,7 @@ class TransferService:
         self._connections: set[_Connection] = set()
 
     def _become_closed(self) -> None:
-        # In a forked child: the threads do not exist there, the locks may be held, and the sockets are
-        # closed.
+        # In a forked child: threads do not exist there, locks may be held, and sockets are closed by `track`.
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._closed.set()
@@ -223,12 +173,12 @@ class TransferService:
             self._closed.set()
             listener, acceptor = self._listener, self._acceptor
             connections = list(self._connections)
+            for connection in connections:
+                connection.interrupt()  # under the lock, so that none is closed and its descriptor reused
         _live_services.discard(self)
         if listener is not None:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone would not
-        for connection in connections:
-            connection.interrupt()
         until = time.monotonic() + _JOIN_S
         for thread in (acceptor, *(connection.thread for connection in connections)):
             if thread is not None and thread is not threading.current_thread():
@@ -406,22 +356,24 @@ class TransferService:
 
 
 class _SparingLog:
-    """Warnings that strangers or a failing backend can cause at will: one every 10 s, counting the others."""
+    """Warnings that strangers or a failing backend can cause at will: each text once in 10 s.
+
+    Without a lock: a race may count wrongly or let one more through, which is harmless.
+    """
 
     def __init__(self) -> None:
-        self._next_at = 0.0
-        self._left_out = 0
+        self._next_at: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
 
     def warning(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
         now = time.monotonic()
-        if now < self._next_at:
-            self._left_out += 1  # may miscount under a race, which is better than a lock on this path
+        if now < self._next_at.get(text, 0.0):
+            self._left_out[text] = self._left_out.get(text, 0) + 1
             return
-        self._next_at = now + _LOG_EVERY_S
-        if self._left_out:
-            text, args = f"{text} (and %d such messages left out)", (*args, self._left_out)
-            self._left_out = 0
-        _logger.warning(text, *args, exc_info=exc_info)
+        self._next_at[text] = now + _LOG_EVERY_S
+        left_out = self._left_out.pop(text, 0)
+        more = f" (and {left_out} more such messages)" if left_out else ""
+        _logger.warning(text + more, *args, exc_info=exc_info)
 
 
 def _checked_version(name: str) -> str:

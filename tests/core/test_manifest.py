@@ -115,7 +115,7 @@ class TestNames:
             "rank-00003.manifest.tmp",
             ".rank-00003.manifest",
             "rank--0003.manifest",
-            "rank-٠٠٠٠٣.manifest",
+            "rank-\u0660\u0660\u0660\u0660\u0663.manifest",
             f"rank-{MAX_WORLD_SIZE}.manifest",
             "rank-00003-a1.safetensors",
         ],

@@ -318,6 +318,11 @@ def _parse_metadata(metadata: object) -> _Marks:
             marks.true_types[key[len(_DTYPE) :]] = value
         elif key != _FORMAT:
             raise ValueError(f"unknown metadata {key!a}")
+    for name in itertools.chain(marks.aliases, marks.byte_keys, marks.true_types):
+        if name.startswith(RESERVED_PREFIX) or name == METADATA_KEY:
+            raise ValueError(f"{name!a} is reserved")
+    if not marks.byte_keys.isdisjoint(marks.true_types):
+        raise ValueError("a byte item has a dtype")
     return marks
 
 
@@ -341,7 +346,7 @@ def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, f
                 raise ValueError(f"{key!a} is marked, but is not plain bytes")
             if key in marks.byte_keys:
                 kind = "bytes"
-            if key in marks.true_types:
+            else:
                 dtype, shape = _parse_true_type(key, marks.true_types[key], nbytes)
         elif key.startswith(RESERVED_PREFIX):
             if file_dtype != BYTES or not (key == _TAIL or key.startswith(_GAP)):

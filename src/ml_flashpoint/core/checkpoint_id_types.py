@@ -72,9 +72,7 @@ def _sort_key(segments: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     # Versions order by step, after all other names, so that max() of a base's versions is the newest one.
     # A step has exactly one spelling, hence equal keys mean equal segments.
     steps = (CheckpointContainerId.parse_version_container(segment) for segment in segments)
-    return tuple(
-        (-1, segment) if step is None else (step, "") for segment, step in zip(segments, steps, strict=True)
-    )
+    return tuple((-1, segment) if step is None else (step, "") for segment, step in zip(segments, steps, strict=True))
 
 
 @total_ordering
@@ -188,9 +186,7 @@ class CheckpointContainerId(_AbsoluteId):
         except TypeError:
             number = -1
         if not 0 <= number <= MAX_STEP:
-            raise InvalidArgumentError(
-                f"a step must be an integer from 0 to {MAX_STEP}", argument="step", value=step
-            )
+            raise InvalidArgumentError(f"a step must be an integer from 0 to {MAX_STEP}", argument="step", value=step)
         return f"step-{number}_ckpt"
 
     @staticmethod

@@ -83,9 +83,7 @@ class BlockDigester:
             ("block_size", block_size, 1),
         ):
             if value < lowest:
-                raise InvalidArgumentError(
-                    f"{argument} must be at least {lowest}", argument=argument, value=value
-                )
+                raise InvalidArgumentError(f"{argument} must be at least {lowest}", argument=argument, value=value)
         view = memoryview(buffer)
         if not view.c_contiguous:
             view.release()

@@ -33,9 +33,7 @@ MAX_SIZE: Final = 2**63 - 1
 """Largest tensor, and largest file, in bytes."""
 
 _BY_NAME: Final = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 # A quantized tensor is more than its bytes: they mean nothing without its scales and zero points.
 _QUANTIZED: Final = frozenset(dtype for name, dtype in _BY_NAME.items() if name.startswith(("qint", "quint")))

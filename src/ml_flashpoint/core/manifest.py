@@ -50,28 +50,28 @@ _MAX_SIZE = 2**63 - 1
 _MAX_LABEL_CHARACTERS = 4096
 _MAGIC = b"MLFLASHPOINT-MANIFEST 1 "
 _HEADER_LENGTH = len(_MAGIC) + 32 + 1
-_MANIFEST_NAME = re.compile(r"rank-([0-9]{5,8})\.manifest")
-_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
+_PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_ATTEMPT.pattern})\.([0-9A-Za-z][0-9A-Za-z._-]*)")
+_MANIFEST_KIND = "manifest"
 _KIND = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 
 
-def manifest_name(rank: int) -> str:
-    """Returns the file name of the manifest of a rank: `rank-00003.manifest`.
+def manifest_name(rank: int, attempt: str) -> str:
+    """Returns the file name of the manifest of a rank's part: `rank-00003-<attempt>.manifest`.
+
+    The attempt is in it so that the parts of two saves of one step can stand side by side: the earlier save
+    must stay whole until the later one is.
 
     Raises:
-        InvalidArgumentError: `rank` is not an integer from 0 to `MAX_WORLD_SIZE` - 1.
+        InvalidArgumentError: `rank` is not an integer from 0 to `MAX_WORLD_SIZE` - 1, or `attempt` no plain name.
     """
-    _check_rank(rank)
-    return f"rank-{rank:05d}.manifest"
+    return _part_file(rank, attempt, _MANIFEST_KIND)
 
 
-def parse_manifest_name(name: str) -> int | None:
-    """Returns the rank of a manifest's file name, or `None` if `manifest_name` would not have written it."""
-    match = _MANIFEST_NAME.fullmatch(name)
-    if match is None:
-        return None
-    rank = int(match[1])
-    return rank if rank < MAX_WORLD_SIZE and manifest_name(rank) == name else None
+def parse_manifest_name(name: str) -> tuple[int, str] | None:
+    """Returns rank and attempt from a manifest's file name, or `None` if `manifest_name` would not have written it."""
+    parsed = _parse_part_file(name)
+    return parsed[:2] if parsed is not None and parsed[2] == _MANIFEST_KIND else None
 
 
 def object_name(rank: int, attempt: str, kind: str = "safetensors") -> str:
@@ -80,11 +80,30 @@ def object_name(rank: int, attempt: str, kind: str = "safetensors") -> str:
     Raises:
         InvalidArgumentError: `rank` is out of range, or `attempt` or `kind` is not a plain name.
     """
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind == _MANIFEST_KIND:
+        raise InvalidArgumentError("kind must be a file name extension", argument="kind", value=kind)
+    return _part_file(rank, attempt, kind)
+
+
+def parse_object_name(name: str) -> tuple[int, str] | None:
+    """Returns rank and attempt from an object's file name, or `None` if `object_name` would not have written it."""
+    parsed = _parse_part_file(name)
+    return parsed[:2] if parsed is not None and parsed[2] != _MANIFEST_KIND else None
+
+
+def _part_file(rank: int, attempt: str, kind: str) -> str:
     _check_rank(rank)
     _check_attempt(attempt)
-    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
-        raise InvalidArgumentError("kind must be a file name extension", argument="kind", value=kind)
     return f"rank-{rank:05d}-{attempt}.{kind}"
+
+
+def _parse_part_file(name: str) -> tuple[int, str, str] | None:
+    match = _PART_FILE.fullmatch(name)
+    if match is None:
+        return None
+    rank = int(match[1])
+    canonical = rank < MAX_WORLD_SIZE and match[1] == f"{rank:05d}"
+    return (rank, match[2], match[3]) if canonical else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +159,7 @@ class Manifest:
         version: Name of the version's directory, `step-<n>_ckpt`.
         rank: Global rank whose part this is.
         world_size: Number of ranks, and so of parts, of the version.
-        attempt: Common to all parts of one save of the step; letters, digits, `.`, `_` and `-`. Later
+        attempt: Common to all parts of one save of the step; letters, digits, `_` and `-`. Later
             attempts compare greater as strings.
         node: Id of the node that the rank ran on, at most 255 bytes.
         objects: The objects of the part, with distinct names.
@@ -176,10 +195,8 @@ class Manifest:
             )
         names = {record.name for record in self.objects}
         if len(names) != len(self.objects):
-            raise InvalidArgumentError(
-                "objects must have distinct names", argument="objects", value=self.objects
-            )
-        own_name = manifest_name(self.rank)
+            raise InvalidArgumentError("objects must have distinct names", argument="objects", value=self.objects)
+        own_name = manifest_name(self.rank, self.attempt)
         if own_name in names:
             raise InvalidArgumentError(
                 "an object must not be called like its manifest", argument="objects", value=own_name
@@ -245,7 +262,7 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
     Args:
         data: Content of a manifest file.
-        path: Where it was read from, if it is a file: then its name must be that of the rank in it, and its
+        path: Where it was read from, if it is a file: then its name must be that of the rank and attempt in it, and its
             directory's name, if it is a version's at all, that of the version in it.
 
     Raises:
@@ -284,7 +301,7 @@ def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: boo
         InvalidArgumentError: The manifest is too large.
     """
     data = encode(m)
-    target = Path(directory, manifest_name(m.rank))
+    target = Path(directory, manifest_name(m.rank, m.attempt))
     temporary = Path(directory, f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         try:
@@ -379,8 +396,9 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _check_place(manifest: Manifest, path: str) -> None:
     directory, name = os.path.split(path)
-    if name != manifest_name(manifest.rank):
-        raise ManifestError(f"the manifest is of rank {manifest.rank}, unlike its file name", path=path)
+    if name != manifest_name(manifest.rank, manifest.attempt):
+        own = f"rank {manifest.rank}, attempt {manifest.attempt}"
+        raise ManifestError(f"the manifest is of {own}, unlike its file name", path=path)
     container = os.path.basename(directory)
     if container != manifest.version and _step_of(container) is not None:
         raise ManifestError(f"the manifest is of version {manifest.version}, unlike its directory", path=path)
@@ -413,7 +431,7 @@ def _check_rank(rank: object) -> None:
 def _check_attempt(attempt: object) -> None:
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
         raise InvalidArgumentError(
-            "attempt must be 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit",
+            "attempt must be 1 to 128 letters, digits, '_' or '-', the first a letter or digit",
             argument="attempt",
             value=attempt,
         )

@@ -148,9 +148,7 @@ class HeaderTemplate:
         self._marks = ",".join(_entry_marks(entries))
         return layout.entries[len(entries) :]
 
-    def _metadata_text(
-        self, rest: Iterable[Entry], aliases: Mapping[str, str], metadata: Mapping[str, str]
-    ) -> str:
+    def _metadata_text(self, rest: Iterable[Entry], aliases: Mapping[str, str], metadata: Mapping[str, str]) -> str:
         for item in metadata.items():
             if not all(_is_text(text) for text in item) or item[0].startswith(RESERVED_PREFIX):
                 raise InvalidArgumentError(
@@ -379,9 +377,7 @@ def _parse_type(file_dtype: str, file_shape: tuple[int, ...]) -> tuple[torch.dty
 def _parse_true_type(key: str, text: str, nbytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
     found = parse_true_type(text)
     if found is None or tensor_nbytes(*found) != nbytes:
-        raise ValueError(
-            f"there is no tensor {text[:80]!a} of {nbytes} bytes in this torch, as {key!a} should be"
-        )
+        raise ValueError(f"there is no tensor {text[:80]!a} of {nbytes} bytes in this torch, as {key!a} should be")
     return found
 
 

@@ -166,9 +166,7 @@ def header_space(
     return _data_start(stored, list(byte_keys), dict(aliases or {}), gaps, reserve)
 
 
-def layout_from_entries(
-    entries: Iterable[Entry], data_start: int, aliases: Mapping[str, str] | None = None
-) -> Layout:
+def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapping[str, str] | None = None) -> Layout:
     """Returns the layout of entries whose places were decided elsewhere. They may leave gaps.
 
     Args:
@@ -254,9 +252,7 @@ def _check_entry(entry: Entry) -> None:
     if entry.begin % entry.dtype.itemsize:
         raise InvalidArgumentError("an entry must be aligned to its elements", argument="entry", value=entry)
     if entry.kind == "bytes" and (entry.dtype != torch.uint8 or len(entry.shape) != 1):
-        raise InvalidArgumentError(
-            "a byte item must be torch.uint8 of one dimension", argument="entry", value=entry
-        )
+        raise InvalidArgumentError("a byte item must be torch.uint8 of one dimension", argument="entry", value=entry)
 
 
 def _checked_size(layout: Layout) -> Layout:

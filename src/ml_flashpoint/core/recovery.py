@@ -279,9 +279,7 @@ def _complete(saves: _Saves) -> Iterator[tuple[CompleteVersion, _Sizes]]:
             yield CompleteVersion(name, step, attempt, world_size, holders), sizes
 
 
-def _missing_copies(
-    sizes: _Sizes, topology: Topology, strategy: ReplicationStrategy
-) -> list[tuple[int, int]]:
+def _missing_copies(sizes: _Sizes, topology: Topology, strategy: ReplicationStrategy) -> list[tuple[int, int]]:
     missing = []
     for part_rank in range(topology.world_size):
         satisfied = {*sizes[part_rank], topology.nodes[part_rank]}
@@ -332,6 +330,4 @@ def _part_from_json(fields: object) -> PartRecord:
 
 def _check_integer(argument: str, value: int, minimum: int, maximum: int) -> None:
     if type(value) is not int or not minimum <= value <= maximum:
-        raise InvalidArgumentError(
-            f"must be an integer from {minimum} to {maximum}", argument=argument, value=value
-        )
+        raise InvalidArgumentError(f"must be an integer from {minimum} to {maximum}", argument=argument, value=value)

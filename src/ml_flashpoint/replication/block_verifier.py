@@ -142,9 +142,7 @@ class BlockVerifier:
             try:
                 self._results.get(timeout=deadline_s)
             except queue.Empty:
-                raise DeadlineError(
-                    f"digests of received blocks made no progress for {deadline_s:g} s"
-                ) from None
+                raise DeadlineError(f"digests of received blocks made no progress for {deadline_s:g} s") from None
             self._outstanding -= 1
         if self._failure is not None:
             raise self._failure

@@ -37,9 +37,7 @@ from ml_flashpoint.replication.wire import Frame, FrameKind
 Address: TypeAlias = tuple[str, int]
 Cancelled: TypeAlias = Callable[[], bool]
 
-_NO_ANSWER = frozenset(
-    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
-)
+_NO_ANSWER = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -308,9 +306,7 @@ class Channel:
         return ConnectionLostError(f"connection to {self._peer} broke: {exc.strerror or exc}")
 
 
-def connect(
-    address: Address, secret: bytes, *, deadline_s: float, connect_timeout_s: float, peer: str
-) -> Channel:
+def connect(address: Address, secret: bytes, *, deadline_s: float, connect_timeout_s: float, peer: str) -> Channel:
     """Connect to a transfer service and authenticate, each within `connect_timeout_s`.
 
     Raises:

@@ -37,9 +37,7 @@ class Topology:
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         if not self.nodes:
-            raise InvalidArgumentError(
-                "a topology needs at least one rank", argument="nodes", value=self.nodes
-            )
+            raise InvalidArgumentError("a topology needs at least one rank", argument="nodes", value=self.nodes)
         for rank, node in enumerate(self.nodes):
             if not isinstance(node, str) or not node:
                 raise InvalidArgumentError(
@@ -299,6 +297,4 @@ def _deal(place: int, holders: Sequence[int]) -> int:
 
 def _check_at_least(argument: str, value: int, minimum: int) -> None:
     if type(value) is not int or value < minimum:
-        raise InvalidArgumentError(
-            f"must be an integer of at least {minimum}", argument=argument, value=value
-        )
+        raise InvalidArgumentError(f"must be an integer of at least {minimum}", argument=argument, value=value)

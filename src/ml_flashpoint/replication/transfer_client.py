@@ -232,9 +232,7 @@ class PeerConnection:
             with self._closing_on_error():
                 yield from receive_blocks(channel, target, blocks, verifier, cancelled=cancelled)
 
-    def _ask_for_bytes(
-        self, version: str, name: str, offset: int, length: int, cancelled: Cancelled | None
-    ) -> Channel:
+    def _ask_for_bytes(self, version: str, name: str, offset: int, length: int, cancelled: Cancelled | None) -> Channel:
         request = Frame(FrameKind.GET, {"version": version, "name": name, "offset": offset, "length": length})
         channel, reply = self._ask(request, FrameKind.DATA, cancelled=cancelled)
         if reply.payload_bytes != length:
@@ -242,9 +240,7 @@ class PeerConnection:
             raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {length:,}")
         return channel
 
-    def _ask(
-        self, request: Frame, *wanted: FrameKind, cancelled: Cancelled | None = None
-    ) -> tuple[Channel, Frame]:
+    def _ask(self, request: Frame, *wanted: FrameKind, cancelled: Cancelled | None = None) -> tuple[Channel, Frame]:
         channel = self._open_channel()
         with self._closing_on_error():
             channel.send(request)

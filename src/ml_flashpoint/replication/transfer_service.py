@@ -48,6 +48,7 @@ class _Connection:
     began_at: float
     thread: threading.Thread | None = None
     authenticated: bool = False
+    evicted: bool = False
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -210,10 +211,12 @@ class TransferService:
             if self._closed.is_set():
                 sock.close()
                 return
-            strangers = [other for other in self._connections if not other.authenticated]
+            strangers = [other for other in self._connections if not (other.authenticated or other.evicted)]
             if len(strangers) >= wire.MAX_HANDSHAKES:
                 # Whoever opens connections without end can so delay others, but not lock them out.
-                min(strangers, key=lambda other: other.began_at).interrupt()
+                oldest = min(strangers, key=lambda other: other.began_at)
+                oldest.evicted = True
+                oldest.interrupt()
             try:
                 thread.start()  # under the lock, so that close() only ever joins threads that were started
             except RuntimeError as exc:
@@ -233,9 +236,7 @@ class TransferService:
             channel.handshake_as_server(self._secret, self._handshake_deadline_s)
             if not self._enrol(connection):
                 channel.receive()
-                self._refuse(
-                    channel, ReplicationError("serving as many connections as allowed, try again later")
-                )
+                self._refuse(channel, ReplicationError("serving as many connections as allowed, try again later"))
                 return
             while True:
                 self._serve(channel, channel.receive(idle_s=self._idle_deadline_s))
@@ -251,9 +252,8 @@ class TransferService:
 
     def _enrol(self, connection: _Connection) -> bool:
         with self._lock:
-            served = sum(other.authenticated for other in self._connections)
             connection.authenticated = True
-        return served < self._max_connections
+            return sum(other.authenticated for other in self._connections) <= self._max_connections
 
     # --- Requests -------------------------------------------------------------------------------------------
     # A handler refuses what it can while both sides agree on what comes next. What it raises leaves them out

@@ -203,9 +203,7 @@ def parse_greeting(data: bytes) -> bytes:
     """
     if len(data) != GREETING_BYTES or not data.startswith(_HANDSHAKE_MAGIC):
         same_family = data[:7] == _HANDSHAKE_MAGIC[:7]
-        raise ProtocolError(
-            "the peer speaks another version" if same_family else "the peer speaks another protocol"
-        )
+        raise ProtocolError("the peer speaks another version" if same_family else "the peer speaks another protocol")
     return bytes(data[len(_HANDSHAKE_MAGIC) :])
 
 

@@ -1,0 +1,219 @@
+"""`MemoryStorageReader`: torch DCP's way out of the engine.
+
+Owns the translation of DCP's reads into reads of objects, of this node or of peers. Which version is complete,
+and its verification, are the loader's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ml_flashpoint.adapter.pytorch.storage_data import (
+    METADATA_KIND,
+    METADATA_SCOPE,
+    ItemPlace,
+    SafeGlobal,
+    check_bytes,
+    decode_metadata,
+)
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
+from ml_flashpoint.core.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    LoadError,
+    ObjectNotFoundError,
+)
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.staging.copy import copy_all
+
+
+class MemoryStorageReader(StorageReader):
+    """Loads DCP checkpoints from memory, on any number of ranks.
+
+    Args:
+        path: a checkpoint's id, used until ``dcp.load`` is given another one.
+        checkpoint_loader: the engine's loader.
+        safe_globals: further types that non-tensor items may be made of, as for
+            ``torch.serialization.safe_globals``. Anything not allowed is refused before it is unpickled.
+        trust_bytes: pass non-tensor items to the planner unchecked. Only for planners that do not unpickle.
+
+    Raises:
+        InvalidArgumentError: ``checkpoint_loader`` is none.
+        InvalidNameError: ``path`` is no absolute path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        checkpoint_loader: MLFlashpointCheckpointLoader | None = None,
+        *,
+        safe_globals: Sequence[SafeGlobal] = (),
+        trust_bytes: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(checkpoint_loader, MLFlashpointCheckpointLoader):
+            raise InvalidArgumentError(
+                "must be an MLFlashpointCheckpointLoader",
+                argument="checkpoint_loader",
+                value=checkpoint_loader,
+            )
+        self._loader = checkpoint_loader
+        self._version = None if path is None else CheckpointContainerId(path)
+        self._safe_globals = tuple(safe_globals)
+        self._trust_bytes = trust_bytes
+        self._places: dict[Any, ItemPlace] = {}
+        self._readers: dict[int, ObjectReader] = {}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint being loaded; torch logs it."""
+        return str(self._version) if self._version is not None else None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._version = CheckpointContainerId(checkpoint_id)
+        self._readers.clear()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            return CheckpointContainerId(checkpoint_id).step is not None
+        except FlashpointError:
+            return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata of the checkpoint.
+
+        Args:
+            rank: (keyword) read that rank's own metadata, of a checkpoint saved without collectives.
+
+        Raises:
+            ObjectNotFoundError: there is none, or it is per rank and no rank was named.
+        """
+        version = self._checked_version()
+        rank = kwargs.get("rank")
+        manifest, record = self._metadata_record(version, rank)
+        reader = self._loader.open_object(version, manifest, record)
+        metadata = decode_metadata(bytes(reader.content()), path=reader.path, allowed=self._safe_globals)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id if hasattr(self, "load_id") else None
+        return metadata
+
+    def _metadata_record(self, version: CheckpointContainerId, rank: int | None) -> tuple[Manifest, ObjectRecord]:
+        # A rank's own comes first: it exists where every rank was its own coordinator.
+        for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
+            try:
+                manifest = self._loader.read_manifest(version, source)
+            except ObjectNotFoundError:
+                if source == 0:
+                    raise
+                continue
+            scope = manifest.labels.get(METADATA_SCOPE)
+            record = next((o for o in manifest.objects if o.name.endswith(f".{METADATA_KIND}")), None)
+            if record is None:
+                continue
+            if scope == "rank" and rank is None:
+                raise ObjectNotFoundError("this checkpoint has metadata by rank only", path=str(version))
+            return manifest, record
+        raise ObjectNotFoundError(
+            "this version was not saved through DCP: it has no DCP metadata",
+            step=version.step,
+            path=str(version),
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        places = metadata.storage_data
+        if not isinstance(places, dict) or not all(isinstance(p, ItemPlace) for p in places.values()):
+            raise DamagedError("the checkpoint's metadata does not say where its items are", path=self.checkpoint_id)
+        self._places = places
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy everything in the plan into the planner's tensors.
+
+        Raises:
+            FlashpointError: an object is damaged, or out of reach; tensors may be partly loaded.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        committed: list[tuple[ReadItem, torch.Tensor]] = []
+        try:
+            for item in plan.items:
+                reader, key = self._find(item)
+                entry = reader.entry(key)
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._checked(reader, key))
+                    continue
+                target = planner.resolve_tensor(item)
+                if entry.kind == "bytes":
+                    # A tensor that is more than its memory (sparse, quantized): saved by torch.save.
+                    value = torch.load(self._checked(reader, key), weights_only=True)
+                    target.detach().copy_(value)
+                    planner.commit_tensor(item, target)
+                    continue
+                source = reader.rows(key, item.storage_offsets, item.lengths)
+                if source.shape != target.shape:
+                    raise LoadError(
+                        f"item {item.dest_index.fqn!r} has shape {tuple(source.shape)}, not {tuple(target.shape)}",
+                        path=reader.path,
+                    )
+                targets.append(target.detach())
+                sources.append(source)
+                committed.append((item, target))
+            copy_all(targets, sources)
+            for item, target in committed:
+                planner.commit_tensor(item, target)
+        finally:
+            self._readers.clear()
+            sources.clear()
+            self._loader.release()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _checked(self, reader: ObjectReader, key: str) -> Any:
+        data = reader.bytes_of(key)
+        if self._trust_bytes:
+            import io
+
+            return io.BytesIO(data)
+        return check_bytes(data, key, path=reader.path, allowed=self._safe_globals)
+
+    def _find(self, item: ReadItem) -> tuple[ObjectReader, str]:
+        place = self._places.get(item.storage_index)
+        if place is None:
+            raise ObjectNotFoundError(f"the checkpoint has no {item.storage_index}", path=self.checkpoint_id)
+        reader = self._readers.get(place.rank)
+        if reader is None:
+            version = self._checked_version()
+            manifest = self._loader.read_manifest(version, place.rank)
+            record = next(o for o in manifest.objects if o.name.endswith(".safetensors"))
+            reader = self._readers[place.rank] = self._loader.open_object(version, manifest, record)
+        return reader, place.key
+
+    def _checked_version(self) -> CheckpointContainerId:
+        if self._version is None or self._version.step is None:
+            raise InvalidArgumentError(
+                "must be the id of a version",
+                argument="checkpoint_id",
+                value=self.checkpoint_id,
+                hint="pass what get_latest_complete_checkpoint() returned",
+            )
+        return self._version

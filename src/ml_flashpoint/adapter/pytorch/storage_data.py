@@ -1,0 +1,169 @@
+"""What torch's DCP keeps with our checkpoints: its metadata as an object, and where each item lies.
+
+Owns the encoding of ``torch.distributed.checkpoint.metadata.Metadata`` and the check that nothing of it, and no
+item, is unpickled beyond an allow-list. Torch's own restricted unpickler does the work.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import ChainMap, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
+
+METADATA_KIND = "dcp"
+"""Kind (file ending) of the object that holds DCP's metadata."""
+
+METADATA_SCOPE = "dcp_metadata"
+"""Manifest label of a part that has that object: ``global`` or, for saves without collectives, ``rank``."""
+
+SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlace:
+    """Where an item of a checkpoint lies: the part of a rank, and the key in its object. The same for every save
+    of one structure, because DCP may reuse it from a cached plan."""
+
+    rank: int
+    key: str
+
+
+_METADATA_GLOBALS: tuple[Any, ...] = (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    _MEM_FORMAT_ENCODING,
+    ItemPlace,
+    ChainMap,
+    OrderedDict,
+    defaultdict,
+    set,
+    frozenset,
+    tuple,
+    torch.Size,
+    torch.layout,
+)
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """DCP metadata as bytes."""
+    stream = io.BytesIO()
+    torch.save(metadata, stream)
+    return stream.getvalue()
+
+
+def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> Metadata:
+    """The metadata that :func:`encode_metadata` made bytes of.
+
+    Args:
+        allowed: further types that a custom planner puts into its ``planner_data``.
+
+    Raises:
+        UnsafeContentError: it refers to anything that is not allowed. Nothing of it was executed.
+    """
+    with torch.serialization.safe_globals([*_METADATA_GLOBALS, *allowed]):
+        try:
+            metadata = torch.load(io.BytesIO(data), weights_only=True)
+        except Exception as error:
+            raise UnsafeContentError(
+                f"the checkpoint's metadata is not acceptable: {error}",
+                path=path,
+                hint="pass the planner's own types as safe_globals",
+            ) from error
+    if not isinstance(metadata, Metadata):
+        raise UnsafeContentError(f"the checkpoint's metadata is a {type(metadata).__name__}", path=path)
+    return metadata
+
+
+def check_bytes(data: memoryview, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
+    """A non-tensor item, after checking that loading it can only make allowed types.
+
+    DCP's planners unpickle such items without restriction; this check comes before.
+
+    Raises:
+        UnsafeContentError: it names something that is not allowed.
+        DamagedError: it is no archive of ``torch.save``.
+    """
+    stream = io.BytesIO(data)
+    if not zipfile.is_zipfile(stream):
+        raise UnsafeContentError(
+            f"item {key!r} was not written by torch.save, so it cannot be checked",
+            path=path,
+            hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
+        )
+    stream.seek(0)
+    with torch.serialization.safe_globals([*_ITEM_GLOBALS, *allowed]):
+        try:
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        except Exception as error:
+            raise DamagedError(f"item {key!r} is not readable: {error}", path=path) from error
+    names = set(unsafe) - _SAFE_NAMES - {_name_of(each) for each in allowed}
+    if names:
+        raise UnsafeContentError(
+            f"item {key!r} needs {', '.join(sorted(names))}, which may run code when it is loaded",
+            path=path,
+            hint="pass these types as safe_globals to the reader if you trust them",
+        )
+    stream.seek(0)
+    return stream
+
+
+_ITEM_GLOBALS: tuple[Any, ...] = (OrderedDict, defaultdict, set, frozenset, slice, range, complex)
+
+# Of what numpy and the standard library's plain values pickle to; none of it can run anything.
+_SAFE_NAMES = frozenset(
+    {
+        "builtins.complex",
+        "builtins.set",
+        "builtins.frozenset",
+        "builtins.slice",
+        "builtins.range",
+        "builtins.bytearray",
+        "collections.deque",
+        "datetime.date",
+        "datetime.datetime",
+        "datetime.timedelta",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "fractions.Fraction",
+        "pathlib.Path",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "uuid.UUID",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        "numpy.ndarray",
+        "numpy.dtype",
+        "_codecs.encode",
+        "torch.distributed.checkpoint.metadata.MetadataIndex",
+    }
+)
+
+
+def _name_of(item: SafeGlobal) -> str:
+    if isinstance(item, tuple):
+        return item[1]
+    return f"{item.__module__}.{item.__qualname__}"

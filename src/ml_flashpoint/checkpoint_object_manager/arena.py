@@ -1,0 +1,208 @@
+"""One arena: a file that stays mapped and faulted in, and that *is* a checkpoint object.
+
+Owns the life of a single mapping: creation (pages reserved before they are touched, so that a full
+filesystem is an error and never a SIGBUS), growth, prefaulting, page-locking for CUDA. It does not know what
+is stored in it; which arena serves which object is the pool's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ml_flashpoint.core.errors import CapacityError, DamagedError
+
+_log = logging.getLogger(__name__)
+
+PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+# Populating in slices keeps the mmap lock available to other threads of the process in between.
+_POPULATE_SLICE = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def round_up(size: int, unit: int = PAGE) -> int:
+    """The smallest multiple of ``unit`` that is at least ``size``."""
+    return -(-size // unit) * unit
+
+
+class Arena:
+    """A mapped file of :attr:`size` bytes.
+
+    ``tensor`` is a 1-D ``uint8`` tensor over the whole mapping and ``buffer`` a writable memoryview of the same
+    bytes; both stay valid until :meth:`close`, also while the arena grows (a grown arena maps the file anew,
+    and views of the earlier mapping keep that mapping alive). Not thread-safe: one owner at a time.
+    """
+
+    def __init__(self, path: Path, fd: int, size: int) -> None:
+        self.path = path
+        self.views: tuple[object, int, list[Any]] | None = None
+        """Cache of whoever fills the arena: (layout, address, views of this mapping)."""
+        self._fd = fd
+        self._registered = 0
+        self._prefault: threading.Thread | None = None
+        self._map(size)
+
+    @classmethod
+    def create(cls, path: Path, size: int) -> Arena:
+        """Make a new file of ``size`` bytes (rounded up to pages) with its pages reserved.
+
+        Raises:
+            CapacityError: the filesystem cannot hold it; nothing is left behind.
+        """
+        size = max(PAGE, round_up(size))
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            _reserve(fd, 0, size, path)
+            return cls(path, fd, size)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def open(cls, path: Path) -> Arena:
+        """Map an existing arena file for reading and writing.
+
+        Raises:
+            DamagedError: the file is empty or not a whole number of pages, so no arena of ours.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size == 0 or size % PAGE:
+                raise DamagedError(f"an arena file must be a positive number of pages, not {size} bytes", path=path)
+            return cls(path, fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _map(self, size: int) -> None:
+        self._mmap = mmap.mmap(self._fd, size)
+        self.size = size
+        self.tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        self.buffer = memoryview(self._mmap)
+        self.address: int = self.tensor.data_ptr()
+
+    @property
+    def inode(self) -> int:
+        """Inode of the file: how a version's link is matched to its arena."""
+        return os.fstat(self._fd).st_ino
+
+    @property
+    def links(self) -> int:
+        """Names that the file has: 1 when no version uses it."""
+        return os.fstat(self._fd).st_nlink
+
+    def grow(self, size: int) -> None:
+        """Make the arena at least ``size`` bytes; what it held stays where it was.
+
+        Raises:
+            CapacityError: no room; the arena is as before.
+        """
+        size = round_up(size)
+        if size <= self.size:
+            return
+        self.join_prefault()
+        _reserve(self._fd, self.size, size - self.size, self.path)
+        self._unregister()
+        self._map(size)
+
+    def refresh(self) -> None:
+        """Map what another process appended to the file."""
+        size = os.fstat(self._fd).st_size
+        if size > self.size:
+            self._unregister()
+            self._map(size)
+
+    def contains(self, address: int, nbytes: int) -> bool:
+        """Whether the ``nbytes`` bytes at ``address`` lie in this mapping."""
+        return self.address <= address and address + nbytes <= self.address + self.size
+
+    def prefault(self, begin: int = 0, end: int | None = None) -> None:
+        """Fault pages in, off the GIL, so that no later copy pays for it. Content is not changed."""
+        end = self.size if end is None else min(end, self.size)
+        address = self.address
+        for at in range(begin, end, _POPULATE_SLICE):
+            length = min(_POPULATE_SLICE, end - at)
+            if _libc.madvise(address + at, length, _MADV_POPULATE_WRITE) != 0:
+                # Linux before 5.14 has no populate: pages are then faulted in by the first copy.
+                _log.debug("cannot prefault %s: %s", self.path, os.strerror(ctypes.get_errno()))
+                return
+
+    def prefault_in_background(self) -> None:
+        """Start :meth:`prefault` on a daemon thread."""
+        self._prefault = threading.Thread(target=self.prefault, name="flashpoint-prefault", daemon=True)
+        self._prefault.start()
+
+    def join_prefault(self) -> None:
+        """Wait for a background prefault; it is bounded by the arena's size."""
+        if self._prefault is not None:
+            self._prefault.join()
+            self._prefault = None
+
+    def register_cuda(self) -> bool:
+        """Page-lock the mapping once, so that device copies run at full speed and asynchronously.
+
+        Returns whether it is page-locked. A refusal (limits on locked memory) costs speed, not correctness.
+        """
+        if self._registered == self.address:
+            return True
+        status = torch.cuda.cudart().cudaHostRegister(self.address, self.size, 0)
+        if int(status) != 0:
+            _log.warning("cannot page-lock %s (cuda error %s): device copies will be slower", self.path, status)
+            return False
+        self._registered = self.address
+        return True
+
+    def _unregister(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = 0
+
+    def close(self) -> None:
+        """Give the mapping back; views that still exist keep their pages mapped until they die."""
+        self.join_prefault()
+        self._unregister()
+        self.views = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        del self.tensor
+        self.buffer.release()
+
+    def unlink(self) -> None:
+        """Remove the arena's own name. Slow for large files (pages are freed): never on the save path."""
+        self.path.unlink(missing_ok=True)
+
+    def __repr__(self) -> str:
+        return f"Arena({str(self.path)!r}, size={self.size})"
+
+
+def _reserve(fd: int, begin: int, length: int, path: Path) -> None:
+    """Allocate file pages now: a store to an unreserved tmpfs page of a full filesystem would be SIGBUS."""
+    try:
+        os.posix_fallocate(fd, begin, length)
+    except OSError as error:
+        if begin:  # a partial extension must not leave a file larger than its mapping is known to be
+            os.ftruncate(fd, begin)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        stats = os.statvfs(path.parent)
+        raise CapacityError(
+            f"cannot reserve {length} bytes for a checkpoint arena",
+            needed_bytes=length,
+            available_bytes=stats.f_bavail * stats.f_frsize,
+            path=path,
+            hint="enlarge the tmpfs (mount -o remount,size=...), save less, or use fewer copies",
+        ) from error

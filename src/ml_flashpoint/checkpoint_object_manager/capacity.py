@@ -1,0 +1,97 @@
+"""How much a job needs on a filesystem, what that filesystem has, and whether it is memory.
+
+Owns the preflight: it fails before training starts, with both numbers and the remedy, instead of in the
+middle of a save. It allocates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import psutil
+
+from ml_flashpoint.core.errors import CapacityError
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+OWN_VERSIONS = 2
+"""Versions that a rank keeps of its own state: the newest complete one and the one being written."""
+
+
+def filesystem_type(path: Path) -> str:
+    """Filesystem type of the mount that holds ``path`` (which need not exist yet), such as ``tmpfs``."""
+    path = existing_parent(path)
+    best, kind = "", "unknown"
+    text = str(path.resolve())
+    for mount in psutil.disk_partitions(all=True):
+        point = mount.mountpoint.rstrip("/") or "/"
+        inside = text == point or text.startswith(point if point == "/" else point + "/")
+        # ">=": of several mounts on one point, the last one covers the others
+        if inside and len(point) >= len(best):
+            best, kind = point, mount.fstype
+    return kind
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest ancestor of ``path`` (or itself) that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def available_bytes(path: Path) -> int:
+    """Bytes that may still be stored under ``path``: filesystem space and, on tmpfs, also free memory."""
+    stats = os.statvfs(existing_parent(path))
+    free = stats.f_bavail * stats.f_frsize
+    if filesystem_type(path) in ("tmpfs", "ramfs", "devtmpfs"):
+        free = min(free, psutil.virtual_memory().available)
+    return free
+
+
+def warn_unless_memory(base: Path) -> None:
+    """Log one warning a process if ``base`` is not on a memory filesystem: saves work, at disk speed."""
+    kind = filesystem_type(base)
+    if kind in ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs") or str(base) in _warned:
+        return
+    _warned.add(str(base))
+    _log.warning(
+        "base container %s is on %s, not tmpfs: checkpoints work but run at that filesystem's speed "
+        "(use a path on /dev/shm or a tmpfs mount)",
+        base,
+        kind,
+    )
+
+
+def needed_bytes(state_bytes: int, copies: int) -> int:
+    """Bytes that a rank's checkpoints take: its own versions, and as many of each copy it holds for peers."""
+    return OWN_VERSIONS * state_bytes * (1 + copies)
+
+
+def preflight(base: Path, state_bytes: int, *, copies: int = 0, ranks_on_node: int = 1, held_bytes: int = 0) -> None:
+    """Check that ``base`` can hold what a node's ranks need.
+
+    Args:
+        base: base container of the job.
+        state_bytes: bytes that one rank saves.
+        copies: peers whose parts each rank holds.
+        ranks_on_node: ranks that share this filesystem.
+        held_bytes: bytes of arenas that are there already and will be reused.
+
+    Raises:
+        CapacityError: with both numbers and the remedy.
+    """
+    needed = needed_bytes(state_bytes, copies) * ranks_on_node
+    available = available_bytes(base) + held_bytes
+    if needed > available:
+        raise CapacityError(
+            f"checkpoints of {ranks_on_node} rank(s) x {state_bytes} bytes need {needed} bytes in {base} "
+            f"({OWN_VERSIONS} own versions, {copies} peer cop{'y' if copies == 1 else 'ies'} of each), "
+            f"but only {available} bytes are available",
+            needed_bytes=needed,
+            available_bytes=available,
+            path=base,
+            hint="enlarge the tmpfs (mount -o remount,size=...), free memory, or replicate less",
+        )

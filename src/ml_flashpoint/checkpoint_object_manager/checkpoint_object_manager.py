@@ -1,0 +1,94 @@
+"""`CheckpointObjectManager`: the one place of a process that says where checkpoint bytes live.
+
+Owns which base containers this process uses and the store of each. The stores themselves (arenas, parts) are
+`rank_store`'s. Stores are shared by all managers of a process, since the files have one owner.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import DeadlineError, InvalidArgumentError
+from ml_flashpoint.core.knobs import lock_deadline_s
+
+_stores: dict[tuple[str, int], RankStore] = {}
+_stores_lock = threading.Lock()
+
+
+class CheckpointObjectManager:
+    """Opens the base container of a job on this node. Thread-safe.
+
+    One manager serves one base container: the first that it is asked to open.
+    """
+
+    def __init__(self) -> None:
+        self._opened = threading.Condition()
+        self._store: RankStore | None = None
+
+    def open(self, base: str | os.PathLike[str], rank: int) -> RankStore:
+        """The store of ``rank`` in ``base``, made on first use.
+
+        Raises:
+            InvalidArgumentError: this manager serves another base container already.
+            JobInUseError: another live process holds it.
+        """
+        path = Path(str(CheckpointContainerId(base)))
+        with self._opened:
+            if self._store is None or self._store.closed:
+                self._store = _shared_store(path, rank)
+                self._opened.notify_all()
+            elif self._store.base != path:
+                raise InvalidArgumentError(
+                    f"one CheckpointObjectManager serves one base container, {self._store.base} here",
+                    argument="base",
+                    value=str(path),
+                    hint="use one base container a job, or a second manager",
+                )
+            return self._store
+
+    @property
+    def store(self) -> RankStore | None:
+        """The store opened last, if any."""
+        return self._store
+
+    def wait_for_store(self, deadline_s: float) -> RankStore:
+        """The store, once this process has opened its base container.
+
+        Raises:
+            DeadlineError: it did not within ``deadline_s`` seconds.
+        """
+        with self._opened:
+            if not self._opened.wait_for(lambda: self._store is not None, deadline_s):
+                raise DeadlineError(f"no base container was opened within {deadline_s} s")
+            assert self._store is not None
+            return self._store
+
+    def close(self) -> None:
+        """Unmap and unlock. The checkpoint stays on the filesystem."""
+        with self._opened, _stores_lock:
+            if self._store is not None:
+                _stores.pop((str(self._store.base), self._store.rank), None)
+                self._store.close()
+                self._store = None
+
+
+def _shared_store(base: Path, rank: int) -> RankStore:
+    with _stores_lock:
+        key = (str(base), rank)
+        if key not in _stores:
+            _stores[key] = RankStore(base, rank, lock_deadline_s=lock_deadline_s())
+        return _stores[key]
+
+
+def _forget_stores() -> None:
+    # A forked child (a data loader's worker) shares the mappings but owns none of the files.
+    global _stores_lock
+    _stores_lock = threading.Lock()
+    _stores.clear()
+
+
+os.register_at_fork(after_in_child=_forget_stores)

@@ -1,0 +1,434 @@
+"""Loaders: which version to go on from, and its bytes.
+
+Owns recovery as a collective: inventories by node, one plan on every rank (`core.recovery`, pure), the fetches
+of this rank, verification, and the vote. All ranks go on with the same version or step back together; a copy
+that turns out damaged is replaced from another holder, and where there is none the next older version is
+taken. Reading into a framework's tensors is the adapters' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
+from ml_flashpoint.core.knobs import transfer_deadline_s
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.core.part_reader import (
+    ObjectReader,
+    find_local_manifest,
+    open_local,
+    read_local_manifests,
+)
+from ml_flashpoint.core.rank_group import RankGroup, rank_group
+from ml_flashpoint.core.recovery import (
+    CompleteVersion,
+    NodeInventory,
+    PartRecord,
+    RecoveryPlan,
+    plan_recovery,
+)
+from ml_flashpoint.replication.replication_manager import IncomingCopy, ReplicationManager
+from ml_flashpoint.replication.small_fetch import fetch_blocks, fetch_manifest
+from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
+
+_log = logging.getLogger(__name__)
+
+Damage = tuple[str, str, str, int]
+"""``(node, version, attempt, rank)`` of a part that is not what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What a recovery did, on this rank; times in seconds.
+
+    Attributes:
+        version: the version recovered, None if there was none.
+        detect_s: reading and gathering inventories. plan_s: planning. fetch_s: fetching and verifying.
+        fetched_bytes: bytes that this rank received from peers.
+        tries: plans made; more than one means that something was damaged.
+    """
+
+    version: str | None
+    detect_s: float
+    plan_s: float
+    fetch_s: float
+    fetched_bytes: int
+    tries: int
+
+
+class MLFlashpointCheckpointLoader(ABC):
+    """What a door needs to load."""
+
+    @abstractmethod
+    def get_latest_complete_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str]
+    ) -> CheckpointContainerId | None:
+        """Collective: the newest version that every rank can load, made loadable here; None if there is none."""
+
+    @abstractmethod
+    def discard(self, version: CheckpointContainerId) -> None:
+        """Collective: never return this version again; what it holds could not be loaded."""
+
+    @abstractmethod
+    def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
+        """The manifest of one rank's part of a version, from this node or a holder."""
+
+    @abstractmethod
+    def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
+        """A reader of one object. It stays valid until :meth:`release`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of everything that was opened."""
+
+
+class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
+    """Recovers from this node's tmpfs and its peers. One caller at a time.
+
+    Args:
+        checkpoint_object_manager: where bytes live; one of its own by default.
+        replication_manager: how peers are reached; without it only this node's parts can be loaded.
+        global_rank_getter: this process's rank; by default from torch.distributed.
+    """
+
+    def __init__(
+        self,
+        checkpoint_object_manager: CheckpointObjectManager | None = None,
+        replication_manager: ReplicationManager | None = None,
+        global_rank_getter: Callable[[], int] | None = None,
+    ) -> None:
+        self._objects = checkpoint_object_manager or CheckpointObjectManager()
+        self._replication = replication_manager
+        self._rank_getter = global_rank_getter
+        self._recovered: CompleteVersion | None = None
+        self._verified: set[tuple[str, str, str]] = set()
+        self._excluded: set[tuple[str, str]] = set()
+        self._open = contextlib.ExitStack()
+        self.last_recovery: RecoveryReport | None = None
+
+    # ---- recovery -----------------------------------------------------------------------------------------
+
+    def get_latest_complete_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str]
+    ) -> CheckpointContainerId | None:
+        """Collective: find the newest version whose parts all exist, bring here what this node lacks, verify
+        it, vote, and step back on any failure.
+
+        Args:
+            checkpoint_base_container: base container of the job, on this node.
+
+        Returns:
+            The version's id under this node's base container, or None: no version could be recovered.
+
+        Raises:
+            FlashpointError: this rank cannot take part (base container unusable or in use, a peer is gone).
+        """
+        base = CheckpointContainerId(checkpoint_base_container)
+        group = rank_group()
+        store = self._open_store(base, group)
+        damaged: set[Damage] = set()
+        detect_s = plan_s = fetch_s = 0.0
+        fetched = tries = 0
+        while True:
+            began = time.monotonic()
+            inventories = self._gather(store, group, damaged)
+            gathered = time.monotonic()
+            strategy = self._replication.strategy if self._reaches_peers() and self._replication else None
+            plan = plan_recovery(
+                inventories, group.topology, strategy=strategy, damaged=damaged, excluded=self._excluded
+            )
+            tries += 1
+            planned = time.monotonic()
+            detect_s += gathered - began
+            plan_s += planned - gathered
+            if plan is None:
+                break
+            count, found, error = self._carry_out(plan, store, group)
+            fetched += count
+            done = self._vote(plan, group, found, error, damaged)
+            fetch_s += time.monotonic() - planned
+            if done:
+                break
+        version = plan.version.version if plan is not None else None
+        self._recovered = plan.version if plan is not None else None
+        self.last_recovery = RecoveryReport(version, detect_s, plan_s, fetch_s, fetched, tries)
+        newest = max((p.attempt for i in inventories for p in i.parts), default=None)
+        group.renew_run(newest)
+        return CheckpointContainerId.create_child(base, version) if version is not None else None
+
+    def _open_store(self, base: CheckpointContainerId, group: RankGroup) -> RankStore:
+        rank = self._rank_getter() if self._rank_getter is not None else group.rank
+        store: RankStore | None = None
+        error: FlashpointError | None = None
+        try:
+            store = self._objects.open(base, rank)
+        except FlashpointError as caught:
+            error = caught
+        # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
+        if not group.all_ok(error is None):
+            raise error or LoadError(
+                "another rank could not open its base container", rank=rank, node=group.node, path=str(base)
+            )
+        assert store is not None
+        return store
+
+    def _gather(self, store: RankStore, group: RankGroup, damaged: set[Damage]) -> list[NodeInventory]:
+        """The inventory of every node; one rank a node reads the manifests there."""
+        blob = b""
+        if group.is_node_leader:
+            parts = []
+            for version in list_versions(store.base):
+                manifests, errors = read_local_manifests(store.base, version)
+                parts += [_part_record(m) for m in manifests if _has_objects(store, m)]
+                for error in errors:
+                    _log.warning("ignoring a part: %s", error)
+            blob = NodeInventory(group.node, tuple(parts)).to_json()
+        return [NodeInventory.from_json(found) for found in group.gather(blob) if found]
+
+    def _carry_out(
+        self, plan: RecoveryPlan, store: RankStore, group: RankGroup
+    ) -> tuple[int, list[Damage], FlashpointError | None]:
+        """This rank's share of a plan: ``(bytes fetched, parts found damaged, why this rank votes no)``."""
+        version = plan.version
+        found: list[Damage] = []
+        count = 0
+        for fetch in plan.fetches:
+            if fetch.target_rank != store.rank:
+                continue
+            needed = fetch.part_rank == store.rank
+            try:
+                count += self._fetch_part(version, fetch.part_rank, fetch.source_node, store, group)
+            except FlashpointError as error:
+                if isinstance(error, (DamagedError, ObjectNotFoundError)):
+                    found.append((fetch.source_node, version.version, version.attempt, fetch.part_rank))
+                if needed:
+                    _log.warning("cannot fetch the part of rank %d: %s", fetch.part_rank, error)
+                    return count, found, error
+                # A copy for the next loss: good to have, and no reason to lose this recovery.
+                _log.warning("cannot restore the copy of rank %d: %s", fetch.part_rank, error)
+        if not plan.same_topology:
+            return count, found, None
+        try:
+            self._verify_own(version, store)
+        except FlashpointError as error:
+            _log.warning("the part of rank %d is damaged: %s", store.rank, error)
+            found.append((group.node, version.version, version.attempt, store.rank))
+            return count, found, error
+        return count, found, None
+
+    def _verify_own(self, version: CompleteVersion, store: RankStore) -> None:
+        manifest = find_local_manifest(store.base, version.version, store.rank, version.attempt)
+        if manifest is None:
+            raise ObjectNotFoundError("the manifest is gone", rank=store.rank, path=store.base / version.version)
+        for record in manifest.objects:
+            key = (version.version, version.attempt, record.name)
+            if key not in self._verified:
+                _, stack = open_local(store, manifest, record, verified=False)
+                stack.close()
+                self._verified.add(key)
+
+    def _fetch_part(self, version: CompleteVersion, rank: int, source: str, store: RankStore, group: RankGroup) -> int:
+        manifest = self._remote_manifest(version, rank, source, group)
+        incoming = IncomingCopy(store, manifest)
+        try:
+            holders = self._holders(version, rank, group, first=source)
+            for record, buffer in zip(manifest.objects, incoming.buffers, strict=True):
+                fetch_object_from_holders(
+                    holders,
+                    group.secret,
+                    version.version,
+                    record,
+                    buffer,
+                    rank=rank,
+                    deadline_s=transfer_deadline_s(),
+                )
+            incoming.commit()
+        except BaseException:
+            incoming.abort()
+            raise
+        for record in manifest.objects:
+            self._verified.add((version.version, version.attempt, record.name))
+        return manifest.total_size
+
+    def _vote(
+        self,
+        plan: RecoveryPlan,
+        group: RankGroup,
+        found: list[Damage],
+        error: FlashpointError | None,
+        damaged: set[Damage],
+    ) -> bool:
+        """Share what was found. True: all ranks go on with the plan's version. Else ``damaged`` or the excluded
+        versions have grown, so that the next plan differs."""
+        before = len(damaged)
+        blob = json.dumps([error is None, found]).encode() if found or error is not None else b""
+        unanimous = True
+        for said in group.gather(blob):
+            if said:
+                ok, parts = json.loads(said)
+                unanimous = unanimous and bool(ok)
+                damaged.update((str(n), str(v), str(a), int(r)) for n, v, a, r in parts)
+        if unanimous:
+            return True
+        if len(damaged) == before:
+            # Nothing to be replaced, so the version itself is out of reach.
+            _log.error("version %s cannot be recovered, stepping back", plan.version.version)
+            self._excluded.add((plan.version.version, plan.version.attempt))
+        return False
+
+    def discard(self, version: CheckpointContainerId) -> None:
+        if self._recovered is not None and self._recovered.version == version.name:
+            self._excluded.add((self._recovered.version, self._recovered.attempt))
+        self.release()
+
+    # ---- reading ------------------------------------------------------------------------------------------
+
+    def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
+        """The manifest of one rank's part.
+
+        Raises:
+            ObjectNotFoundError: neither this node nor a known holder has it.
+        """
+        store = self._store_of(version)
+        known = self._known(version)
+        if known is not None:
+            found = find_local_manifest(store.base, version.name, rank, known.attempt)
+            if found is not None:
+                return found
+            return self._remote_manifest(known, rank, known.holders[rank][0], rank_group())
+        manifests, errors = read_local_manifests(store.base, version.name)
+        mine = [m for m in manifests if m.rank == rank]
+        if not mine:
+            raise ObjectNotFoundError(
+                f"this node has no part of it{f' ({errors[0]})' if errors else ''}",
+                step=version.step,
+                rank=rank,
+                path=str(version),
+                hint="call get_latest_complete_checkpoint() first: it finds parts on other nodes",
+            )
+        return max(mine, key=lambda m: m.attempt)
+
+    def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
+        """A verified reader of one object, local or remote.
+
+        Raises:
+            FlashpointError: it is damaged here, or no holder is known.
+        """
+        store = self._store_of(version)
+        key = (version.name, manifest.attempt, record.name)
+        if (store.base / version.name / record.name).exists():
+            reader, stack = open_local(store, manifest, record, verified=key in self._verified)
+            self._verified.add(key)
+            self._open.enter_context(stack)
+            return reader
+        return ObjectReader(manifest, record, fetch=self._fetch_blocks, path=f"{version.name}/{record.name}")
+
+    def release(self) -> None:
+        self._open.close()
+        self._open = contextlib.ExitStack()
+
+    def _store_of(self, version: CheckpointContainerId) -> RankStore:
+        rank = self._rank_getter() if self._rank_getter is not None else rank_group().rank
+        return self._objects.open(version.parent, rank)
+
+    def _known(self, version: CheckpointContainerId) -> CompleteVersion | None:
+        known = self._recovered
+        return known if known is not None and known.version == version.name else None
+
+    def _fetch_blocks(self, manifest: Manifest, record: ObjectRecord, first: int, buffer: memoryview) -> None:
+        known = self._recovered
+        if known is None or known.attempt != manifest.attempt:
+            raise ObjectNotFoundError("no holder of this object is known", rank=manifest.rank, step=manifest.step)
+        group = rank_group()
+        failure: FlashpointError | None = None
+        for holder in self._holders(known, manifest.rank, group):
+            try:
+                fetch_blocks(
+                    holder,
+                    group.secret,
+                    manifest.version,
+                    record,
+                    first,
+                    buffer,
+                    deadline_s=transfer_deadline_s(),
+                )
+                return
+            except FlashpointError as error:
+                _log.warning("%s cannot give %s: %s", holder.node, record.name, error)
+                failure = error
+        raise failure or ObjectNotFoundError("no holder is reachable", rank=manifest.rank, step=manifest.step)
+
+    # ---- peers --------------------------------------------------------------------------------------------
+
+    def _reaches_peers(self) -> bool:
+        return self._replication is not None and self._replication.initialized
+
+    def _holders(self, version: CompleteVersion, rank: int, group: RankGroup, first: str | None = None) -> list[Holder]:
+        """Services that can give a rank's part, ``first`` in front. Ranks of a node share the load."""
+        if not self._reaches_peers() or self._replication is None:
+            raise LoadError(
+                "the part is on another node, and there is no replication manager to reach it",
+                rank=rank,
+                hint="pass an initialized ReplicationManager to the loader",
+            )
+        nodes = sorted(version.holders[rank], key=lambda node: node != first)
+        holders = []
+        for node in nodes:
+            if node != group.node and node in group.topology.node_order:
+                ranks = group.topology.ranks_of(node)
+                address = self._replication.address_of(ranks[rank % len(ranks)])
+                holders.append(Holder(node, address))
+        return holders
+
+    def _remote_manifest(self, version: CompleteVersion, rank: int, source: str, group: RankGroup) -> Manifest:
+        holders = self._holders(version, rank, group, first=source)
+        failure: FlashpointError | None = None
+        for holder in holders:
+            try:
+                return fetch_manifest(
+                    holder,
+                    group.secret,
+                    version.version,
+                    rank,
+                    version.attempt,
+                    deadline_s=transfer_deadline_s(),
+                )
+            except FlashpointError as error:
+                failure = error
+        raise failure or ObjectNotFoundError("no holder is reachable", rank=rank, step=version.step)
+
+
+def _part_record(manifest: Manifest) -> PartRecord:
+    return PartRecord(
+        manifest.version,
+        manifest.step,
+        manifest.rank,
+        manifest.world_size,
+        manifest.attempt,
+        manifest.total_size,
+    )
+
+
+def _has_objects(store: RankStore, manifest: Manifest) -> bool:
+    """Whether the files of a part are there and long enough; their content is checked by who needs it."""
+    for record in manifest.objects:
+        path = store.base / manifest.version / record.name
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            _log.warning("ignoring the part of rank %d in %s: %s", manifest.rank, manifest.version, error)
+            return False
+        if size < record.size:
+            _log.warning("ignoring the part of rank %d: %s has %d bytes of %d", manifest.rank, path, size, record.size)
+            return False
+    return True

@@ -1,0 +1,563 @@
+"""Savers: from tensors and bytes to a committed part of a version.
+
+Owns the life of one save on this rank: its attempt, its arena, its seal, what happens when it fails, and the
+rule for which arena may be taken when all are in use. Copying and layout are `object_writer`'s; what follows
+the seal (copies, agreement, pruning) is `commit_queue`'s.
+
+A save may be staged in one place and sealed in another: later, on another thread, or in another process, to
+which saver and ticket travel by pickle and where the saver is a :class:`HandedOffSaver`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import shutil
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
+from ml_flashpoint.checkpoint_object_manager.capacity import preflight
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, UnlockedStore, publish
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
+from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.core.manifest import Manifest, manifest_name, object_name, read_manifest
+from ml_flashpoint.core.object_writer import (
+    BytesItem,
+    ObjectWriter,
+    StagedObject,
+    TensorItem,
+    WrittenObject,
+    write_bytes_object,
+)
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_BUFFER_BYTES = 16 << 30
+# The newest verified version, the one being replicated, and the one being written.
+_MAX_OWN_ARENAS = 3
+# What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
+_FAULT_RATE = 1 << 30
+_NOTICE_POLL_S = 0.005
+_ABANDONED_POLL_S = 0.1
+
+
+class _Store(Protocol):
+    """What a save needs of a store."""
+
+    @property
+    def base(self) -> Path: ...
+    def acquire(self, size: int, *, exact: bool = False) -> Arena: ...
+    def release(self, arena: Arena) -> None: ...
+
+
+class MLFlashpointCheckpointSaver(ABC):
+    """What a door needs to save. The calls of one save come in the order begin, stage (optional), write, seal;
+    or, when any of them raises, fail.
+
+    Attributes:
+        rank, world_size, node: of this process in the job.
+    """
+
+    rank: int
+    world_size: int
+    node: str
+    _writer: ObjectWriter
+
+    @abstractmethod
+    def begin(self) -> SaveTicket:
+        """Start a save. Every rank must begin the same saves in the same order."""
+
+    @abstractmethod
+    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
+
+    @abstractmethod
+    def _store(self, base: CheckpointContainerId) -> _Store: ...
+
+    @abstractmethod
+    def _acquire(self, store: _Store, size: int) -> Arena: ...
+
+    @abstractmethod
+    def _arena_of(self, staged: StagedObject) -> Arena: ...
+
+    @abstractmethod
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arenas: Sequence[Arena]) -> None: ...
+
+    def write(
+        self,
+        ticket: SaveTicket,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make this rank's object of ``version``. Tensors that were staged are not copied again.
+
+        Args:
+            tensors: names and plain strided tensors on any device; names are unique.
+            byte_items: names and contents of what is no tensor.
+            metadata: further strings for the object's header.
+
+        Raises:
+            InvalidArgumentError: ``version`` is no version of a base container.
+            CapacityError: no room.
+            SaveError: staging failed earlier, or a tensor of the plan was not staged.
+        """
+        if ticket.error is not None:
+            raise SaveError(f"staging failed: {ticket.error}", step=version.step, rank=self.rank) from ticket.error
+        if version.step is None:
+            raise InvalidArgumentError(
+                "must end in step-<n>_ckpt",
+                argument="version",
+                value=str(version),
+                hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
+            )
+        ticket.version = version
+        if ticket.pending is not None:
+            ticket.pending.step = version.step
+        store = self._store(version.parent)
+        staged = ticket.staged
+        arena = self._arena_of(staged) if staged is not None else None
+        if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
+            # Staged for another base container: its bytes are as good as any other tensor.
+            staged = arena = None
+        ticket.written = self._writer.write(
+            lambda size: self._acquire(store, size),
+            tensors,
+            byte_items,
+            staged=staged,
+            arena=arena,
+            metadata=metadata,
+        )
+        ticket.used = ticket.written.used
+
+    def seal(
+        self,
+        ticket: SaveTicket,
+        *,
+        extra: Mapping[str, bytes] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Commit what was written. The part exists when this returns.
+
+        Args:
+            extra: further small objects of the part, by kind (the ending of the file's name).
+            labels: short strings for the manifest.
+
+        Raises:
+            SaveError, CapacityError: nothing of the part is visible.
+        """
+        if ticket.written is None or ticket.version is None:
+            raise SaveError("nothing was written to seal", rank=self.rank)
+        store = self._store(ticket.version.parent)
+        objects: list[tuple[str, WrittenObject]] = [("safetensors", ticket.written)]
+        try:
+            for kind, data in (extra or {}).items():
+                objects.append((kind, write_bytes_object(store.acquire, data)))
+            manifest = Manifest(
+                version=ticket.version.name,
+                rank=self.rank,
+                world_size=self.world_size,
+                attempt=ticket.attempt,
+                node=self.node,
+                objects=tuple(w.record(object_name(self.rank, ticket.attempt, kind)) for kind, w in objects),
+                labels=dict(labels or {}),
+            )
+            self._commit(ticket, manifest, [written.arena for _, written in objects])
+        except BaseException:
+            for _, written in objects[1:]:
+                store.release(written.arena)
+            raise
+        return manifest
+
+    def save(
+        self,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        extra: Mapping[str, bytes] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """A whole save in one call: returns when this rank's part is sealed.
+
+        Raises:
+            FlashpointError: it failed; nothing of it is left and older versions are as before.
+        """
+        ticket = self.begin()
+        try:
+            self.write(ticket, version, tensors, byte_items)
+            return self.seal(ticket, extra=extra, labels=labels)
+        except BaseException as error:
+            self.fail(ticket, error)
+            raise
+
+
+class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
+    """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
+
+    Construct it on all ranks (it agrees on a run id). Pickled, it becomes a :class:`HandedOffSaver` that
+    carries the oldest save which was staged and not yet written.
+
+    Args:
+        global_rank_getter: this process's rank; by default from torch.distributed.
+        local_rank_getter: accepted for callers that pass it, not used: nodes are found by asking who shares one.
+        global_barrier_func: accepted for callers that pass it, never called: saves need no barrier.
+        ckpt_obj_manager: where bytes live; one of its own by default.
+        replication_manager: who makes copies; none by default.
+        initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
+        cache_staged_state_dict: keep layout and views between saves. The arenas stay in memory either way.
+
+    Raises:
+        InvalidArgumentError: ``initial_buffer_size_bytes`` is not positive.
+    """
+
+    def __init__(
+        self,
+        global_rank_getter: Callable[[], int] | None = None,
+        local_rank_getter: Callable[[], int] | None = None,
+        global_barrier_func: Callable[[], object] | None = None,
+        ckpt_obj_manager: CheckpointObjectManager | None = None,
+        replication_manager: ReplicationManager | None = None,
+        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
+        *,
+        cache_staged_state_dict: bool = True,
+    ) -> None:
+        if not isinstance(initial_buffer_size_bytes, int) or initial_buffer_size_bytes <= 0:
+            raise InvalidArgumentError(
+                "must be a positive number of bytes",
+                argument="initial_buffer_size_bytes",
+                value=initial_buffer_size_bytes,
+            )
+        self._expected_bytes = initial_buffer_size_bytes
+        self._cache = cache_staged_state_dict
+        self._objects = ckpt_obj_manager or CheckpointObjectManager()
+        self._replication = replication_manager
+        self._group = rank_group()
+        self.rank = global_rank_getter() if global_rank_getter is not None else self._group.rank
+        self.world_size = self._group.world_size
+        self.node = self._group.node
+        self._writer = ObjectWriter(cache=cache_staged_state_dict)
+        self._commits = CommitQueue(
+            self._group, replication_manager, seal_deadline_s=seal_deadline_s, watch=self._watch
+        )
+        self._lock = threading.RLock()
+        self._sequence = 0
+        self._staged: list[SaveTicket] = []  # staged, not yet claimed by a write
+        self._saves: list[SaveTicket] = []  # under way or held, oldest first
+        self._handed_off: dict[str, SaveTicket] = {}
+        self._notices: NoticeBoard | None = None
+        self._largest = 0
+        self._closed = False
+        _live_savers.add(self)
+
+    # ---- the calls of one save ----------------------------------------------------------------------------
+
+    def begin(self) -> SaveTicket:
+        with self._lock:
+            if self._closed:
+                raise SaveError("the saver is closed", rank=self.rank)
+            self._sequence += 1
+            attempt = f"{self._group.run_id}-{self._sequence:08d}"
+            ticket = SaveTicket(attempt, self._sequence, pending=PendingSave(attempt, self._sequence))
+            self._saves = [
+                t for t in self._saves if t.pending and (not t.pending.settled.is_set() or _holds_arena(t))
+            ] + [ticket]
+            assert ticket.pending is not None
+            self._commits.submit(ticket.pending)
+        return ticket
+
+    def stage(self, ticket: SaveTicket, tensors: Sequence[TensorItem]) -> list[Any] | None:
+        """Copy tensors away now, to be named by the write.
+
+        Args:
+            tensors: names (only to size the header) and plain strided tensors on any device.
+
+        Returns:
+            The copies, in order; None if there is no base container yet to copy them into.
+
+        Raises:
+            CapacityError: no room.
+        """
+        store = self._objects.store
+        if store is None:
+            return None
+        staged = self._writer.stage(lambda size: self._acquire(store, size), store.release, tensors)
+        ticket.staged = staged
+        return staged.views
+
+    def offer(self, ticket: SaveTicket) -> None:
+        """Leave a staged save to whoever writes next: another thread, or the process this saver is sent to."""
+        with self._lock:
+            self._staged.append(ticket)
+
+    def claim(self) -> SaveTicket | None:
+        """The oldest save that was offered and not claimed."""
+        with self._lock:
+            return self._staged.pop(0) if self._staged else None
+
+    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        pending = ticket.pending
+        if pending is None or pending.resolved.is_set():
+            return
+        store = self._objects.store
+        arenas = {w.arena for w in (ticket.written, ticket.staged) if w is not None and w.arena is not None}
+        if ticket.staged is not None:
+            ticket.staged.discard()
+        if store is not None:
+            for arena in arenas:
+                store.release(arena)
+        pending.resolve(None, store, error)
+
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arenas: Sequence[Arena]) -> None:
+        assert ticket.pending is not None and ticket.version is not None
+        store = self._store(ticket.version.parent)
+        if ticket.pending.resolved.is_set():
+            raise SaveError(f"the save was given up: {ticket.pending.error}", step=manifest.step, rank=self.rank)
+        part = store.commit(manifest, arenas)
+        self._resolve(ticket, part, store)
+
+    def _resolve(self, ticket: SaveTicket, part: Any, store: RankStore) -> None:
+        assert ticket.pending is not None
+        ticket.pending.resolve(part, store)
+        if not self._group.distributed and not self._commits.is_queue_thread():
+            # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
+            ticket.pending.settled.wait(1.0)
+        if len(self._own_arenas()) < 2:
+            store.prepare_spare(part.arenas[0].size - 1)
+
+    # ---- arenas -------------------------------------------------------------------------------------------
+
+    def _store(self, base: CheckpointContainerId) -> RankStore:
+        return self._objects.open(base, self.rank)
+
+    def _arena_of(self, staged: StagedObject) -> Arena:
+        assert staged.arena is not None
+        return staged.arena
+
+    def _own_arenas(self) -> list[SaveTicket]:
+        with self._lock:
+            return [t for t in self._saves if _holds_arena(t)]
+
+    def _acquire(self, store: _Store, size: int) -> Arena:
+        """An arena for a save: a free one if there is, else a new one while few are in use, else one taken from
+        an older save that cannot be the version to recover."""
+        assert isinstance(store, RankStore)
+        self._preflight(store, size)
+        if not store.has_free(size) and len(self._own_arenas()) >= 2:
+            self._commits.wait_for_change(lambda: store.has_free(size), 0.05 + size / _FAULT_RATE)
+        full: CapacityError | None = None
+        if store.has_free(size) or len(self._own_arenas()) < _MAX_OWN_ARENAS:
+            try:
+                return store.acquire(size)
+            except CapacityError as error:
+                full = error
+        self._commits.wait_for_change(lambda: store.has_free(size) or self._drop_one(), seal_deadline_s())
+        if not store.has_free(size):
+            raise full or SaveError(
+                f"{_MAX_OWN_ARENAS} earlier saves are still under way",
+                rank=self.rank,
+                node=self.node,
+                hint="save less often, or wait for a save before the next one",
+            )
+        return store.acquire(size)
+
+    def _drop_one(self) -> bool:
+        """Give up the oldest sealed save that is neither verified nor being copied, if another one remains."""
+        held = [t for t in self._own_arenas() if t.pending is not None and t.pending.part is not None]
+        if len(held) < 2:
+            return False
+        return any(t.pending is not None and self._commits.drop(t.pending) for t in held)
+
+    def _preflight(self, store: RankStore, size: int) -> None:
+        if size <= self._largest:
+            return
+        if size > self._expected_bytes:
+            _log.info("the state of rank %d has %d bytes, more than expected", self.rank, size)
+        copies = len(self._replication.held_by(self.rank)) if self._replicates() and self._replication else 0
+        in_use, free = store.resident_bytes()
+        preflight(store.base, size, copies=copies, held_bytes=in_use + free)
+        self._largest = size
+
+    def _replicates(self) -> bool:
+        return self._replication is not None and self._replication.initialized
+
+    # ---- saves in another process -------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self._lock:
+            ticket = self.claim() or self.begin()
+            if self._notices is None:
+                self._notices = NoticeBoard()
+            self._handed_off[ticket.attempt] = ticket
+        return HandedOffSaver, (self.rank, self.world_size, self.node, ticket, self._notices)
+
+    def _watch(self, pending: PendingSave) -> float | None:
+        """Called by the commit queue while it waits for ``pending``: look for the other process's notice."""
+        ticket = self._handed_off.get(pending.attempt)
+        if ticket is None or self._notices is None:
+            self._fail_if_abandoned(pending)
+            return _ABANDONED_POLL_S
+        notice = self._notices.take(pending.attempt)
+        if notice is None:
+            if _is_alive(self._notices.process_of(pending.attempt)):
+                return _NOTICE_POLL_S
+            self._handed_off.pop(pending.attempt, None)
+            self.fail(ticket, lost(ticket, "its process is gone", self.rank))
+            return 0.0
+        self._handed_off.pop(pending.attempt, None)
+        self._take(ticket, notice)
+        return 0.0
+
+    def _fail_if_abandoned(self, pending: PendingSave) -> None:
+        """A save that nobody goes on with (its plan failed on another rank) shows by a later one being sealed."""
+        with self._lock:
+            ticket = next((t for t in self._saves if t.pending is pending), None)
+            newer = [t for t in self._saves if t.sequence > pending.sequence and t.pending is not None]
+        if ticket is not None and any(t.pending.part is not None for t in newer if t.pending is not None):
+            self.fail(ticket, SaveError("given up: a later save was sealed first", rank=self.rank))
+
+    def _take(self, ticket: SaveTicket, notice: Notice) -> None:
+        step = CheckpointContainerId.parse_version_container(notice.version)
+        if ticket.pending is not None:
+            ticket.pending.step = step
+        try:
+            store = self._objects.open(notice.base, self.rank)
+            if notice.error is not None:
+                raise SaveError(notice.error, step=step, rank=self.rank)
+            manifest = read_manifest(store.base / notice.version / manifest_name(self.rank, ticket.attempt))
+            part = store.register(manifest, [store.arena_by_path(Path(p)) for p in notice.arenas])
+        except (FlashpointError, OSError) as error:
+            self.fail(ticket, error)
+            return
+        ticket.used = frozenset(notice.used)
+        self._resolve(ticket, part, store)
+
+    # ---- reading and ending -------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> CommitStats:
+        """Counters of what became of the saves."""
+        return self._commits.stats
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until every save begun so far is settled: verified everywhere, or lost. Returns whether in time."""
+        return self._commits.wait_for_change(lambda: self._commits.idle, deadline_s or seal_deadline_s())
+
+    def close(self, deadline_s: float | None = None) -> None:
+        """Let saves under way finish, within a deadline, and stop the background work. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        finished = self._commits.close(exit_deadline_s() if deadline_s is None else deadline_s)
+        if not finished:
+            _log.info("closed before the last saves were verified; they are sealed on this node")
+        if self._notices is not None:
+            shutil.rmtree(self._notices.directory, ignore_errors=True)
+
+
+class HandedOffSaver(MLFlashpointCheckpointSaver):
+    """A saver in another process: it writes and seals the one save that came with it, and posts a notice.
+
+    It owns no arenas: it fills the one that was staged, or makes a new one, which the trainer takes over.
+    """
+
+    def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, notices: NoticeBoard) -> None:
+        self.rank, self.world_size, self.node = rank, world_size, node
+        self._ticket: SaveTicket | None = ticket
+        self._notices = notices
+        self._writer = _process_writer()
+        notices.sign(ticket.attempt)
+
+    def claim(self) -> SaveTicket | None:
+        """The save that came along, once."""
+        ticket, self._ticket = self._ticket, None
+        return ticket
+
+    def begin(self) -> SaveTicket:
+        ticket = self.claim()
+        if ticket is None:
+            raise SaveError("this process was handed one save and has done it", rank=self.rank)
+        return ticket
+
+    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        base = str(ticket.version.parent) if ticket.version is not None else ""
+        version = ticket.version.name if ticket.version is not None else ""
+        self._notices.post(ticket.attempt, Notice(base, version, error=f"{type(error).__name__}: {error}"))
+
+    def _store(self, base: CheckpointContainerId) -> UnlockedStore:
+        return UnlockedStore(Path(str(base)), self.rank)
+
+    def _acquire(self, store: _Store, size: int) -> Arena:
+        return store.acquire(size)
+
+    def _arena_of(self, staged: StagedObject) -> Arena:
+        return mapped_arena(staged.arena_path)
+
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arenas: Sequence[Arena]) -> None:
+        assert ticket.version is not None
+        publish(Path(str(ticket.version.parent)), manifest, [arena.path for arena in arenas])
+        notice = Notice(
+            str(ticket.version.parent),
+            manifest.version,
+            arenas=tuple(str(arena.path) for arena in arenas),
+            used=tuple(sorted(ticket.used or ())),
+        )
+        self._notices.post(ticket.attempt, notice)
+
+
+_writer_of_process: ObjectWriter | None = None
+
+
+def _process_writer() -> ObjectWriter:
+    # The saver comes anew with every save; what it learned about the layout should not.
+    global _writer_of_process
+    if _writer_of_process is None:
+        _writer_of_process = ObjectWriter()
+    return _writer_of_process
+
+
+def _holds_arena(ticket: SaveTicket) -> bool:
+    pending = ticket.pending
+    if pending is None:
+        return False
+    if pending.part is not None:
+        return pending.store is not None and pending.store.find(pending.attempt, pending.part.rank) is not None
+    return not pending.resolved.is_set() and (ticket.staged is not None or ticket.written is not None)
+
+
+def _is_alive(pid: int | None) -> bool:
+    if pid is None:  # not begun yet: as long as there is a process that may begin
+        return bool(multiprocessing.active_children())
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+_live_savers: weakref.WeakSet[DefaultMLFlashpointCheckpointSaver] = weakref.WeakSet()
+
+
+def _close_savers() -> None:
+    for saver in list(_live_savers):
+        saver.close()
+
+
+atexit.register(_close_savers)

@@ -1,0 +1,52 @@
+"""Every tunable of the engine, in one place, each overridable by an environment variable.
+
+A knob is read when it is used, so a test or a job script may set the variable at any time before.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise InvalidArgumentError("must be a positive number", argument=name, value=text)
+    return value
+
+
+def transfer_deadline_s() -> float:
+    """Seconds without progress after which a transfer to or from a peer is given up."""
+    return _number("FLASHPOINT_TRANSFER_DEADLINE_S", 30.0)
+
+
+def collective_deadline_s() -> float:
+    """Seconds that a rank waits for the others when they recover or agree."""
+    return _number("FLASHPOINT_COLLECTIVE_DEADLINE_S", 600.0)
+
+
+def seal_deadline_s() -> float:
+    """Seconds that a save may take from its stage to its seal before its arena is taken back."""
+    return _number("FLASHPOINT_SEAL_DEADLINE_S", 600.0)
+
+
+def lock_deadline_s() -> float:
+    """Seconds that a starting rank waits for its dying predecessor to let go of the arenas."""
+    return _number("FLASHPOINT_LOCK_DEADLINE_S", 30.0)
+
+
+def exit_deadline_s() -> float:
+    """Seconds that an exiting process gives to replication still under way."""
+    return _number("FLASHPOINT_EXIT_DEADLINE_S", 10.0)
+
+
+NODE_ID_VARIABLE = "FLASHPOINT_NODE_ID"
+"""Names the failure domain of this process, where the host is not it (several nodes on one machine)."""

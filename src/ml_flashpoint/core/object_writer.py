@@ -1,0 +1,416 @@
+"""Turns tensors and bytes into one object in an arena: layout, one copy, header, digests.
+
+Owns what is kept between saves (layouts, the views of each arena, the header's text; all reused while names,
+dtypes and shapes stay, and never otherwise) and the two ways to fill an object: all at once, or staged first
+and named later, for asynchronous saves whose plan is made after the copy. Committing is the saver's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.core.digest import BLOCK_SIZE, BlockDigester, block_count
+from ml_flashpoint.core.errors import CapacityError
+from ml_flashpoint.core.manifest import ObjectRecord
+from ml_flashpoint.core.object_format import (
+    Entry,
+    HeaderTemplate,
+    Layout,
+    header_space,
+    layout_from_entries,
+    plan_layout,
+    with_byte_items,
+)
+from ml_flashpoint.staging.copy import copy_all, typed_view
+
+TensorItem = tuple[str, torch.Tensor]
+BytesItem = tuple[str, bytes]
+Acquire = Callable[[int], Arena]
+
+_APPEND_ALIGNMENT = 64
+
+
+def digest_workers() -> int:
+    """Threads that digest beside the one that copies."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) - 1))
+
+
+@dataclass(slots=True, eq=False)
+class StagedObject:
+    """Tensors copied into an arena and not yet named. Travels to a saving process by pickle.
+
+    Attributes:
+        arena_path: file of the arena.
+        data_start, end: the copies lie between; what is before is room for the header.
+        begins: offset of each copy, rising.
+        views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
+    """
+
+    arena_path: Path
+    data_start: int
+    end: int
+    begins: tuple[int, ...]
+    views: list[ArenaTensor] = field(default_factory=list, repr=False)
+    arena: Arena | None = None
+    digester: BlockDigester | None = None
+    _interior: tuple[str, ...] = ()
+
+    @property
+    def interior(self) -> tuple[int, int]:
+        """The blocks ``first:last`` that lie wholly within the copies."""
+        first = block_count(self.data_start)
+        return first, max(first, self.end // BLOCK_SIZE)
+
+    def interior_digests(self) -> tuple[str, ...]:
+        """Digests of those blocks; waits for the ones still being computed."""
+        if self.digester is not None:
+            self._interior = self.digester.finish()
+            self.digester = None
+        return self._interior
+
+    def discard(self) -> None:
+        """Stop digesting: the bytes will not be used."""
+        if self.digester is not None:
+            self.digester.abort()
+            self.digester = None
+
+    def region_of(self, offset: int) -> int:
+        """Offset of the copy that holds byte ``offset``."""
+        return self.begins[bisect.bisect_right(self.begins, offset) - 1]
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.arena_path, self.data_start, self.end, self.begins, self.interior_digests()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.arena_path, self.data_start, self.end, self.begins, self._interior = state
+        self.views, self.arena, self.digester = [], None, None
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """An object whose bytes and digests are final, not yet committed.
+
+    Attributes:
+        used: offsets of the staged copies that are in it, None if nothing was staged.
+    """
+
+    arena: Arena
+    size: int
+    digests: tuple[str, ...]
+    used: frozenset[int] | None = None
+
+    def record(self, name: str) -> ObjectRecord:
+        """Its entry in a manifest."""
+        return ObjectRecord(name=name, size=self.size, file_size=self.arena.size, digests=self.digests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """A layout, and what it was made for. ``order[i]`` is the place of entry ``i`` among the caller's tensors."""
+
+    signature: object
+    layout: Layout
+    order: tuple[int, ...]
+
+
+class ObjectWriter:
+    """Writes the objects of one rank. Thread-safe.
+
+    Args:
+        cache: keep layouts, views and headers between saves. Off, each save plans anew.
+    """
+
+    def __init__(self, *, cache: bool = True) -> None:
+        self._cache = cache
+        self._staged_plan: _Cached | None = None
+        self._plan: _Cached | None = None
+        self._named: tuple[object, Layout] | None = None
+        self._template = HeaderTemplate()
+        self._template_lock = threading.Lock()
+
+    # ---- staging ------------------------------------------------------------------------------------------
+
+    def stage(self, acquire: Acquire, release: Callable[[Arena], None], tensors: Sequence[TensorItem]) -> StagedObject:
+        """Copy tensors into an arena now; :meth:`write` names them later.
+
+        Args:
+            acquire: gives an arena of at least so many bytes.
+            release: takes it back if the copy fails.
+            tensors: plain strided tensors on any device. Names are only used to size the header, and must differ.
+        """
+        plan = self._planned(self._staged_plan, tensors, ())
+        if self._cache:
+            self._staged_plan = plan
+        layout = plan.layout
+        arena = acquire(layout.size)
+        try:
+            views = self._views(arena, layout)
+            staged = StagedObject(
+                arena.path,
+                layout.data_start,
+                layout.size,
+                tuple(e.begin for e in layout.entries),
+                arena=arena,
+            )
+            staged.digester = self._copy_and_digest(arena, plan, views, tensors, *staged.interior)
+            staged.views = [view for _, view in sorted(zip(plan.order, views, strict=True), key=lambda pair: pair[0])]
+        except BaseException:
+            release(arena)
+            raise
+        return staged
+
+    def _planned(self, cached: _Cached | None, tensors: Sequence[TensorItem], byte_keys: Sequence[str]) -> _Cached:
+        signature = ([(key, t.dtype, t.shape) for key, t in tensors], byte_keys)
+        if cached is not None and cached.signature == signature:
+            return cached
+        layout = plan_layout([(key, t.dtype, tuple(t.shape)) for key, t in tensors], [(key, 0) for key in byte_keys])
+        place = {key: index for index, (key, _) in enumerate(tensors)}
+        return _Cached(signature, layout, tuple(place[e.key] for e in layout.tensors))
+
+    def _views(self, arena: Arena, layout: Layout) -> list[ArenaTensor]:
+        """The tensors of a layout in an arena, in the order of its entries."""
+        cached = arena.views
+        if cached is not None and cached[0] is layout and cached[1] == arena.address:
+            return cached[2]
+        views = [
+            ArenaTensor.wrap(typed_view(arena.tensor, e.begin, e.end, e.dtype, e.shape), arena.path, e.begin, e.end)
+            for e in layout.tensors
+        ]
+        if self._cache:
+            arena.views = (layout, arena.address, views)
+        return views
+
+    def _copy_and_digest(
+        self,
+        arena: Arena,
+        plan: _Cached,
+        views: Sequence[torch.Tensor],
+        tensors: Sequence[TensorItem],
+        first: int,
+        last: int,
+    ) -> BlockDigester:
+        """Copy; a digester of blocks ``first:last`` follows close behind and may go on after this returns."""
+        if any(tensor.is_cuda for _, tensor in tensors):
+            arena.register_cuda()
+        begin, end = first * BLOCK_SIZE, last * BLOCK_SIZE
+        digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers())
+        entries = plan.layout.tensors
+        done = begin
+
+        def on_copied(count: int) -> None:
+            nonlocal done
+            reached = min(entries[count - 1].end, end)
+            if reached > done:
+                digester.advance(done - begin, reached - begin)
+                done = reached
+
+        try:
+            copy_all(views, [tensors[i][1] for i in plan.order], on_copied)
+        except BaseException:
+            digester.abort()
+            raise
+        return digester
+
+    # ---- writing ------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        acquire: Acquire,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        staged: StagedObject | None = None,
+        arena: Arena | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> WrittenObject:
+        """Make an object of these items.
+
+        Args:
+            acquire: gives an arena of at least so many bytes.
+            tensors: plain strided tensors on any device, with distinct names.
+            staged: tensors that lie in it are taken as they are, others are copied in behind them.
+            arena: this process's mapping of ``staged``.
+
+        Raises:
+            CapacityError: no room.
+        """
+        if staged is not None and arena is not None:
+            try:
+                return self._write_staged(arena, staged, tensors, byte_items, metadata)
+            except _HeaderTooLongError:
+                pass  # names much longer than those staged under: copy once more, under a header that fits
+        return self._write_new(acquire, tensors, byte_items, metadata)
+
+    def _write_new(
+        self,
+        acquire: Acquire,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+    ) -> WrittenObject:
+        tensors, aliases = _without_aliases(tensors)
+        plan = self._planned(self._plan, tensors, [key for key, _ in byte_items])
+        if self._cache:
+            self._plan = plan
+        layout = plan.layout
+        if aliases:
+            space = header_space(
+                [(key, t.dtype, tuple(t.shape)) for key, t in tensors],
+                [key for key, _ in byte_items],
+                aliases,
+            )
+            layout = layout_from_entries(_moved(plan.layout.tensors, space - plan.layout.data_start), space, aliases)
+            plan = _Cached(None, layout, plan.order)
+        layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
+        arena = acquire(layout.size)
+        views = self._views(arena, plan.layout)
+        interior_end = plan.layout.tensors[-1].end if plan.layout.tensors else layout.data_start
+        first = block_count(layout.data_start)
+        last = max(first, interior_end // BLOCK_SIZE)
+        digester = self._copy_and_digest(arena, plan, views, tensors, first, last)
+        return self._finish(arena, layout, byte_items, metadata, first, digester.finish)
+
+    def _write_staged(
+        self,
+        arena: Arena,
+        staged: StagedObject,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+    ) -> WrittenObject:
+        places: list[tuple[str, int, torch.dtype, torch.Size]] = []
+        appended: list[TensorItem] = []
+        end = staged.end
+        base = arena.address
+        for key, tensor in tensors:
+            offset = tensor.data_ptr() - base
+            if not (staged.data_start <= offset < staged.end and tensor.is_contiguous()):
+                offset = end = round_up(end, _APPEND_ALIGNMENT)
+                end += tensor.numel() * tensor.dtype.itemsize
+                appended.append((key, tensor))
+            places.append((key, offset, tensor.dtype, tensor.shape))
+        signature = (staged.data_start, places, [key for key, _ in byte_items])
+        if self._named is not None and self._named[0] == signature:
+            layout = self._named[1]
+        else:
+            layout = _layout_of(places, staged.data_start)
+            if layout is None:
+                raise _HeaderTooLongError  # overlapping views: an object cannot hold them where they are
+        layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
+        if self._cache:
+            self._named = (signature, layout)
+        # Before anything is written: a header that does not fit must leave the staged bytes as they are.
+        with self._template_lock:
+            self._encode(layout, max(arena.size, round_up(layout.size)), metadata)
+        used = frozenset(staged.region_of(offset) for _, offset, _, _ in places if offset < staged.end)
+        if layout.size > arena.size:
+            arena.grow(layout.size)
+        by_key = layout.by_key
+        copy_all(
+            [_view(arena, by_key[key]) for key, _ in appended],
+            [tensor for _, tensor in appended],
+        )
+        first, _ = staged.interior
+        written = self._finish(arena, layout, byte_items, metadata, first, staged.interior_digests)
+        return WrittenObject(written.arena, written.size, written.digests, used)
+
+    def _finish(
+        self,
+        arena: Arena,
+        layout: Layout,
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+        first: int,
+        interior: Callable[[], tuple[str, ...]],
+    ) -> WrittenObject:
+        """Header, byte items, and the digests of the blocks around the interior that starts at block ``first``."""
+        for entry, (_, data) in zip(layout.byte_items, byte_items, strict=True):
+            arena.buffer[entry.begin : entry.end] = data
+        with self._template_lock:
+            arena.buffer[: layout.data_start] = self._encode(layout, arena.size, metadata)
+        size = layout.size
+        blocks = block_count(size)
+        with BlockDigester(arena.buffer, min(first, blocks) * BLOCK_SIZE if first < blocks else size, 1) as head:
+            digests = head.finish()
+        if first < blocks:
+            inner = interior()
+            rest = arena.buffer[(first + len(inner)) * BLOCK_SIZE : size]
+            with BlockDigester(rest, rest.nbytes, 1) as tail:
+                digests = (*digests, *inner, *tail.finish())
+        else:
+            interior()  # nothing in it, but it holds the buffer
+        return WrittenObject(arena, size, digests)
+
+    def _encode(self, layout: Layout, file_size: int, metadata: Mapping[str, str] | None) -> bytes:
+        try:
+            return self._template.encode(layout, file_size, metadata)
+        except CapacityError as error:
+            raise _HeaderTooLongError from error
+
+
+class _HeaderTooLongError(Exception):
+    """What was staged cannot be described in the room left for the header."""
+
+
+def write_bytes_object(acquire: Acquire, data: bytes) -> WrittenObject:
+    """A small object of plain bytes, such as metadata."""
+    arena = acquire(max(1, len(data)))
+    arena.buffer[: len(data)] = data
+    with BlockDigester(arena.buffer, len(data), 1) as digester:
+        return WrittenObject(arena, len(data), digester.finish())
+
+
+def _view(arena: Arena, entry: Entry) -> torch.Tensor:
+    return typed_view(arena.tensor, entry.begin, entry.end, entry.dtype, entry.shape)
+
+
+def _moved(entries: Iterable[Entry], by: int) -> list[Entry]:
+    return [Entry(e.key, e.dtype, e.shape, e.begin + by, e.end + by, e.kind) for e in entries]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem], dict[str, str]]:
+    """Tensors that are one and the same memory are stored once, under the first name."""
+    if len({tensor.data_ptr() for _, tensor in tensors}) == len(tensors):
+        return tensors, {}
+    kept: dict[tuple[object, ...], str] = {}
+    unique: list[TensorItem] = []
+    aliases: dict[str, str] = {}
+    for key, tensor in tensors:
+        first = kept.setdefault(_identity(tensor), key) if tensor.numel() else key
+        if first == key:
+            unique.append((key, tensor))
+        else:
+            aliases[key] = first
+    return unique, aliases
+
+
+def _layout_of(places: Sequence[tuple[str, int, torch.dtype, torch.Size]], data_start: int) -> Layout | None:
+    """Layout of tensors that are in their places already; None if two of them overlap without being the same."""
+    kept: dict[tuple[int, torch.dtype, torch.Size], str] = {}
+    entries: list[Entry] = []
+    aliases: dict[str, str] = {}
+    for key, offset, dtype, shape in places:
+        nbytes = shape.numel() * dtype.itemsize
+        first = kept.setdefault((offset, dtype, shape), key) if nbytes else key
+        if first == key:
+            entries.append(Entry(key, dtype, tuple(shape), offset, offset + nbytes))
+        else:
+            aliases[key] = first
+    entries.sort(key=lambda e: (e.begin, e.end))
+    if any(one.end > other.begin for one, other in zip(entries, entries[1:], strict=False)):
+        return None
+    return layout_from_entries(entries, data_start, aliases)

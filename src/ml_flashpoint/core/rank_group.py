@@ -1,0 +1,167 @@
+"""The ranks of a job: who they are, on which nodes, and the few things they agree on.
+
+Owns two gloo groups of its own (one for recovery, one for the background agreement of saves, so that neither
+can interleave with the user's collectives or with each other), the map of ranks to nodes, the run id and the
+job's secret. Everything sent is bytes or integers: nothing is pickled. Without a process group it is a group
+of one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ml_flashpoint.core.checkpoint_id_types import validate_segment
+from ml_flashpoint.core.errors import DeadlineError, FlashpointError, TopologyError
+from ml_flashpoint.core.knobs import NODE_ID_VARIABLE, collective_deadline_s
+from ml_flashpoint.replication.strategies import Topology
+
+SECRET_BYTES = 32
+_MAX_BLOB = 1 << 32
+
+
+def local_node_id() -> str:
+    """This process's failure domain: ``FLASHPOINT_NODE_ID``, or the host and its boot."""
+    given = os.environ.get(NODE_ID_VARIABLE)
+    if given is not None:
+        return validate_segment(given)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        boot = "unknown"
+    return f"{socket.gethostname()}-{boot}"
+
+
+def new_run_id(not_before: str | None = None) -> str:
+    """A run id that sorts after those of earlier runs: milliseconds since the epoch, then random digits.
+
+    Args:
+        not_before: an attempt or run id that the new one must sort after, even if a clock was set back.
+    """
+    now = time.time_ns() // 1_000_000
+    if not_before is not None and not_before[:13].isdigit():
+        now = max(now, int(not_before[:13]) + 1)
+    return f"{now:013d}-{secrets.token_hex(4)}"
+
+
+class RankGroup:
+    """The ranks of the default process group. Construct through :func:`rank_group`. All methods but the
+    attributes are collective; those of one kind (foreground, :meth:`agree_min`) must be called in the same
+    order on all ranks, which is why each kind has a group of its own.
+
+    Attributes:
+        rank, world_size: of this process in the job.
+        node: this process's node id.
+        topology: nodes of all ranks.
+        run_id: common to all ranks, later runs sort after earlier ones.
+        secret: 32 bytes known to this job's ranks only.
+    """
+
+    def __init__(self) -> None:
+        self.node = local_node_id()
+        deadline = timedelta(seconds=collective_deadline_s())
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.world_size = dist.get_world_size()
+        else:
+            self.rank, self.world_size = 0, 1
+        self.distributed = self.world_size > 1
+        self._foreground = self._background = None
+        if self.distributed:
+            self._foreground = dist.new_group(backend="gloo", timeout=deadline)
+            self._background = dist.new_group(backend="gloo", timeout=deadline)
+        nodes = [blob.decode() for blob in self.gather(self.node.encode())]
+        self.topology = Topology(tuple(nodes))
+        self.run_id = self.broadcast(new_run_id().encode()).decode()
+        self.secret = self.broadcast(secrets.token_bytes(SECRET_BYTES))
+
+    @property
+    def is_node_leader(self) -> bool:
+        """Whether this rank is the lowest of its node."""
+        return self.topology.ranks_of(self.node)[0] == self.rank
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order. Ranks with nothing to say (``b""``) cost nothing."""
+        if not self.distributed:
+            return [blob]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(blob)
+        self._run("gather", lambda: dist.all_reduce(sizes, group=self._foreground))
+        return [self._one(blob, source, size) for source, size in enumerate(sizes.tolist())]
+
+    def _one(self, blob: bytes, source: int, size: int) -> bytes:
+        if size == 0:
+            return b""
+        return self._send(blob if source == self.rank else None, source, size)
+
+    def broadcast(self, blob: bytes, source: int = 0) -> bytes:
+        """The bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
+        if not self.distributed:
+            return blob
+        size = torch.tensor([len(blob)], dtype=torch.int64)
+        self._run("broadcast", lambda: dist.broadcast(size, src=source, group=self._foreground))
+        return self._send(blob if source == self.rank else None, source, int(size.item()))
+
+    def _send(self, blob: bytes | None, source: int, size: int) -> bytes:
+        if not 0 <= size < _MAX_BLOB:
+            raise FlashpointError(f"a rank announced {size} bytes", rank=source)
+        if size == 0:
+            return b""
+        data = torch.frombuffer(bytearray(blob or size), dtype=torch.uint8)
+        self._run("broadcast", lambda: dist.broadcast(data, src=source, group=self._foreground))
+        return data.numpy().tobytes()
+
+    def all_ok(self, ok: bool) -> bool:
+        """Whether ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
+        if not self.distributed:
+            return ok
+        vote = torch.tensor([int(ok)], dtype=torch.int64)
+        self._run("vote", lambda: dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._foreground))
+        return bool(vote.item())
+
+    def agree_min(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Elementwise minimum over all ranks, on the background group: one small all-reduce a save."""
+        if not self.distributed:
+            return values
+        data = torch.tensor(values, dtype=torch.int64)
+        self._run("agreement", lambda: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=self._background))
+        return tuple(data.tolist())
+
+    def renew_run(self, newest_attempt: str | None) -> None:
+        """Collective: make sure that this run's attempts sort after ``newest_attempt`` found in the job."""
+        newest = max((blob.decode() for blob in self.gather((newest_attempt or "").encode())), default="")
+        if newest[:13] >= self.run_id[:13]:
+            self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
+
+    def _run(self, what: str, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            message = f"the {what} of the job's ranks failed: {error}"
+            hint = "a rank died or hung; its own log says why"
+            kind = DeadlineError if "timed out" in str(error).lower() else TopologyError
+            raise kind(message, rank=self.rank, node=self.node, hint=hint) from error
+
+
+_current: tuple[object, RankGroup] | None = None
+_lock = threading.Lock()
+
+
+def rank_group() -> RankGroup:
+    """The group of the current default process group. Collective when first called for it."""
+    global _current
+    initialized = dist.is_available() and dist.is_initialized()
+    key: object = dist.group.WORLD if initialized else None
+    with _lock:
+        if _current is None or _current[0] is not key:
+            _current = (key, RankGroup())
+        return _current[1]

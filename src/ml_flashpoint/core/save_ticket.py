@@ -1,0 +1,114 @@
+"""One save on one rank, and how it crosses to another process and back.
+
+Owns the ticket (what is known of a save while it is under way) and the notices: small files in a private
+directory by which a saving process, which cannot call the trainer, tells it what became of a save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.commit_queue import PendingSave
+from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.core.object_writer import StagedObject, WrittenObject
+
+
+@dataclass(slots=True, eq=False)
+class SaveTicket:
+    """One save of this rank. Travels by pickle; what belongs to this process stays behind.
+
+    Attributes:
+        attempt, sequence: identity of the save, the same on all ranks.
+        staged: copies made before the plan was known.
+        error: why staging failed. The save then fails at its write, which is where all ranks notice.
+        version: set by the write.
+        written: bytes of the main object, set by the write.
+        used: offsets of the staged copies that the plan needed, or None while unknown.
+    """
+
+    attempt: str
+    sequence: int
+    staged: StagedObject | None = None
+    error: BaseException | None = None
+    version: CheckpointContainerId | None = None
+    written: WrittenObject | None = None
+    used: frozenset[int] | None = None
+    pending: PendingSave | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.attempt, self.sequence, self.staged, self.error
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.attempt, self.sequence, self.staged, self.error = state
+        self.version = self.written = self.used = self.pending = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a saving process reports.
+
+    Attributes:
+        base, version: where it saved.
+        arenas: files of the part's objects, in the manifest's order; empty if the save failed.
+        used: see :class:`SaveTicket`.
+        error: why it failed, or None.
+    """
+
+    base: str
+    version: str
+    arenas: tuple[str, ...] = ()
+    used: tuple[int, ...] = ()
+    error: str | None = None
+
+
+class NoticeBoard:
+    """A private directory of notices, one file a save. Picklable: the other process posts, this one takes."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="flashpoint-notices-"))
+
+    def post(self, attempt: str, notice: Notice) -> None:
+        """Publish a notice; it appears whole or not at all."""
+        fields = {name: getattr(notice, name) for name in Notice.__slots__}
+        temporary = self.directory / f".{attempt}.tmp"
+        temporary.write_text(json.dumps(fields))
+        os.replace(temporary, self.directory / attempt)
+
+    def sign(self, attempt: str) -> None:
+        """Say that this process has taken on a save."""
+        (self.directory / f".{attempt}.pid").write_text(str(os.getpid()))
+
+    def process_of(self, attempt: str) -> int | None:
+        """Pid of the process that signed for a save, if any did."""
+        try:
+            return int((self.directory / f".{attempt}.pid").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def take(self, attempt: str) -> Notice | None:
+        """The notice of a save, once; None while there is none."""
+        path = self.directory / attempt
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        path.unlink(missing_ok=True)
+        (self.directory / f".{attempt}.pid").unlink(missing_ok=True)
+        return Notice(
+            base=str(fields["base"]),
+            version=str(fields["version"]),
+            arenas=tuple(map(str, fields["arenas"])),
+            used=tuple(map(int, fields["used"])),
+            error=fields["error"],
+        )
+
+
+def lost(ticket: SaveTicket, why: str, rank: int) -> SaveError:
+    """The error of a save whose process is gone."""
+    return SaveError(f"the save {ticket.attempt} was lost: {why}", rank=rank, hint="the next save is not affected")

@@ -1,0 +1,273 @@
+"""`ReplicationManager`: keeps copies of this rank's parts on the nodes that the strategy names.
+
+Owns the strategy in use, the service that peers talk to and the addresses of all ranks. It moves one part at a
+time when asked; when to do so, and what a failure means for older versions, is the saver's to decide.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.core.errors import (
+    FlashpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    ReplicationError,
+    TopologyError,
+)
+from ml_flashpoint.core.knobs import transfer_deadline_s
+from ml_flashpoint.core.manifest import Manifest, encode, manifest_name
+from ml_flashpoint.core.rank_group import RankGroup, rank_group
+from ml_flashpoint.replication.strategies import (
+    NoReplicationStrategy,
+    PairwiseReplicationStrategy,
+    ReplicationStrategy,
+)
+from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.transfer_service import TransferService
+
+_log = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+
+
+class ReplicationManager:
+    """See the module.
+
+    Args:
+        strategy: who holds copies of whom; by default pairs of nodes, or nothing on a single node.
+        advertise_host: address that peers reach this process at; by default the one that this host uses towards
+            ``MASTER_ADDR``.
+    """
+
+    def __init__(self, strategy: ReplicationStrategy | None = None, *, advertise_host: str | None = None) -> None:
+        if strategy is not None and not isinstance(strategy, ReplicationStrategy):
+            raise InvalidArgumentError("must be a ReplicationStrategy", argument="strategy", value=strategy)
+        self._given_strategy = strategy
+        self._advertise_host = advertise_host
+        self._service: TransferService | None = None
+        self._group: RankGroup | None = None
+        self._addresses: tuple[Address, ...] = ()
+        self._connections: dict[int, PeerConnection] = {}
+        self._connections_lock = threading.Lock()
+        self.strategy: ReplicationStrategy = strategy or NoReplicationStrategy()
+
+    def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
+        """Start serving and learn the peers' addresses. Collective; a second call does nothing.
+
+        Raises:
+            TopologyError: the ranks chose different strategies.
+        """
+        if self._group is not None:
+            return
+        group = rank_group()
+        if self._given_strategy is None and len(group.topology.node_order) > 1:
+            self.strategy = PairwiseReplicationStrategy()
+        chosen = group.gather(repr(self.strategy).encode())
+        if len(set(chosen)) > 1:
+            raise TopologyError(
+                f"ranks use different replication strategies: {sorted({c.decode() for c in chosen})}",
+                rank=group.rank,
+                hint="pass the same strategy on every rank",
+            )
+        address: Address = ("", 0)
+        if len(group.topology.node_order) > 1:
+            host = self._advertise_host or reachable_host()
+            backend = _StoreBackend(checkpoint_object_manager)
+            self._service = TransferService(group.secret, backend, host=host, deadline_s=transfer_deadline_s())
+            self._service.start()
+            address = self._service.address
+        self._addresses = tuple(_parse_address(blob) for blob in group.gather(json.dumps(address).encode()))
+        self._group = group
+
+    @property
+    def initialized(self) -> bool:
+        """Whether :meth:`initialize` was called."""
+        return self._group is not None
+
+    def copies_of(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold copies of ``rank``'s parts."""
+        return self.strategy.copies_of(rank, self._topology_group().topology)
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """Ranks whose parts ``rank`` holds copies of."""
+        return self.strategy.held_by(rank, self._topology_group().topology)
+
+    def _topology_group(self) -> RankGroup:
+        if self._group is None:
+            raise ReplicationError("the replication manager is not initialized", hint="call initialize() first")
+        return self._group
+
+    def address_of(self, rank: int) -> Address:
+        """Where the service of ``rank`` listens."""
+        host, port = self._addresses[rank]
+        if not port:
+            raise ReplicationError("this rank serves nothing: the job runs on a single node", rank=rank)
+        return host, port
+
+    def replicate(self, part: HeldPart, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Bring a copy of a committed part to every rank that should hold one; returns when all acknowledged.
+
+        Raises:
+            ReplicationError, DeadlineError: a peer did not acknowledge. Others may have.
+        """
+        group = self._topology_group()
+        if part.manifest is None:
+            raise ReplicationError("a damaged part cannot be replicated", rank=part.rank)
+        encoded = encode(part.manifest)
+        buffers = [a.buffer[: o.size] for a, o in zip(part.arenas, part.manifest.objects, strict=True)]
+        targets = self.strategy.copies_of(part.rank, group.topology)
+        failures: list[FlashpointError] = []
+
+        def push(target: int) -> None:
+            try:
+                self._push(target, part.manifest, encoded, buffers, cancelled)
+            except FlashpointError as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=push, args=(t,), daemon=True, name=f"flashpoint-push-{t}") for t in targets[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        if targets:
+            push(targets[0])
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def _push(
+        self,
+        target: int,
+        manifest: Manifest | None,
+        encoded: bytes,
+        buffers: Sequence[memoryview],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        assert manifest is not None
+        with self._connections_lock:
+            connection = self._connections.pop(target, None)
+        fresh = connection is None
+        if connection is None:
+            connection = self.connect(target)
+        try:
+            connection.push(manifest, encoded, buffers, cancelled=cancelled)
+        except FlashpointError:
+            connection.close()
+            if fresh or cancelled():
+                raise
+            # A kept connection may have been closed by the peer while it was idle: once more on a new one.
+            connection = self.connect(target)
+            try:
+                connection.push(manifest, encoded, buffers, cancelled=cancelled)
+            except FlashpointError:
+                connection.close()
+                raise
+        with self._connections_lock:
+            previous = self._connections.pop(target, None)
+            self._connections[target] = connection
+        if previous is not None:
+            previous.close()
+
+    def connect(self, rank: int) -> PeerConnection:
+        """A new authenticated connection to the service of ``rank``. Close it after use."""
+        group = self._topology_group()
+        return PeerConnection(self.address_of(rank), group.secret, deadline_s=transfer_deadline_s())
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        with self._connections_lock:
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+
+class _StoreBackend:
+    """Serves the parts of this node and takes in copies for this rank's store."""
+
+    def __init__(self, objects: CheckpointObjectManager) -> None:
+        self._objects = objects
+
+    def _store(self) -> RankStore:
+        return self._objects.wait_for_store(transfer_deadline_s())
+
+    def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
+        return self._store().open_object(version, name)
+
+    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
+        path = self._store().base / version / manifest_name(rank, attempt)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ObjectNotFoundError("no such part here", rank=rank, path=path) from error
+
+    def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
+        store = self._store()
+        if store.find(manifest.attempt, manifest.rank) is not None:
+            return None
+        return IncomingCopy(store, manifest)
+
+
+class IncomingCopy:
+    """Arenas being filled with another rank's part; nothing is visible before :meth:`commit`."""
+
+    def __init__(self, store: RankStore, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._arenas: list[Arena] = []
+        try:
+            for record in manifest.objects:
+                self._arenas.append(store.acquire(record.file_size, exact=True))
+        except BaseException:
+            self.abort()
+            raise
+        self.buffers = tuple(a.buffer[: o.size] for a, o in zip(self._arenas, manifest.objects, strict=True))
+
+    def commit(self) -> None:
+        """The bytes are verified: publish the part under this node's base."""
+        self._store.commit(self._manifest, self._arenas)
+
+    def abort(self) -> None:
+        """Give the arenas back."""
+        for arena in self._arenas:
+            self._store.release(arena)
+
+
+def reachable_host() -> str:
+    """The address of this host that the job's other hosts reach it at.
+
+    ``FLASHPOINT_HOST`` if set, else the source address of the route to ``MASTER_ADDR``.
+    """
+    given = os.environ.get("FLASHPOINT_HOST")
+    if given:
+        return given
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # UDP: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        _log.warning("cannot find the route to MASTER_ADDR=%s (%s): using this host's name", master, error)
+        return socket.gethostbyname(socket.gethostname())
+
+
+def _parse_address(blob: bytes) -> Address:
+    match json.loads(blob):
+        case [str(host), int(port)]:
+            return host, port
+        case other:
+            raise TopologyError(f"a rank announced an address that is none: {other!r}")

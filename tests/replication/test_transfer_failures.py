@@ -1,0 +1,371 @@
+"""Peers that hang, die or vanish: every wait ends in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ml_flashpoint.core.errors import (
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    ReplicationError,
+)
+from ml_flashpoint.core.manifest import encode
+from ml_flashpoint.replication import wire
+from ml_flashpoint.replication.channel import Channel, ConnectionLostError, TransferCancelledError
+from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
+from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.replication.wire import Frame, FrameKind
+from tests.replication.transfer_support import (
+    BLOCK,
+    LARGE,
+    NAME,
+    SECRET,
+    SLACK_S,
+    VERSION,
+    MemoryStore,
+    PeerProcess,
+    channel_to,
+    connection_to,
+    ends_within,
+    impostor,
+    manifest_of,
+    pattern,
+    push,
+    raw_connection,
+    record_of,
+    serving,
+)
+from tests.support.netns import two_namespaces
+
+# --- Waiting ------------------------------------------------------------------------------------------------
+
+
+def as_server(answer: Callable[[Channel], None]) -> Callable[[socket.socket], None]:
+    """An impostor's answer after a proper handshake."""
+
+    def authenticate_and_answer(sock: socket.socket) -> None:
+        channel = Channel(sock, deadline_s=10, peer="the client")
+        channel.handshake_as_server(SECRET, 10)
+        with contextlib.suppress(FlashpointError):
+            answer(channel)
+
+    return authenticate_and_answer
+
+
+def test_a_peer_that_accepts_and_never_answers_is_given_up() -> None:
+    with impostor(lambda sock: None) as address:
+        peer = PeerConnection(address, SECRET, node="n2", deadline_s=30, connect_timeout_s=0.5)
+        with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
+            peer.ping()
+    assert caught.value.node == "n2"
+
+
+def test_a_peer_that_falls_silent_is_given_up() -> None:
+    def silent(channel: Channel) -> None:
+        channel.receive()
+
+    def halfway(channel: Channel) -> None:
+        channel.receive()
+        channel.send(Frame(FrameKind.DATA, payload_bytes=BLOCK))
+        channel.send_payload(memoryview(bytes(1000)))
+
+    record = record_of(pattern(BLOCK))
+    for answer in (silent, halfway):
+        with impostor(as_server(answer)) as address:
+            peer = PeerConnection(address, SECRET, node="n2", deadline_s=0.5)
+            with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
+                peer.fetch_object(VERSION, record, memoryview(bytearray(BLOCK)), rank=3)
+        assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
+        with pytest.raises(ConnectionLostError):
+            peer.ping()  # what comes next on that connection is anyone's guess
+
+
+def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
+    store = MemoryStore()
+    with serving(store, deadline_s=0.5) as service:
+        channel = channel_to(service)
+        manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
+        channel.send(Frame(FrameKind.PUSH, {"patience_ms": 10_000}, body=manifest))
+        assert channel.receive_reply().kind is FrameKind.READY
+        channel.send(Frame(FrameKind.DATA, payload_bytes=4 * BLOCK))
+        channel.send_payload(memoryview(pattern(BLOCK)))
+        with ends_within(0.5 + SLACK_S):
+            assert isinstance(wire.error_of_frame(channel.receive_reply()), DeadlineError)
+        channel.close()
+    assert store.aborted == [VERSION]
+
+
+def test_idle_connections_are_closed() -> None:
+    with serving(idle_deadline_s=0.2, deadline_s=0.2) as service, connection_to(service) as peer:
+        peer.ping()
+        channel = channel_to(service)
+        with ends_within(0.2 + SLACK_S), pytest.raises(ConnectionLostError):
+            channel.receive()
+        channel.close()
+
+
+def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:
+    store = MemoryStore()
+    never = threading.Event()
+    store.on_begin = store.on_commit = lambda: never.wait(1.0) and None
+    with serving(store) as service, connection_to(service, deadline_s=0.4) as peer:
+        push(peer, b"x")
+    assert len(store.committed) == 1
+
+
+def test_but_not_for_ever() -> None:
+    store = MemoryStore()
+    release = threading.Event()
+    store.on_begin = lambda: release.wait(60) and None
+    with serving(store, work_limit_s=0.5) as service, connection_to(service, deadline_s=0.4) as peer:
+        with ends_within(0.9 + SLACK_S), pytest.raises(DeadlineError):
+            push(peer, b"x")
+        release.set()
+
+
+def test_a_transfer_is_broken_off_when_cancelled() -> None:
+    data = pattern(LARGE)
+    store = MemoryStore({NAME: data})
+    record = record_of(data)
+    manifest = manifest_of(record)
+    asked = 0
+
+    def soon() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    with serving(store) as service:
+        with connection_to(service) as peer, pytest.raises(TransferCancelledError):
+            peer.push(manifest, encode(manifest), [memoryview(data)], cancelled=soon)
+        assert store.ended.wait(SLACK_S)
+        assert (store.committed, store.aborted) == ([], [VERSION])
+        into = memoryview(bytearray(len(data)))
+        asked = 0
+        with connection_to(service) as peer, pytest.raises(TransferCancelledError):
+            peer.fetch_object(VERSION, record, into, cancelled=soon)
+        asked = 0
+        with pytest.raises(TransferCancelledError):
+            fetch_object_from_holders(
+                [Holder("n2", service.address)] * 2, SECRET, VERSION, record, into, cancelled=soon
+            )
+        assert asked == 4  # the second holder was not even asked
+
+
+def test_another_thread_can_interrupt_a_request() -> None:
+    reached = threading.Event()
+
+    def silent(channel: Channel) -> None:
+        channel.receive()
+        reached.set()
+
+    with impostor(as_server(silent)) as address, ThreadPoolExecutor(1) as thread:
+        peer = PeerConnection(address, SECRET, deadline_s=60)
+        waiting = thread.submit(peer.ping)
+        assert reached.wait(SLACK_S)
+        with ends_within(SLACK_S):
+            peer.interrupt()
+            with pytest.raises(ConnectionLostError):
+                waiting.result()
+
+
+# --- Processes that die -------------------------------------------------------------------------------------
+
+
+def test_a_server_killed_midway_is_replaced_by_the_next_holder() -> None:
+    data = mmap.mmap(-1, LARGE)
+    record = record_of(data, block_size=1 << 20)
+    into = bytearray(b"\xff") * LARGE
+    asked = 0
+
+    def kill_it() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 8:
+            dying.kill()
+        return False
+
+    with PeerProcess("serve", "127.0.0.1", "0", "10") as dying, serving(MemoryStore({NAME: data})) as alive:
+        holders = [Holder("n1", ("127.0.0.1", dying.tell()["port"])), Holder("n2", alive.address)]
+        report = fetch_object_from_holders(
+            holders, SECRET, VERSION, record, memoryview(into), cancelled=kill_it, deadline_s=30
+        )
+    assert into == data[:]
+    assert report.received_bytes["n1"] >= 4 << 20
+    assert sum(report.received_bytes.values()) == LARGE
+    assert [type(error) for _, error in report.failures] == [ConnectionLostError]
+
+
+def test_a_pusher_killed_midway_leaves_no_part_behind() -> None:
+    store = MemoryStore()
+    with serving(store, deadline_s=60) as service:
+        with PeerProcess("push", *map(str, service.address), "60") as pusher:
+            assert pusher.tell() == {"midway": True}
+            pusher.kill()
+            assert store.ended.wait(SLACK_S)
+        assert (store.committed, store.aborted) == ([], [VERSION])
+        with connection_to(service) as peer:
+            peer.ping()
+
+
+def test_a_frozen_peer_is_given_up() -> None:
+    data = mmap.mmap(-1, LARGE)
+    manifest = manifest_of(record_of(data))
+    asked = 0
+
+    def freeze_it() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            frozen.stop()
+        return False
+
+    with PeerProcess("serve", "127.0.0.1", "0", "10") as frozen:
+        address = ("127.0.0.1", frozen.tell()["port"])
+        peer = PeerConnection(address, SECRET, deadline_s=1)
+        with ends_within(1 + SLACK_S), pytest.raises(DeadlineError) as caught:
+            peer.push(manifest, encode(manifest), [memoryview(data)], cancelled=freeze_it)
+        assert (caught.value.step, caught.value.rank) == (5, 3)
+        peer.close()
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("role", ["fetch", "push"])
+def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
+    deadline_s = 3.0
+    with (
+        two_namespaces() as (here, there),
+        PeerProcess("serve", there.address, "0", str(deadline_s), command=there.command) as server,
+    ):
+        port = str(server.tell()["port"])
+        with PeerProcess(role, there.address, port, str(deadline_s), command=here.command) as client:
+            assert client.tell() == {"midway": True}
+            there.pull_cable()
+            client.go_on()
+            with ends_within(deadline_s + SLACK_S):
+                outcome = client.tell()
+            assert outcome["error"] == "DeadlineError", outcome["text"]
+            assert (outcome["step"], outcome["rank"], outcome["node"]) == (5, 3, "n2")
+            if role == "push":
+                with ends_within(deadline_s + SLACK_S):
+                    assert server.tell() == {"committed": 0, "aborted": 1}
+
+
+# --- Beginning and end --------------------------------------------------------------------------------------
+
+
+def test_a_service_starts_once_and_stays_closed() -> None:
+    service = TransferService(SECRET, MemoryStore(), host="127.0.0.1")
+    with pytest.raises(ReplicationError):
+        _ = service.address
+    service.start()
+    address = service.address
+    service.start()
+    assert service.address == address
+    with PeerConnection(address, SECRET) as peer:
+        peer.ping()
+    service.close()
+    service.close()
+    with pytest.raises(ReplicationError):
+        service.start()
+    with pytest.raises(ConnectionLostError):
+        PeerConnection(address, SECRET).connect()
+    with serving(port=address[1]) as next_one:  # the port is free at once
+        assert next_one.address == address
+
+
+def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    store = MemoryStore()
+    with serving(store, deadline_s=60) as service, raw_connection(service):
+        channel = channel_to(service)
+        manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
+        channel.send(Frame(FrameKind.PUSH, {"patience_ms": 60_000}, body=manifest))
+        assert channel.receive_reply().kind is FrameKind.READY
+        with ends_within(SLACK_S):
+            service.close()
+    channel.close()
+    assert store.aborted == [VERSION]
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_advertised_host_is_one_that_peers_can_use() -> None:
+    store = MemoryStore()
+    with TransferService(SECRET, store) as anywhere:
+        assert anywhere.address[0] not in ("", "0.0.0.0")
+        with PeerConnection(("127.0.0.1", anywhere.address[1]), SECRET) as peer:
+            peer.ping()
+    with serving(advertise_host="node-7.cluster") as named:
+        assert named.address[0] == "node-7.cluster"
+
+
+def test_an_address_that_cannot_be_listened_on_is_reported() -> None:
+    with serving() as service, pytest.raises(ReplicationError, match="cannot listen"):
+        TransferService(SECRET, MemoryStore(), host="127.0.0.1", port=service.address[1]).start()
+
+
+@pytest.mark.parametrize("limit", ["deadline_s", "handshake_deadline_s", "idle_deadline_s", "max_connections"])
+def test_limits_must_be_positive(limit: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        TransferService(SECRET, MemoryStore(), **{limit: 0})
+
+
+def test_short_secrets_and_unfit_buffers_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError):
+        TransferService(b"short", MemoryStore())
+    with pytest.raises(InvalidArgumentError):
+        PeerConnection(("127.0.0.1", 1), b"short")
+    with pytest.raises(InvalidArgumentError):
+        PeerConnection(("127.0.0.1", 1), SECRET, deadline_s=0)
+    peer = PeerConnection(("127.0.0.1", 1), SECRET)
+    record = record_of(b"four")
+    for into in (memoryview(b"four"), memoryview(bytearray(5)), memoryview(bytearray(8))[::2]):
+        with pytest.raises(InvalidArgumentError):
+            peer.fetch_object(VERSION, record, into)
+
+
+def test_a_forked_child_keeps_neither_port_nor_connection() -> None:
+    # Shown by its effect on peers: were the child to keep them, the service would seem alive after `close`.
+    with serving() as service:
+        channel = channel_to(service)
+        hold, release = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(release)
+            try:
+                service.close()  # must neither hang nor touch the parent's connections
+                os.read(hold, 1)
+            finally:
+                os._exit(0)
+        os.close(hold)
+        try:
+            channel.send(Frame(FrameKind.PING))
+            assert channel.receive_reply().kind is FrameKind.PONG
+            address = service.address
+            service.close()
+            with pytest.raises(ConnectionLostError):
+                channel.receive()
+            with pytest.raises(ConnectionLostError):
+                PeerConnection(address, SECRET, connect_timeout_s=SLACK_S).connect()
+        finally:
+            os.close(release)
+            channel.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_process_exits_cleanly_in_the_middle_of_transfers() -> None:
+    for _ in range(3):
+        with PeerProcess("exit", "127.0.0.1", "0", "60") as process:
+            assert process.wait() == (0, "")

@@ -1,0 +1,181 @@
+"""Strangers: whoever does not know the job's secret gets nothing, changes nothing, and is in nobody's way."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.core.errors import (
+    AuthenticationError,
+)
+from ml_flashpoint.replication import wire
+from ml_flashpoint.replication.channel import ConnectionLostError
+from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.replication.wire import Frame, FrameKind
+from tests.replication.transfer_support import (
+    ATTEMPT,
+    NAME,
+    SECRET,
+    SLACK_S,
+    VERSION,
+    MemoryStore,
+    Proxy,
+    channel_to,
+    connection_to,
+    ends_within,
+    impostor,
+    is_hung_up,
+    push,
+    raw_connection,
+    receive_exactly,
+    serving,
+)
+
+# --- Strangers ----------------------------------------------------------------------------------------------
+
+
+def test_peers_with_another_secret_get_and_give_nothing() -> None:
+    store = MemoryStore({NAME: b"x"}, manifests={(3, ATTEMPT): b"m"})
+    with serving(store) as service:
+        for _ in range(3):
+            with (
+                pytest.raises(AuthenticationError) as caught,
+                connection_to(service, b"another secret!!") as peer,
+            ):
+                peer.ping()
+            assert caught.value.node == "n2"
+            assert "secret" in str(caught.value)
+    assert store.calls == []
+
+
+def test_a_server_must_prove_the_secret_too() -> None:
+    def reflecting(sock: socket.socket) -> None:
+        sock.sendall(receive_exactly(sock, wire.GREETING_BYTES))
+        sock.sendall(receive_exactly(sock, wire.MAC_BYTES))
+
+    def guessing(sock: socket.socket) -> None:
+        receive_exactly(sock, wire.GREETING_BYTES)
+        sock.sendall(wire.greeting(b"s" * 32))
+        receive_exactly(sock, wire.MAC_BYTES)
+        sock.sendall(bytes(wire.MAC_BYTES))
+
+    for answer in (reflecting, guessing):
+        with impostor(answer) as address, pytest.raises(AuthenticationError, match="does not know"):
+            PeerConnection(address, SECRET).connect()
+
+
+def test_a_server_does_not_prove_anything_to_a_client_that_reflects_its_nonce() -> None:
+    with serving() as service, raw_connection(service) as sock:
+        sock.sendall(wire.greeting(b"c" * 32))
+        server_nonce = wire.parse_greeting(receive_exactly(sock, wire.GREETING_BYTES))
+        sock.sendall(hmac.digest(b"guess", server_nonce, "sha256"))
+        assert is_hung_up(sock)
+
+
+def test_a_recorded_session_cannot_be_replayed() -> None:
+    store = MemoryStore()
+    with serving(store) as service:
+        with Proxy(service.address) as proxy:
+            with PeerConnection(proxy.address, SECRET) as peer:
+                push(peer, b"x" * 1000)
+            recorded = bytes(proxy.recorded)
+        assert len(store.committed) == 1
+        with raw_connection(service) as sock:
+            sock.sendall(recorded)
+            assert len(receive_exactly(sock, wire.GREETING_BYTES)) == wire.GREETING_BYTES
+            assert is_hung_up(sock)
+    assert store.calls == [f"begin {VERSION} 3"]
+
+
+def test_a_frame_injected_into_a_session_is_refused() -> None:
+    store = MemoryStore({NAME: b"x"})
+    forged = wire.FrameEncoder(b"guessed key".ljust(32)).encode(Frame(FrameKind.PING))
+    with serving(store) as service:
+        channel = channel_to(service)
+        channel.send_payload(memoryview(forged))
+        with pytest.raises(ConnectionLostError):
+            channel.receive()
+        channel.close()
+
+
+@settings(max_examples=40)
+@given(garbage=st.binary(min_size=1, max_size=300), greeted=st.booleans(), authenticated=st.booleans())
+def test_garbage_is_dropped_and_never_kills_the_service(garbage: bytes, greeted: bool, authenticated: bool) -> None:
+    service = GARBAGE_SERVICE.service
+    if authenticated:
+        channel = channel_to(service)
+        channel.send_payload(memoryview(garbage.ljust(wire.FRAME_START_BYTES, b"\0")))
+        with pytest.raises(ConnectionLostError):
+            channel.receive()
+        channel.close()
+    else:
+        with raw_connection(service) as sock:
+            greeting = wire.greeting(b"c" * 32) if greeted else b""
+            sock.sendall(greeting + garbage.ljust(wire.GREETING_BYTES, b"\0"))
+            if greeted:
+                receive_exactly(sock, wire.GREETING_BYTES)
+            assert is_hung_up(sock)
+    with connection_to(service) as peer:
+        peer.ping()
+    assert GARBAGE_SERVICE.store.calls == []
+
+
+class _GarbageService:
+    """One service for all examples: it must get over every one of them."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.service = TransferService(SECRET, self.store, host="127.0.0.1", deadline_s=10)
+
+
+GARBAGE_SERVICE = _GarbageService()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_service() -> Iterator[None]:
+    with GARBAGE_SERVICE.service:
+        yield
+
+
+def test_strangers_are_logged_sparingly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with serving() as service:
+        for _ in range(20):
+            with raw_connection(service) as sock:
+                sock.sendall(b"?" * wire.GREETING_BYTES)
+                assert is_hung_up(sock)
+    assert len(caplog.records) == 1
+    assert "another protocol" in caplog.text
+
+
+def test_silent_strangers_are_dropped_and_lock_nobody_out() -> None:
+    with serving(handshake_deadline_s=60) as service, contextlib.ExitStack() as opened:
+        strangers = [opened.enter_context(raw_connection(service)) for _ in range(2 * wire.MAX_HANDSHAKES)]
+        with connection_to(service) as peer:
+            peer.ping()
+        assert all(is_hung_up(sock) for sock in strangers[: wire.MAX_HANDSHAKES])
+    with (
+        serving(handshake_deadline_s=0.2, deadline_s=1) as service,
+        raw_connection(service) as sock,
+        ends_within(0.2 + SLACK_S),
+    ):
+        assert is_hung_up(sock)
+
+
+def test_a_handshake_that_is_dribbled_in_is_dropped() -> None:
+    with serving(handshake_deadline_s=0.5, deadline_s=1) as service, raw_connection(service) as sock:
+        pause = threading.Event()
+        with ends_within(0.5 + SLACK_S), contextlib.suppress(ConnectionError):
+            for byte in wire.greeting(b"c" * 32):  # would take 4 s
+                sock.sendall(bytes([byte]))
+                pause.wait(0.1)
+            pytest.fail("the stranger was not dropped")

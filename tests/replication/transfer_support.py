@@ -1,0 +1,373 @@
+"""What the transfer tests share: a store in plain memory, and peers of all kinds.
+
+Run as a program, it is such a peer, see `PeerProcess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ml_flashpoint.core.digest import digest_block
+from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.replication.channel import Channel, connect
+from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.transfer_service import TransferService
+
+SECRET = b"the secret of the job that tests"
+VERSION = "step-5_ckpt"
+ATTEMPT = "run-0001"
+NAME = "rank-00003-run-0001.safetensors"
+BLOCK = 512 << 10
+"""Small enough for quick tests, large enough to be verified by a thread of its own."""
+REPOSITORY = Path(__file__).resolve().parents[2]
+LARGE = 64 << 20
+"""More than two sockets hold, so that a transfer of it that is stopped is stopped midway."""
+SLACK_S = 5.0
+"""What a busy machine may add to a deadline. Far below the default deadlines, which no test may wait for."""
+
+
+def record_of(data: bytes | mmap.mmap, name: str = NAME, block_size: int = BLOCK) -> ObjectRecord:
+    with memoryview(data) as view:
+        size = len(view)
+        digests = tuple(digest_block(view[at : at + block_size]) for at in range(0, size, block_size))
+    return ObjectRecord(name, size, size, digests, block_size)
+
+
+def manifest_of(*records: ObjectRecord) -> Manifest:
+    return Manifest(VERSION, 3, 4, ATTEMPT, "n1", records)
+
+
+def pattern(size: int, seed: int = 0) -> bytes:
+    """Bytes of which no two blocks are alike."""
+    unit = 4096
+    return b"".join((seed * 1_000_003 + at).to_bytes(8, "big") * (unit // 8) for at in range(0, size, unit))[
+        :size
+    ]
+
+
+class Part:
+    """Room for one incoming part, which tells the store how it ended."""
+
+    def __init__(self, store: MemoryStore, manifest: Manifest) -> None:
+        self._store = store
+        self.manifest = manifest
+        self._memory = [mmap.mmap(-1, max(1, record.size)) for record in manifest.objects]
+        self.buffers = tuple(
+            memoryview(memory)[: record.size]
+            for memory, record in zip(self._memory, manifest.objects, strict=True)
+        )
+
+    def contents(self) -> dict[str, bytes]:
+        return {r.name: bytes(b) for r, b in zip(self.manifest.objects, self.buffers, strict=True)}
+
+    def commit(self) -> None:
+        if self._store.on_commit is not None:
+            self._store.on_commit()
+        self._store.committed.append(self.contents())
+        self._end()
+
+    def abort(self) -> None:
+        self._store.aborted.append(self.manifest.version)
+        self._end()
+
+    def _end(self) -> None:
+        # As an arena that goes back to its pool would: fails if the transfer still holds on to the memory.
+        for buffer in self.buffers:
+            buffer.release()
+        for memory in self._memory:
+            memory.close()
+        self._store.ended.set()
+
+
+@dataclass
+class MemoryStore:
+    """A transfer backend in memory, which records what it is asked."""
+
+    objects: dict[str, bytes | mmap.mmap] = field(default_factory=dict)
+    manifests: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    held: bool = False
+    on_begin: Callable[[], None] | None = None
+    on_commit: Callable[[], None] | None = None
+    on_open: Callable[[], None] | None = None
+    calls: list[str] = field(default_factory=list)
+    committed: list[dict[str, bytes]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @contextlib.contextmanager
+    def open_object(self, version: str, name: str) -> Iterator[memoryview]:
+        self.calls.append(f"open {version}/{name}")
+        if self.on_open is not None:
+            self.on_open()
+        if version != VERSION or name not in self.objects:
+            raise ObjectNotFoundError("no such object here", path=f"{version}/{name}")
+        with memoryview(self.objects[name]) as view:
+            yield view.toreadonly()
+
+    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
+        self.calls.append(f"manifest {version} {rank} {attempt}")
+        try:
+            return self.manifests[rank, attempt]
+        except KeyError:
+            raise ObjectNotFoundError("no such part here", rank=rank) from None
+
+    def begin_receive(self, manifest: Manifest) -> Part | None:
+        self.calls.append(f"begin {manifest.version} {manifest.rank}")
+        if self.on_begin is not None:
+            self.on_begin()
+        return None if self.held else Part(self, manifest)
+
+
+@contextlib.contextmanager
+def serving(
+    store: MemoryStore | None = None, secret: bytes = SECRET, **options: Any
+) -> Iterator[TransferService]:
+    options.setdefault("deadline_s", 10.0)
+    with TransferService(secret, store or MemoryStore(), host="127.0.0.1", **options) as service:
+        yield service
+
+
+def connection_to(service: TransferService, secret: bytes = SECRET, **options: Any) -> PeerConnection:
+    options.setdefault("deadline_s", 10.0)
+    return PeerConnection(service.address, secret, node="n2", **options)
+
+
+def push(peer: PeerConnection, *objects: bytes, damage: int | None = None) -> None:
+    records = [record_of(data, f"{n}-{NAME}") for n, data in enumerate(objects)]
+    manifest = manifest_of(*records)
+    sent = [bytearray(data) for data in objects]
+    if damage is not None:
+        sent[0][damage] ^= 1
+    peer.push(manifest, encode(manifest), [memoryview(data) for data in sent])
+
+
+def raw_connection(service: TransferService) -> socket.socket:
+    sock = socket.create_connection(service.address, timeout=10)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\0" * 8)
+    return sock
+
+
+def channel_to(service: TransferService, deadline_s: float = 10.0) -> Channel:
+    return connect(service.address, SECRET, deadline_s=deadline_s, connect_timeout_s=10, peer="the service")
+
+
+def is_hung_up(sock: socket.socket) -> bool:
+    """Whether the other side hangs up, saying nothing more, within the socket's timeout."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    return sock.recv(count, socket.MSG_WAITALL)
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+@contextlib.contextmanager
+def impostor(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """A server that does `answer` with the first connection, and keeps it open."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            accepted.append(listener.accept()[0])
+            answer(accepted[0])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for sock in (listener, *accepted):
+            sock.close()
+
+
+class Proxy:
+    """Passes connections on to a service, recording what clients send, until told to break them."""
+
+    def __init__(self, target: tuple[str, int], *, break_after: int | None = None) -> None:
+        self._target = target
+        self._break_after = break_after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.recorded = bytearray()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(self._target)
+                for source, sink, up in ((client, server, True), (server, client, False)):
+                    thread = threading.Thread(target=self._pass_on, args=(source, sink, up), daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(64 << 10):
+                if not up and self._break_after is not None:
+                    data = data[: self._break_after - passed]
+                if up:
+                    self.recorded += data
+                sink.sendall(data)
+                passed += len(data)
+                if not up and passed == self._break_after:
+                    break
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+# --- Peers in processes of their own ------------------------------------------------------------------------
+
+
+class PeerProcess:
+    """This module as a program: `serve`, `fetch` or `push`, telling what happens as lines of JSON on stdout.
+
+    A transfer that it makes stops midway, says `{"midway": true}` and goes on when told to.
+    """
+
+    def __init__(self, *arguments: str, command: Callable[[Sequence[str]], list[str]] = list) -> None:
+        self._process = subprocess.Popen(
+            command([sys.executable, "-m", "tests.replication.transfer_support", *arguments]),
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.communicate(timeout=20)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Freeze it: it stays connected and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def tell(self) -> Any:
+        """The next thing that it says."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the peer ended: {self._process.communicate(timeout=20)[1]}")
+        return json.loads(line)
+
+    def go_on(self) -> None:
+        """Let it continue."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> tuple[int, str]:
+        """Its return code and what it wrote to stderr."""
+        errors = self._process.communicate(timeout=60)[1]
+        return self._process.returncode, errors
+
+
+def _say(**values: Any) -> None:
+    os.write(1, (json.dumps(values) + "\n").encode())
+
+
+def _main(role: str, host: str, port: str, deadline_s: str) -> None:
+    data = mmap.mmap(-1, LARGE)
+    record = record_of(data, block_size=1 << 20)
+    store = MemoryStore({NAME: data})
+    if role == "serve":
+        with TransferService(SECRET, store, host=host, deadline_s=float(deadline_s)) as service:
+            _say(port=service.address[1])
+            store.ended.wait()
+            _say(committed=len(store.committed), aborted=len(store.aborted))
+            sys.stdin.readline()
+        return
+    if role == "exit":
+        _exit_amid_transfers(store, record)
+        return
+    asked = 0
+
+    def midway() -> bool:
+        nonlocal asked
+        asked += 1
+        # The first questions are asked while waiting for the peer's consent.
+        if asked == 5:
+            _say(midway=True)
+            sys.stdin.readline()
+        return False
+
+    try:
+        with PeerConnection((host, int(port)), SECRET, node="n2", deadline_s=float(deadline_s)) as peer:
+            if role == "push":
+                # Several views of the same bytes, as `midway` is asked between the objects as well.
+                records = tuple(record_of(data, f"{n}-{NAME}", 16 << 20) for n in range(4))
+                manifest = manifest_of(*records)
+                peer.push(manifest, encode(manifest), [memoryview(data)] * 4, cancelled=midway)
+            else:
+                peer.fetch_object(VERSION, record, memoryview(data), rank=3, cancelled=midway)
+        _say(error=None)
+    except FlashpointError as exc:
+        _say(error=type(exc).__name__, text=str(exc), step=exc.step, rank=exc.rank, node=exc.node)
+
+
+def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:
+    service = TransferService(SECRET, store, host="127.0.0.1")
+    service.start()
+    busy = threading.Barrier(4)
+
+    def fetch_on_and_on() -> None:
+        with contextlib.suppress(FlashpointError), connection_to(service) as peer:
+            for count in range(1_000_000):
+                peer.fetch_object(VERSION, record, memoryview(bytearray(LARGE)))
+                if count == 0:
+                    busy.wait()
+
+    for _ in range(3):
+        threading.Thread(target=fetch_on_and_on, daemon=True).start()
+    busy.wait()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

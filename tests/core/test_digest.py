@@ -61,9 +61,7 @@ class TestBlocks:
         assert digest_block(b"a") == "e6c632b61e964e1f"
         assert digest_block(b"abc") == "78af5f94892f3950"
 
-    @pytest.mark.parametrize(
-        "text", ["", "0" * 15, "0" * 17, "A" * 16, "g" * 16, "0" * 16 + "\n", "\u0660" * 16]
-    )
+    @pytest.mark.parametrize("text", ["", "0" * 15, "0" * 17, "A" * 16, "g" * 16, "0" * 16 + "\n", "\u0660" * 16])
     def test_what_is_no_digest(self, text: str) -> None:
         assert is_digest(digest_block(b"x"))
         assert not is_digest(text)

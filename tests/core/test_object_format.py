@@ -47,6 +47,8 @@ WRITTEN_AS_BYTES = {
     or str(dtype)[len("torch.") :] in {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
 }
 
+READ_ONLY = {dtype for dtype in STORABLE if any(part in str(dtype) for part in ("complex64", "fnuz", "e8m0", "float4"))}
+
 Tensors = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 keys = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12).filter(lambda key: key[:2] != "__")
@@ -190,7 +192,7 @@ class TestPlan:
             (([("a", torch.qint8, ())],), "cannot be stored"),
             (([("a", "float32", ())],), "cannot be stored"),
             (([("a", torch.int8, (2, -1))],), "shape"),
-            (([("a", torch.int8, (2.0,))],), "shape"),
+            (([("a", torch.int8, (2.5,))],), "shape"),
             (([("a", torch.int8, (2**62, 2))],), "shape"),
             (([("a", torch.int16, (2**62,))],), "shape"),
             (([("a", torch.int8, (2**63, 0))],), "shape"),
@@ -212,9 +214,7 @@ class TestPlan:
 
 
 class TestWithByteItems:
-    @given(
-        contents(), st.lists(st.tuples(keys, st.integers(0, 100)), unique_by=lambda item: item[0], max_size=5)
-    )
+    @given(contents(), st.lists(st.tuples(keys, st.integers(0, 100)), unique_by=lambda item: item[0], max_size=5))
     def test_is_a_plan_with_other_byte_items(
         self, content: tuple[Tensors, list[tuple[str, int]], dict[str, str]], others: list[tuple[str, int]]
     ) -> None:
@@ -222,9 +222,7 @@ class TestWithByteItems:
         others = [(key, size) for key, size in others if key not in {t[0] for t in tensors} | aliases.keys()]
         layout = plan_layout(tensors, byte_items, aliases)
         changed = with_byte_items(layout, others)
-        assert changed == layout_from_entries(
-            plan_layout(tensors, others, aliases).entries, layout.data_start, aliases
-        )
+        assert changed == layout_from_entries(plan_layout(tensors, others, aliases).entries, layout.data_start, aliases)
         assert all(one is other for one, other in zip(changed.tensors, layout.tensors, strict=True))
 
     def test_of_scattered_entries(self) -> None:
@@ -269,9 +267,7 @@ class TestLayoutFromEntries:
         chance.shuffle(entries)
         layout = layout_from_entries(entries, data_start, aliases)
         check_consistent(layout, offset)
-        assert sorted(layout.entries, key=lambda entry: entry.key) == sorted(
-            placed, key=lambda entry: entry.key
-        )
+        assert sorted(layout.entries, key=lambda entry: entry.key) == sorted(placed, key=lambda entry: entry.key)
         header = encode_header(layout, layout.size + 10)
         assert parse_header(header, layout.size + 10).layout == layout
 
@@ -305,9 +301,7 @@ class TestHeader:
         assert (parsed.layout, parsed.metadata) == (layout, said)
 
     def test_is_readable_by_eye(self) -> None:
-        layout = plan_layout(
-            [("a", torch.complex64, (2, 3)), ("b", torch.bfloat16, ())], [("c", 3)], {"d": "b"}
-        )
+        layout = plan_layout([("a", torch.complex64, (2, 3)), ("b", torch.bfloat16, ())], [("c", 3)], {"d": "b"})
         file_size = layout.size + 5
         header = encode_header(layout, file_size, {"step": "5"})
         assert struct.unpack("<Q", header[:8]) == (layout.data_start - 8,)
@@ -377,9 +371,7 @@ class TestSafetensors:
 
     @pytest.mark.parametrize("dtype", STORABLE, ids=str)
     def test_reads_every_dtype(self, dtype: torch.dtype, tmpfs: Path) -> None:
-        layout = plan_layout(
-            [("a", dtype, (2, 3)), ("scalar", dtype, ()), ("empty", dtype, (0, 3))], [("b", 5)]
-        )
+        layout = plan_layout([("a", dtype, (2, 3)), ("scalar", dtype, ()), ("empty", dtype, (0, 3))], [("b", 5)])
         file = filled(layout, layout.size + 11)
         path = tmpfs / "object.safetensors"
         path.write_bytes(file)
@@ -424,35 +416,27 @@ class TestSafetensors:
                 "__flashpoint__.tail",
             }
 
-    def test_its_own_files_are_objects(self) -> None:
-        tensors = {}
-        for dtype in STORABLE:
-            if dtype not in WRITTEN_AS_BYTES:
-                tensors[f"{dtype}"] = torch.arange(24, dtype=torch.uint8).view(dtype)
-                tensors[f"empty {dtype}"] = torch.empty((3, 0), dtype=dtype)
-                tensors[f"scalar {dtype}"] = tensors[f"{dtype}"][0].clone()
-        file = safetensors.torch.save(tensors, {"epoch": "3"})
-        self.check_own_file(file, tensors, {"epoch": "3"})
-        self.check_own_file(safetensors.torch.save({}), {}, {})
-        self.check_own_file(safetensors.torch.save({"a": torch.ones(3)}), {"a": torch.ones(3)}, {})
-
-    @pytest.mark.parametrize(
-        "name", ["float4_e2m1fn_x2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64"]
-    )
-    def test_its_own_files_of_dtypes_that_came_later(self, name: str) -> None:
-        dtype = getattr(torch, name, None)
-        if dtype is None:
-            pytest.skip(f"this torch has no {name}")
-        tensors = {"a": torch.arange(48, dtype=torch.uint8).view(dtype).reshape(2, -1)}
+    @pytest.mark.parametrize("dtype", sorted(set(STORABLE) - WRITTEN_AS_BYTES | READ_ONLY, key=str), ids=str)
+    def test_its_own_files_are_objects(self, dtype: torch.dtype) -> None:
+        tensors = {
+            "a": torch.arange(48, dtype=torch.uint8).view(dtype).reshape(2, -1),
+            "empty": torch.empty((3, 0), dtype=dtype),
+            "scalar": torch.arange(16, dtype=torch.uint8).view(dtype)[0].clone(),
+        }
+        if str(dtype) == "torch.float4_e2m1fn_x2":
+            del tensors["scalar"]  # safetensors counts elements of half a byte
         try:
-            file = safetensors.torch.save(tensors)
-        except (KeyError, ValueError, safetensors.SafetensorError) as error:
-            pytest.skip(f"this safetensors does not write {name}: {error}")
-        self.check_own_file(file, tensors, {})
+            file = safetensors.torch.save(tensors, {"epoch": "3"})
+        except KeyError:
+            pytest.skip("this release of safetensors does not write it")
+        self.check_own_file(file, tensors, {"epoch": "3"})
 
-    def check_own_file(
-        self, file: bytes, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-    ) -> None:
+    def test_its_own_mixed_and_empty_files_are_objects(self) -> None:
+        mixed = {"b": torch.ones(3, dtype=torch.int8), "a": torch.ones(5), "c": torch.tensor(1, dtype=torch.bfloat16)}
+        self.check_own_file(safetensors.torch.save(mixed), mixed, {})
+        self.check_own_file(safetensors.torch.save({}), {}, {})
+
+    def check_own_file(self, file: bytes, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         parsed = parse_header(file, len(file))
         check_consistent(parsed.layout, len(file))
         assert parsed.metadata == metadata
@@ -526,9 +510,7 @@ class TestDistrust:
     @given(
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-            lambda inner: (
-                st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
-            ),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
             max_leaves=20,
         )
     )
@@ -542,7 +524,7 @@ class TestDistrust:
     @given(
         st.lists(
             st.tuples(
-                st.sampled_from(["U8", "F32", "F4", "BOOL"]),
+                st.sampled_from(["U8", "F32", "BF16", "BOOL"]),
                 st.lists(st.integers(0, 4), max_size=3),
                 st.tuples(st.integers(0, 16), st.integers(0, 16)),
             ),
@@ -550,9 +532,7 @@ class TestDistrust:
         ),
         st.integers(0, 16),
     )
-    def test_any_places(
-        self, descriptions: Iterable[tuple[str, list[int], tuple[int, int]]], size: int
-    ) -> None:
+    def test_any_places(self, descriptions: Iterable[tuple[str, list[int], tuple[int, int]]], size: int) -> None:
         header = {str(number): described(*each) for number, each in enumerate(descriptions)}
         check_distrusted(file_of(header, bytes(size)))
 
@@ -682,9 +662,7 @@ class TestDistrust:
         ],
     )
     def test_marks_are_not_trusted(self, metadata: dict[str, str], entries: dict[str, object]) -> None:
-        marked = {"__flashpoint__.format": "1"} | {
-            f"__flashpoint__.{key}": text for key, text in metadata.items()
-        }
+        marked = {"__flashpoint__.format": "1"} | {f"__flashpoint__.{key}": text for key, text in metadata.items()}
         file = file_of({"__metadata__": marked, **entries}, b"data")
         assert is_safetensors(file)
         with pytest.raises(ObjectFormatError):

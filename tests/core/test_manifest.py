@@ -35,6 +35,7 @@ from ml_flashpoint.core.manifest import (
     manifest_name,
     object_name,
     parse_manifest_name,
+    parse_object_name,
     read_manifest,
     write_manifest,
 )
@@ -65,7 +66,7 @@ def record(**changes: Any) -> dict[str, Any]:
 segments = st.text(
     st.characters(blacklist_categories=["Cs"], blacklist_characters="/\0"), min_size=1, max_size=40
 ).filter(lambda text: text not in (".", ".."))
-attempts = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z._-]{0,40}", fullmatch=True)
+attempts = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,40}", fullmatch=True)
 
 
 @st.composite
@@ -81,9 +82,7 @@ def records(draw: st.DrawFn, name: str) -> ObjectRecord:
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     world_size = draw(st.integers(1, MAX_WORLD_SIZE))
-    names = draw(
-        st.lists(segments.filter(lambda name: not name.endswith(".manifest")), unique=True, max_size=4)
-    )
+    names = draw(st.lists(segments.filter(lambda name: not name.endswith(".manifest")), unique=True, max_size=4))
     return Manifest(
         version=f"step-{draw(st.integers(0, 2**63 - 1))}_ckpt",
         rank=draw(st.integers(0, world_size - 1)),
@@ -97,11 +96,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 class TestNames:
     @given(st.integers(0, MAX_WORLD_SIZE - 1))
-    def test_a_manifest_is_called_by_its_rank(self, rank: int) -> None:
-        assert parse_manifest_name(manifest_name(rank)) == rank
+    def test_a_manifest_is_called_by_its_rank_and_attempt(self, rank: int) -> None:
+        assert parse_manifest_name(manifest_name(rank, "0007-ab")) == (rank, "0007-ab")
+        assert parse_object_name(object_name(rank, "0007-ab")) == (rank, "0007-ab")
+        assert parse_object_name(manifest_name(rank, "0007-ab")) is None
 
     def test_names_sort_like_ranks_and_say_what_they_are(self) -> None:
-        assert manifest_name(3) == "rank-00003.manifest"
+        assert manifest_name(3, "a1") == "rank-00003-a1.manifest"
         assert object_name(3, "0007-ab") == "rank-00003-0007-ab.safetensors"
         assert object_name(123456, "a", kind="pt") == "rank-123456-a.pt"
 
@@ -109,14 +110,15 @@ class TestNames:
         "name",
         [
             "",
-            "rank-3.manifest",
-            "rank-000003.manifest",
-            "rank-00003.manifest\n",
-            "rank-00003.manifest.tmp",
-            ".rank-00003.manifest",
-            "rank--0003.manifest",
-            "rank-\u0660\u0660\u0660\u0660\u0663.manifest",
-            f"rank-{MAX_WORLD_SIZE}.manifest",
+            "rank-3-a1.manifest",
+            "rank-000003-a1.manifest",
+            "rank-00003-a1.manifest\n",
+            "rank-00003-a1.manifest.tmp",
+            ".rank-00003-a1.manifest",
+            "rank--0003-a1.manifest",
+            "rank-\u0660\u0660\u0660\u0660\u0663-a1.manifest",
+            f"rank-{MAX_WORLD_SIZE}-a1.manifest",
+            "rank-00003.manifest",
             "rank-00003-a1.safetensors",
         ],
     )
@@ -125,7 +127,7 @@ class TestNames:
 
     @pytest.mark.parametrize("rank", [-1, MAX_WORLD_SIZE, True, 1.0, "1", None])
     def test_refuses_what_is_no_rank(self, rank: Any) -> None:
-        for make in (manifest_name, lambda rank: object_name(rank, "a")):
+        for make in (lambda rank: manifest_name(rank, "a"), lambda rank: object_name(rank, "a")):
             with pytest.raises(InvalidArgumentError, match="rank"):
                 make(rank)
 
@@ -135,6 +137,15 @@ class TestNames:
             object_name(0, name)
         with pytest.raises(InvalidArgumentError, match="kind"):
             object_name(0, "a", name)
+
+    def test_no_object_passes_for_a_manifest(self) -> None:
+        with pytest.raises(InvalidArgumentError, match="kind"):
+            object_name(0, "a", "manifest")
+        # A dot in the attempt would leave open where the kind begins.
+        with pytest.raises(InvalidArgumentError, match="attempt"):
+            object_name(0, "a.manifest", "x")
+        assert parse_object_name("rank-00000-a.manifest") is None
+        assert parse_object_name("rank-00000-a") is None
 
 
 class TestValues:
@@ -187,7 +198,7 @@ class TestValues:
             {"objects": [RECORD]},
             {"objects": ("x",)},
             {"objects": (RECORD, replace(RECORD, size=20))},
-            {"objects": (replace(RECORD, name="rank-00003.manifest"),)},
+            {"objects": (replace(RECORD, name="rank-00003-a1.manifest"),)},
             {"labels": {"a": 1}},
             {"labels": {1: "a"}},
             {"labels": {"a": "x" * 5000}},
@@ -279,22 +290,25 @@ class TestEncoding:
             json.dumps(content(objects=[record(size=5000)])).encode(),
             json.dumps(content(objects=[record(block_size=0)])).encode(),
             json.dumps(content(objects=[record(digests="0123456789abcdef")])).encode(),
-            json.dumps(
-                content(objects=[record(digests=[["0123456789abcdef"], "0123456789abcdef"])])
-            ).encode(),
+            json.dumps(content(objects=[record(digests=[["0123456789abcdef"], "0123456789abcdef"])])).encode(),
             json.dumps(content(objects=[record(digests=["0123456789abcdef"] * 3)])).encode(),
             json.dumps(content(objects=[record(extra=0)])).encode(),
         ],
     )
     def test_a_right_checksum_is_not_trusted(self, body: bytes) -> None:
         with pytest.raises(ManifestError) as raised:
-            decode(sealed(body), "/base/step-5_ckpt/rank-00003.manifest")
-        assert "/base/step-5_ckpt/rank-00003.manifest" in str(raised.value)
+            decode(sealed(body), "/base/step-5_ckpt/rank-00003-a1.manifest")
+        assert "/base/step-5_ckpt/rank-00003-a1.manifest" in str(raised.value)
 
     def test_the_place_must_agree(self) -> None:
-        assert decode(ENCODED, "/base/step-5_ckpt/rank-00003.manifest") == MANIFEST
-        assert decode(ENCODED, Path("/anywhere/rank-00003.manifest")) == MANIFEST
-        for place in ("step-5_ckpt/rank-00004.manifest", "step-6_ckpt/rank-00003.manifest", "step-5_ckpt/x"):
+        assert decode(ENCODED, "/base/step-5_ckpt/rank-00003-a1.manifest") == MANIFEST
+        assert decode(ENCODED, Path("/anywhere/rank-00003-a1.manifest")) == MANIFEST
+        for place in (
+            "step-5_ckpt/rank-00004-a1.manifest",
+            "step-5_ckpt/rank-00003-a2.manifest",
+            "step-6_ckpt/rank-00003-a1.manifest",
+            "x",
+        ):
             with pytest.raises(ManifestError, match="unlike"):
                 decode(ENCODED, f"/base/{place}")
 
@@ -323,25 +337,30 @@ class TestFiles:
     @pytest.mark.parametrize("fsync", [False, True])
     def test_write_and_read(self, version: Path, fsync: bool) -> None:
         path = write_manifest(version, MANIFEST, fsync=fsync)
-        assert path == version / "rank-00003.manifest"
+        assert path == version / "rank-00003-a1.manifest"
         assert path.read_bytes() == ENCODED
         assert read_manifest(path) == read_manifest(str(path)) == MANIFEST
         assert list(version.iterdir()) == [path]
 
-    def test_a_later_one_replaces_it(self, version: Path) -> None:
-        later = replace(MANIFEST, attempt="a2")
+    def test_the_same_attempt_again_replaces_it(self, version: Path) -> None:
+        again = replace(MANIFEST, labels={"again": "yes"})
         write_manifest(version, MANIFEST)
-        assert read_manifest(write_manifest(version, later)) == later
+        assert read_manifest(write_manifest(version, again)) == again
         assert len(list(version.iterdir())) == 1
 
+    def test_another_attempt_stands_beside_it(self, version: Path) -> None:
+        other = replace(MANIFEST, attempt="a2")
+        paths = [write_manifest(version, each) for each in (MANIFEST, other)]
+        assert [read_manifest(path) for path in paths] == [MANIFEST, other]
+
     def test_none_there(self, version: Path) -> None:
-        for path in (version / "rank-00003.manifest", version / "none" / "rank-00003.manifest"):
-            with pytest.raises(ObjectNotFoundError, match=r"rank-00003\.manifest"):
+        for path in (version / "rank-00003-a1.manifest", version / "none" / "rank-00003-a1.manifest"):
+            with pytest.raises(ObjectNotFoundError, match=r"rank-00003-a1\.manifest"):
                 read_manifest(path)
 
     @pytest.mark.parametrize("kind", ["directory", "fifo", "link", "oversized", "empty"])
     def test_reads_only_regular_files_of_bounded_size(self, version: Path, kind: str) -> None:
-        path = version / "rank-00003.manifest"
+        path = version / "rank-00003-a1.manifest"
         if kind == "directory":
             path.mkdir()
         elif kind == "fifo":
@@ -353,23 +372,23 @@ class TestFiles:
         else:
             path.touch()
             os.truncate(path, MAX_MANIFEST_BYTES + 1 if kind == "oversized" else 0)
-        with pytest.raises(ManifestError, match=r"rank-00003\.manifest"):
+        with pytest.raises(ManifestError, match=r"rank-00003-a1\.manifest"):
             read_manifest(path)
 
     def test_a_manifest_under_another_ranks_name(self, version: Path) -> None:
-        moved = write_manifest(version, MANIFEST).rename(version / "rank-00004.manifest")
+        moved = write_manifest(version, MANIFEST).rename(version / "rank-00004-a1.manifest")
         with pytest.raises(ManifestError, match="rank 3"):
             read_manifest(moved)
 
     def test_no_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(SaveError, match=r"step 5, rank 3, path .*rank-00003\.manifest"):
+        with pytest.raises(SaveError, match=r"step 5, rank 3, path .*rank-00003-a1\.manifest"):
             write_manifest(tmp_path / "none", MANIFEST)
 
     def test_a_full_filesystem_keeps_the_earlier_one(self, full_filesystem: Path) -> None:
         write_manifest(full_filesystem, MANIFEST)
         with pytest.raises(CapacityError, match="needed"):
-            write_manifest(full_filesystem, replace(MANIFEST, attempt="a2"))
-        assert read_manifest(full_filesystem / "rank-00003.manifest") == MANIFEST
+            write_manifest(full_filesystem, replace(MANIFEST, labels={"again": "yes"}))
+        assert read_manifest(full_filesystem / "rank-00003-a1.manifest") == MANIFEST
         assert len(list(full_filesystem.iterdir())) == 1
 
     def test_a_write_cut_short_keeps_the_earlier_one(self, version: Path) -> None:
@@ -378,7 +397,7 @@ class TestFiles:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         try:
             with pytest.raises(SaveError):
-                write_manifest(version, replace(MANIFEST, attempt="a2"))
+                write_manifest(version, replace(MANIFEST, labels={"again": "yes"}))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert read_manifest(path) == MANIFEST
@@ -392,7 +411,7 @@ class TestFiles:
         def read() -> None:
             while not done.is_set():
                 try:
-                    read_manifest(version / "rank-00003.manifest")
+                    read_manifest(version / "rank-00003-a1.manifest")
                 except FlashpointError as error:
                     failures.append(error)
 
@@ -400,7 +419,7 @@ class TestFiles:
         for reader in readers:
             reader.start()
         for number in range(300):
-            write_manifest(version, replace(MANIFEST, attempt=f"a{number}"))
+            write_manifest(version, replace(MANIFEST, labels={"number": str(number)}))
         done.set()
         for reader in readers:
             reader.join()
@@ -413,9 +432,9 @@ class TestFiles:
             import itertools
             from dataclasses import replace
             from ml_flashpoint.core.manifest import read_manifest, write_manifest
-            manifest = read_manifest({str(version / "rank-00003.manifest")!r})
+            manifest = read_manifest({str(version / "rank-00003-a1.manifest")!r})
             for number in itertools.count():
-                write_manifest({str(version)!r}, replace(manifest, attempt=f"a{{number}}"))
+                write_manifest({str(version)!r}, replace(manifest, labels={{"number": str(number)}}))
                 if number == 5:
                     print("writing", flush=True)
             """
@@ -425,7 +444,7 @@ class TestFiles:
                 assert writer.stdout is not None
                 assert writer.stdout.readline() == b"writing\n"
                 writer.kill()
-            assert read_manifest(version / "rank-00003.manifest").rank == 3
+            assert read_manifest(version / "rank-00003-a1.manifest").rank == 3
 
 
 def test_knows_no_torch() -> None:

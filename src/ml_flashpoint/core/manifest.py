@@ -285,7 +285,9 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
 
 def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: bool = False) -> Path:
-    """Commits a part: makes its manifest appear in `directory`, whole, replacing an earlier one of the rank.
+    """Commits a part: makes its manifest appear in `directory`, whole, beside those of the rank's other attempts.
+
+    One of the same rank and attempt is replaced. A writer that is killed leaves at most a hidden `.*.tmp` file.
 
     Args:
         directory: The version's directory; must exist.

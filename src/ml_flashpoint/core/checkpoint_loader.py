@@ -22,7 +22,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_v
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
 from ml_flashpoint.core.knobs import transfer_deadline_s
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name
 from ml_flashpoint.core.part_reader import (
     ObjectReader,
     find_local_manifest,
@@ -302,6 +302,10 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         store = self._store_of(version)
         known = self._known(version)
         if known is not None:
+            if rank >= known.world_size:
+                raise ObjectNotFoundError(
+                    f"it was saved by {known.world_size} ranks", step=version.step, rank=rank, path=str(version)
+                )
             found = find_local_manifest(store.base, version.name, rank, known.attempt)
             if found is not None:
                 return found
@@ -426,7 +430,8 @@ def _has_objects(store: RankStore, manifest: Manifest) -> bool:
         try:
             size = os.stat(path).st_size
         except OSError as error:
-            _log.warning("ignoring the part of rank %d in %s: %s", manifest.rank, manifest.version, error)
+            if (path.parent / manifest_name(manifest.rank, manifest.attempt)).exists():  # else pruned meanwhile
+                _log.warning("ignoring the part of rank %d in %s: %s", manifest.rank, manifest.version, error)
             return False
         if size < record.size:
             _log.warning("ignoring the part of rank %d: %s has %d bytes of %d", manifest.rank, path, size, record.size)

@@ -139,7 +139,7 @@ class RankGroup:
     def renew_run(self, newest_attempt: str | None) -> None:
         """Collective: make sure that this run's attempts sort after ``newest_attempt`` found in the job."""
         newest = max((blob.decode() for blob in self.gather((newest_attempt or "").encode())), default="")
-        if newest[:13] >= self.run_id[:13]:
+        if newest > self.run_id and not newest.startswith(self.run_id):
             self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
 
     def _run(self, what: str, collective: Callable[[], object]) -> None:

@@ -158,7 +158,7 @@ class Arena:
         """
         if self._registered == self.address:
             return True
-        status = torch.cuda.cudart().cudaHostRegister(self.address, self.size, 0)
+        status = _cudart().cudaHostRegister(self.address, self.size, 0)
         if int(status) != 0:
             _log.warning("cannot page-lock %s (cuda error %s): device copies will be slower", self.path, status)
             return False
@@ -167,7 +167,7 @@ class Arena:
 
     def _unregister(self) -> None:
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            _cudart().cudaHostUnregister(self._registered)
             self._registered = 0
 
     def close(self) -> None:
@@ -187,6 +187,10 @@ class Arena:
 
     def __repr__(self) -> str:
         return f"Arena({str(self.path)!r}, size={self.size})"
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _reserve(fd: int, begin: int, length: int, path: Path) -> None:

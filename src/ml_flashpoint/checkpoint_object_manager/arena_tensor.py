@@ -36,7 +36,7 @@ def mapped_arena(path: Path) -> Arena:
 class ArenaTensor(torch.Tensor):
     """A view of an arena that pickles as (path, place, dtype, shape). Results of operations are plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _place: tuple[Path, int, int]
 
     @staticmethod

@@ -38,8 +38,6 @@ from ml_flashpoint.core.object_writer import (
     ObjectWriter,
     StagedObject,
     TensorItem,
-    WrittenObject,
-    write_bytes_object,
 )
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
@@ -96,7 +94,7 @@ class MLFlashpointCheckpointSaver(ABC):
     def _arena_of(self, staged: StagedObject) -> Arena: ...
 
     @abstractmethod
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arenas: Sequence[Arena]) -> None: ...
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None: ...
 
     def write(
         self,
@@ -137,7 +135,7 @@ class MLFlashpointCheckpointSaver(ABC):
         if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
             # Staged for another base container: its bytes are as good as any other tensor.
             staged = arena = None
-        ticket.written = self._writer.write(
+        ticket.filled = self._writer.fill(
             lambda size: self._acquire(store, size),
             tensors,
             byte_items,
@@ -145,45 +143,37 @@ class MLFlashpointCheckpointSaver(ABC):
             arena=arena,
             metadata=metadata,
         )
-        ticket.used = ticket.written.used
+        ticket.used = ticket.filled.used
 
     def seal(
         self,
         ticket: SaveTicket,
         *,
-        extra: Mapping[str, bytes] | None = None,
+        extra: Sequence[BytesItem] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Manifest:
         """Commit what was written. The part exists when this returns.
 
         Args:
-            extra: further small objects of the part, by kind (the ending of the file's name).
+            extra: further items for the object, known only now.
             labels: short strings for the manifest.
 
         Raises:
             SaveError, CapacityError: nothing of the part is visible.
         """
-        if ticket.written is None or ticket.version is None:
+        if ticket.filled is None or ticket.version is None:
             raise SaveError("nothing was written to seal", rank=self.rank)
-        store = self._store(ticket.version.parent)
-        objects: list[tuple[str, WrittenObject]] = [("safetensors", ticket.written)]
-        try:
-            for kind, data in (extra or {}).items():
-                objects.append((kind, write_bytes_object(store.acquire, data)))
-            manifest = Manifest(
-                version=ticket.version.name,
-                rank=self.rank,
-                world_size=self.world_size,
-                attempt=ticket.attempt,
-                node=self.node,
-                objects=tuple(w.record(object_name(self.rank, ticket.attempt, kind)) for kind, w in objects),
-                labels=dict(labels or {}),
-            )
-            self._commit(ticket, manifest, [written.arena for _, written in objects])
-        except BaseException:
-            for _, written in objects[1:]:
-                store.release(written.arena)
-            raise
+        written = self._writer.finish(ticket.filled, extra)
+        manifest = Manifest(
+            version=ticket.version.name,
+            rank=self.rank,
+            world_size=self.world_size,
+            attempt=ticket.attempt,
+            node=self.node,
+            objects=(written.record(object_name(self.rank, ticket.attempt)),),
+            labels=dict(labels or {}),
+        )
+        self._commit(ticket, manifest, written.arena)
         return manifest
 
     def save(
@@ -192,7 +182,6 @@ class MLFlashpointCheckpointSaver(ABC):
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem] = (),
         *,
-        extra: Mapping[str, bytes] | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Manifest:
         """A whole save in one call: returns when this rank's part is sealed.
@@ -203,7 +192,7 @@ class MLFlashpointCheckpointSaver(ABC):
         ticket = self.begin()
         try:
             self.write(ticket, version, tensors, byte_items)
-            return self.seal(ticket, extra=extra, labels=labels)
+            return self.seal(ticket, labels=labels)
         except BaseException as error:
             self.fail(ticket, error)
             raise
@@ -317,7 +306,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         if pending is None or pending.resolved.is_set():
             return
         store = self._objects.store
-        arenas = {w.arena for w in (ticket.written, ticket.staged) if w is not None and w.arena is not None}
+        arenas = {w.arena for w in (ticket.filled, ticket.staged) if w is not None and w.arena is not None}
         if ticket.staged is not None:
             ticket.staged.discard()
         if store is not None:
@@ -325,12 +314,13 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 store.release(arena)
         pending.resolve(None, store, error)
 
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arenas: Sequence[Arena]) -> None:
-        assert ticket.pending is not None and ticket.version is not None
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
+        assert ticket.pending is not None
+        assert ticket.version is not None
         store = self._store(ticket.version.parent)
         if ticket.pending.resolved.is_set():
             raise SaveError(f"the save was given up: {ticket.pending.error}", step=manifest.step, rank=self.rank)
-        part = store.commit(manifest, arenas)
+        part = store.commit(manifest, [arena])
         self._resolve(ticket, part, store)
 
     def _resolve(self, ticket: SaveTicket, part: Any, store: RankStore) -> None:
@@ -511,13 +501,13 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def _arena_of(self, staged: StagedObject) -> Arena:
         return mapped_arena(staged.arena_path)
 
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arenas: Sequence[Arena]) -> None:
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
         assert ticket.version is not None
-        publish(Path(str(ticket.version.parent)), manifest, [arena.path for arena in arenas])
+        publish(Path(str(ticket.version.parent)), manifest, [arena.path])
         notice = Notice(
             str(ticket.version.parent),
             manifest.version,
-            arenas=tuple(str(arena.path) for arena in arenas),
+            arenas=(str(arena.path),),
             used=tuple(sorted(ticket.used or ())),
         )
         self._notices.post(ticket.attempt, notice)
@@ -540,14 +530,14 @@ def _holds_arena(ticket: SaveTicket) -> bool:
         return False
     if pending.part is not None:
         return pending.store is not None and pending.store.find(pending.attempt, pending.part.rank) is not None
-    return not pending.resolved.is_set() and (ticket.staged is not None or ticket.written is not None)
+    return not pending.resolved.is_set() and (ticket.staged is not None or ticket.filled is not None)
 
 
 def _is_alive(pid: int | None) -> bool:
     if pid is None:  # not begun yet: as long as there is a process that may begin
         return bool(multiprocessing.active_children())
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

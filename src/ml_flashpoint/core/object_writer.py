@@ -8,6 +8,7 @@ and named later, for asynchronous saves whose plan is made after the copy. Commi
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.checkpoint_object_manager.rank_store import with_slack
 from ml_flashpoint.core.digest import BLOCK_SIZE, BlockDigester, block_count
 from ml_flashpoint.core.errors import CapacityError
 from ml_flashpoint.core.manifest import ObjectRecord
@@ -96,18 +98,30 @@ class StagedObject:
         self.views, self.arena, self.digester = [], None, None
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenObject:
-    """An object whose bytes and digests are final, not yet committed.
+@dataclass(slots=True, eq=False)
+class FilledObject:
+    """An object whose items are in place, and whose header and digests wait for what may still be added.
 
     Attributes:
         used: offsets of the staged copies that are in it, None if nothing was staged.
     """
 
     arena: Arena
+    layout: Layout
+    byte_items: list[BytesItem]
+    metadata: Mapping[str, str] | None
+    first_block: int
+    interior: Callable[[], tuple[str, ...]]
+    used: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """An object whose bytes and digests are final, not yet committed."""
+
+    arena: Arena
     size: int
     digests: tuple[str, ...]
-    used: frozenset[int] | None = None
 
     def record(self, name: str) -> ObjectRecord:
         """Its entry in a manifest."""
@@ -135,6 +149,7 @@ class ObjectWriter:
         self._staged_plan: _Cached | None = None
         self._plan: _Cached | None = None
         self._named: tuple[object, Layout] | None = None
+        self._extra_bytes = 0
         self._template = HeaderTemplate()
         self._template_lock = threading.Lock()
 
@@ -152,7 +167,7 @@ class ObjectWriter:
         if self._cache:
             self._staged_plan = plan
         layout = plan.layout
-        arena = acquire(layout.size)
+        arena = acquire(layout.size + self._extra_bytes)
         try:
             views = self._views(arena, layout)
             staged = StagedObject(
@@ -223,7 +238,7 @@ class ObjectWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------
 
-    def write(
+    def fill(
         self,
         acquire: Acquire,
         tensors: Sequence[TensorItem],
@@ -232,8 +247,8 @@ class ObjectWriter:
         staged: StagedObject | None = None,
         arena: Arena | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> WrittenObject:
-        """Make an object of these items.
+    ) -> FilledObject:
+        """Bring these items into one object.
 
         Args:
             acquire: gives an arena of at least so many bytes.
@@ -246,18 +261,39 @@ class ObjectWriter:
         """
         if staged is not None and arena is not None:
             try:
-                return self._write_staged(arena, staged, tensors, byte_items, metadata)
-            except _HeaderTooLongError:
+                return self._fill_staged(arena, staged, tensors, byte_items, metadata)
+            except _CannotNameError:
                 pass  # names much longer than those staged under: copy once more, under a header that fits
-        return self._write_new(acquire, tensors, byte_items, metadata)
+        return self._fill_new(acquire, tensors, byte_items, metadata)
 
-    def _write_new(
+    def finish(self, filled: FilledObject, extra: Sequence[BytesItem] = ()) -> WrittenObject:
+        """Add further byte items, write the header and complete the digests.
+
+        Raises:
+            CapacityError: no room for them.
+        """
+        byte_items = [*filled.byte_items, *extra]
+        layout = filled.layout
+        if extra:
+            layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
+        arena = filled.arena
+        if layout.size > arena.size:
+            arena.grow(with_slack(layout.size))
+        # What is added at the end of a save is about as long the next time.
+        self._extra_bytes = layout.size - filled.layout.size
+        for entry, (_, data) in zip(layout.byte_items, byte_items, strict=True):
+            arena.buffer[entry.begin : entry.end] = data
+        with self._template_lock:
+            arena.buffer[: layout.data_start] = self._template.encode(layout, arena.size, filled.metadata)
+        return WrittenObject(arena, layout.size, _complete_digests(arena, layout.size, filled))
+
+    def _fill_new(
         self,
         acquire: Acquire,
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem],
         metadata: Mapping[str, str] | None,
-    ) -> WrittenObject:
+    ) -> FilledObject:
         tensors, aliases = _without_aliases(tensors)
         plan = self._planned(self._plan, tensors, [key for key, _ in byte_items])
         if self._cache:
@@ -272,22 +308,22 @@ class ObjectWriter:
             layout = layout_from_entries(_moved(plan.layout.tensors, space - plan.layout.data_start), space, aliases)
             plan = _Cached(None, layout, plan.order)
         layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
-        arena = acquire(layout.size)
+        arena = acquire(layout.size + self._extra_bytes)
         views = self._views(arena, plan.layout)
         interior_end = plan.layout.tensors[-1].end if plan.layout.tensors else layout.data_start
         first = block_count(layout.data_start)
         last = max(first, interior_end // BLOCK_SIZE)
         digester = self._copy_and_digest(arena, plan, views, tensors, first, last)
-        return self._finish(arena, layout, byte_items, metadata, first, digester.finish)
+        return FilledObject(arena, layout, list(byte_items), metadata, first, digester.finish)
 
-    def _write_staged(
+    def _fill_staged(
         self,
         arena: Arena,
         staged: StagedObject,
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem],
         metadata: Mapping[str, str] | None,
-    ) -> WrittenObject:
+    ) -> FilledObject:
         places: list[tuple[str, int, torch.dtype, torch.Size]] = []
         appended: list[TensorItem] = []
         end = staged.end
@@ -303,71 +339,47 @@ class ObjectWriter:
         if self._named is not None and self._named[0] == signature:
             layout = self._named[1]
         else:
-            layout = _layout_of(places, staged.data_start)
-            if layout is None:
-                raise _HeaderTooLongError  # overlapping views: an object cannot hold them where they are
+            found = _layout_of(places, staged.data_start)
+            if found is None:
+                raise _CannotNameError  # overlapping views: an object cannot hold them where they are
+            layout = found
         layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
         if self._cache:
             self._named = (signature, layout)
         # Before anything is written: a header that does not fit must leave the staged bytes as they are.
         with self._template_lock:
-            self._encode(layout, max(arena.size, round_up(layout.size)), metadata)
+            try:
+                self._template.encode(layout, max(arena.size, round_up(layout.size)), metadata)
+            except CapacityError as error:
+                raise _CannotNameError from error
         used = frozenset(staged.region_of(offset) for _, offset, _, _ in places if offset < staged.end)
         if layout.size > arena.size:
-            arena.grow(layout.size)
+            arena.grow(with_slack(layout.size))
         by_key = layout.by_key
         copy_all(
             [_view(arena, by_key[key]) for key, _ in appended],
             [tensor for _, tensor in appended],
         )
         first, _ = staged.interior
-        written = self._finish(arena, layout, byte_items, metadata, first, staged.interior_digests)
-        return WrittenObject(written.arena, written.size, written.digests, used)
-
-    def _finish(
-        self,
-        arena: Arena,
-        layout: Layout,
-        byte_items: Sequence[BytesItem],
-        metadata: Mapping[str, str] | None,
-        first: int,
-        interior: Callable[[], tuple[str, ...]],
-    ) -> WrittenObject:
-        """Header, byte items, and the digests of the blocks around the interior that starts at block ``first``."""
-        for entry, (_, data) in zip(layout.byte_items, byte_items, strict=True):
-            arena.buffer[entry.begin : entry.end] = data
-        with self._template_lock:
-            arena.buffer[: layout.data_start] = self._encode(layout, arena.size, metadata)
-        size = layout.size
-        blocks = block_count(size)
-        with BlockDigester(arena.buffer, min(first, blocks) * BLOCK_SIZE if first < blocks else size, 1) as head:
-            digests = head.finish()
-        if first < blocks:
-            inner = interior()
-            rest = arena.buffer[(first + len(inner)) * BLOCK_SIZE : size]
-            with BlockDigester(rest, rest.nbytes, 1) as tail:
-                digests = (*digests, *inner, *tail.finish())
-        else:
-            interior()  # nothing in it, but it holds the buffer
-        return WrittenObject(arena, size, digests)
-
-    def _encode(self, layout: Layout, file_size: int, metadata: Mapping[str, str] | None) -> bytes:
-        try:
-            return self._template.encode(layout, file_size, metadata)
-        except CapacityError as error:
-            raise _HeaderTooLongError from error
+        return FilledObject(arena, layout, list(byte_items), metadata, first, staged.interior_digests, used)
 
 
-class _HeaderTooLongError(Exception):
-    """What was staged cannot be described in the room left for the header."""
+class _CannotNameError(Exception):
+    """What was staged cannot become the object as it lies: no room for the header, or views overlap."""
 
 
-def write_bytes_object(acquire: Acquire, data: bytes) -> WrittenObject:
-    """A small object of plain bytes, such as metadata."""
-    arena = acquire(max(1, len(data)))
-    arena.buffer[: len(data)] = data
-    with BlockDigester(arena.buffer, len(data), 1) as digester:
-        return WrittenObject(arena, len(data), digester.finish())
+def _complete_digests(arena: Arena, size: int, filled: FilledObject) -> tuple[str, ...]:
+    """Digests of all blocks: those of the interior are known, the ones around it are computed now."""
+    first, blocks = filled.first_block, block_count(size)
+    inner = filled.interior()
+    head_end = min(first * BLOCK_SIZE, size)
+    with BlockDigester(arena.buffer, head_end) as head:
+        digests = head.finish()
+    if first < blocks:
+        rest = arena.buffer[(first + len(inner)) * BLOCK_SIZE : size]
+        with BlockDigester(rest, rest.nbytes) as tail:
+            digests = (*digests, *inner, *tail.finish())
+    return digests
 
 
 def _view(arena: Arena, entry: Entry) -> torch.Tensor:
@@ -411,6 +423,6 @@ def _layout_of(places: Sequence[tuple[str, int, torch.dtype, torch.Size]], data_
         else:
             aliases[key] = first
     entries.sort(key=lambda e: (e.begin, e.end))
-    if any(one.end > other.begin for one, other in zip(entries, entries[1:], strict=False)):
+    if any(one.end > other.begin for one, other in itertools.pairwise(entries)):
         return None
     return layout_from_entries(entries, data_start, aliases)

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 
 from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.core.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.replication.strategies import ReplicationStrategy, Topology
 
 MAX_INVENTORY_BYTES = 16 * 1024 * 1024
 """Largest encoded inventory that is accepted: room for about 200,000 parts on one node."""
-
-MAX_WORLD_SIZE = 2**24
-"""Largest world size that a part may claim."""
 
 _FORMAT = 1
 

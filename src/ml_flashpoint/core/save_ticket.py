@@ -16,7 +16,7 @@ from typing import Any
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.errors import SaveError
-from ml_flashpoint.core.object_writer import StagedObject, WrittenObject
+from ml_flashpoint.core.object_writer import FilledObject, StagedObject
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class SaveTicket:
         staged: copies made before the plan was known.
         error: why staging failed. The save then fails at its write, which is where all ranks notice.
         version: set by the write.
-        written: bytes of the main object, set by the write.
+        filled: the object, set by the write.
         used: offsets of the staged copies that the plan needed, or None while unknown.
     """
 
@@ -37,7 +37,7 @@ class SaveTicket:
     staged: StagedObject | None = None
     error: BaseException | None = None
     version: CheckpointContainerId | None = None
-    written: WrittenObject | None = None
+    filled: FilledObject | None = None
     used: frozenset[int] | None = None
     pending: PendingSave | None = field(default=None, repr=False)
 
@@ -46,7 +46,7 @@ class SaveTicket:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.attempt, self.sequence, self.staged, self.error = state
-        self.version = self.written = self.used = self.pending = None
+        self.version = self.filled = self.used = self.pending = None
 
 
 @dataclass(frozen=True, slots=True)

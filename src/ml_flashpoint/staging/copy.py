@@ -12,7 +12,7 @@ import torch
 
 # The copy is cut into pieces of about this many bytes, so that digests can follow close behind.
 _PIECE = 32 << 20
-_BYTE_COPIED = frozenset(
+_NO_KERNEL = frozenset(
     dtype
     for name in (
         "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
@@ -20,7 +20,8 @@ _BYTE_COPIED = frozenset(
     )
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 )  # fmt: skip
-"""dtypes for which torch has no copy kernel: their bytes are copied instead."""
+"""dtypes for which torch has no copy kernel, or had none: they are copied as integers of the same size."""
+_INTEGER = {1: torch.uint8, 2: torch.int16}
 
 
 def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -31,9 +32,6 @@ def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, sha
     piece = data[begin:end]
     if dtype is torch.uint8:
         return piece.view(shape)
-    if dtype in _BYTE_COPIED:
-        out = torch.empty(0, dtype=dtype)
-        return out.set_(piece.untyped_storage(), piece.storage_offset() // max(1, dtype.itemsize), tuple(shape))
     return piece.view(dtype).view(shape)
 
 
@@ -42,7 +40,7 @@ def copy_all(
     sources: Sequence[torch.Tensor],
     on_copied: Callable[[int], None] | None = None,
 ) -> None:
-    """Copy every source into its target: same shapes and dtypes, any devices.
+    """Copy every source into its target: same shapes, any devices and strides; dtypes are converted as ``copy_`` does.
 
     Returns when the bytes are there. Sources are read in the order of the current stream of their device.
 
@@ -66,24 +64,28 @@ def copy_all(
                 on_copied(start)
 
 
+def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU, in memory of its own; of any dtype."""
+    clone = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    _copy([clone], [tensor])
+    return clone
+
+
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
-    plain_targets, plain_sources = [], []
-    for target, source in zip(targets, sources, strict=True):
-        if target.dtype in _BYTE_COPIED:
-            as_bytes(target).copy_(as_bytes(source.contiguous()), non_blocking=non_blocking)
-        else:
-            plain_targets.append(target)
-            plain_sources.append(source)
-    if plain_targets:
+    if any(target.dtype in _NO_KERNEL for target in targets):
+        pairs = [_copyable(target, source) for target, source in zip(targets, sources, strict=True)]
+        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+    if targets:
         with torch.no_grad():
-            torch._foreach_copy_(plain_targets, plain_sources, non_blocking=non_blocking)
+            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as 1-D uint8; no copy."""
-    out = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start = tensor.storage_offset() * tensor.dtype.itemsize
-    return out.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.dtype.itemsize,))
+def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Only where no conversion is asked for: torch has none either, and says so.
+    if target.dtype in _NO_KERNEL and source.dtype == target.dtype:
+        integer = _INTEGER[target.dtype.itemsize]
+        return target.view(integer), source.view(integer)
+    return target, source
 
 
 def _copy_through_streams(
@@ -97,15 +99,15 @@ def _copy_through_streams(
         streams[device].wait_stream(torch.cuda.current_stream(device))
     by_device: dict[torch.device | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        device = next((t.device for t in (source, target) if t.device.type == "cuda"), None)
-        pair = by_device.setdefault(device, ([], []))
+        where = next((t.device for t in (source, target) if t.device.type == "cuda"), None)
+        pair = by_device.setdefault(where, ([], []))
         pair[0].append(target)
         pair[1].append(source)
-    for device, (to, of) in by_device.items():
-        if device is None:
+    for where, (to, of) in by_device.items():
+        if where is None:
             _copy(to, of)
             continue
-        with torch.cuda.stream(streams[device]):
+        with torch.cuda.stream(streams[where]):
             _copy(to, of, non_blocking=True)
     for stream in streams.values():
         stream.synchronize()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.storage_data import (
-    METADATA_KIND,
+    METADATA_KEY,
     METADATA_SCOPE,
     ItemPlace,
     SafeGlobal,
@@ -33,7 +33,6 @@ from ml_flashpoint.core.errors import (
     LoadError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.staging.copy import copy_all
@@ -102,31 +101,25 @@ class MemoryStorageReader(StorageReader):
         Raises:
             ObjectNotFoundError: there is none, or it is per rank and no rank was named.
         """
-        version = self._checked_version()
-        rank = kwargs.get("rank")
-        manifest, record = self._metadata_record(version, rank)
-        reader = self._loader.open_object(version, manifest, record)
-        metadata = decode_metadata(bytes(reader.content()), path=reader.path, allowed=self._safe_globals)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id if hasattr(self, "load_id") else None
+        source = self._metadata_source(self._checked_version(), kwargs.get("rank"))
+        reader = self._reader(source)
+        metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return metadata
 
-    def _metadata_record(self, version: CheckpointContainerId, rank: int | None) -> tuple[Manifest, ObjectRecord]:
-        # A rank's own comes first: it exists where every rank was its own coordinator.
+    def _metadata_source(self, version: CheckpointContainerId, rank: int | None) -> int:
+        """The rank whose object has the metadata to use: ``rank``'s own where every rank was its own coordinator."""
         for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
             try:
-                manifest = self._loader.read_manifest(version, source)
+                scope = self._loader.read_manifest(version, source).labels.get(METADATA_SCOPE)
             except ObjectNotFoundError:
                 if source == 0:
                     raise
                 continue
-            scope = manifest.labels.get(METADATA_SCOPE)
-            record = next((o for o in manifest.objects if o.name.endswith(f".{METADATA_KIND}")), None)
-            if record is None:
-                continue
             if scope == "rank" and rank is None:
                 raise ObjectNotFoundError("this checkpoint has metadata by rank only", path=str(version))
-            return manifest, record
+            if scope is not None:
+                return source
         raise ObjectNotFoundError(
             "this version was not saved through DCP: it has no DCP metadata",
             step=version.step,
@@ -200,13 +193,16 @@ class MemoryStorageReader(StorageReader):
         place = self._places.get(item.storage_index)
         if place is None:
             raise ObjectNotFoundError(f"the checkpoint has no {item.storage_index}", path=self.checkpoint_id)
-        reader = self._readers.get(place.rank)
+        return self._reader(place.rank), place.key
+
+    def _reader(self, rank: int) -> ObjectReader:
+        """A reader of a rank's object, kept until the load is done."""
+        reader = self._readers.get(rank)
         if reader is None:
             version = self._checked_version()
-            manifest = self._loader.read_manifest(version, place.rank)
-            record = next(o for o in manifest.objects if o.name.endswith(".safetensors"))
-            reader = self._readers[place.rank] = self._loader.open_object(version, manifest, record)
-        return reader, place.key
+            manifest = self._loader.read_manifest(version, rank)
+            reader = self._readers[rank] = self._loader.open_object(version, manifest, manifest.objects[0])
+        return reader
 
     def _checked_version(self) -> CheckpointContainerId:
         if self._version is None or self._version.step is None:

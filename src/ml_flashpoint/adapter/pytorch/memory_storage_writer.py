@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves, is_plain_strided, unique_names
 from ml_flashpoint.adapter.pytorch.storage_data import (
-    METADATA_KIND,
+    METADATA_KEY,
     METADATA_SCOPE,
     ItemPlace,
     encode_metadata,
@@ -238,7 +238,7 @@ class MemoryStorageWriter(StorageWriter):
             scope = "global" if save.use_collectives else "rank"
             self._saver.seal(
                 ticket,
-                extra={METADATA_KIND: encode_metadata(metadata)},
+                extra=[(METADATA_KEY, encode_metadata(metadata))],
                 labels={"door": "dcp", METADATA_SCOPE: scope},
             )
         except BaseException as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -96,7 +96,7 @@ class TensorLeaves:
             return lambda new: frozen
         index = self._add(local, path)
         spec = value._spec
-        return lambda new: DTensor(new[index], spec, requires_grad=False)
+        return lambda new: DTensor(new[index], spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _take_sharded(self, value: ShardedTensor, path: str) -> Callable[[list[torch.Tensor]], Any]:
         shards = [(self._add(s.tensor, f"{path}.shard{i}"), s.metadata) for i, s in enumerate(value.local_shards())]

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
 
-METADATA_KIND = "dcp"
-"""Kind (file ending) of the object that holds DCP's metadata."""
+METADATA_KEY = "__dcp_metadata__"
+"""Item of the coordinator's object that holds DCP's metadata."""
 
 METADATA_SCOPE = "dcp_metadata"
-"""Manifest label of a part that has that object: ``global`` or, for saves without collectives, ``rank``."""
+"""Manifest label of a part whose object has that item: ``global`` or, for saves without collectives, ``rank``."""
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 

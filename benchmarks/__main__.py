@@ -1,0 +1,98 @@
+"""``python -m benchmarks``: prints one table. See ``--help``."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Optional
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import engine, peers, transfers
+from benchmarks.states import STATES, tiny
+from benchmarks.timing import Memcpy, Result, measure
+
+
+def fixed_cost(base: Path) -> Iterator[Result]:
+    """What a save costs beyond its bytes."""
+    state = tiny()
+    yield peers.planning_alone(state)
+    ours = engine.Engine(base)
+    planner = peers.DefaultSavePlanner(enable_plan_caching=True)
+    yield measure(
+        "2,000 tiny tensors",
+        "ours: dcp.save",
+        lambda _: engine.void(
+            dcp.save(state, checkpoint_id=str(ours.next()), storage_writer=ours.writer, planner=planner)
+        ),
+        None,
+    )
+    ours.close()
+
+
+def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
+    """Every case whose name contains ``only``."""
+    if not only or only in "tiny":
+        yield from fixed_cost(folder / "fixed")
+    for name, make in STATES.items():
+        if only and only not in name:
+            continue
+        state = make(scale)
+        memcpy = Memcpy(state)
+        yield from engine.copy_alone(name, state, memcpy, folder / "copy")
+        yield from engine.saves(name, state, memcpy, folder / "ours")
+        yield from peers.saves_and_loads(name, state, memcpy, folder / "peers")
+        del state, memcpy
+        gc.collect()
+    if not only or only in "transfer":
+        yield from transfers.results()
+
+
+def main(
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Also write the rows to this file.")] = None,  # noqa: UP045
+    scale: Annotated[float, typer.Option(help="Size of the states; 1.0 needs about 16 GiB of memory.")] = 1.0,
+    only: Annotated[
+        str, typer.Option(help="Only states whose name contains this ('128', '20,000', 'tiny', 'transfer').")
+    ] = "",
+) -> None:
+    """Measure our saves, loads and transfers beside others', as ratios to a memcpy in the same run."""
+    warnings.filterwarnings("ignore")
+    os.environ["BENCH_SCALE"] = str(scale)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # DCP's saving process wants a process group; with one rank, a file serves as its store.
+    rendezvous = tempfile.mkdtemp()
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1)
+    folder = Path(tempfile.mkdtemp(prefix="flashpoint-bench-", dir="/dev/shm"))
+    console = Console()
+    table = Table("state", "case", "median ms", "min–max", "× memcpy", "note", title=f"torch {torch.__version__}")
+    rows: list[Result] = []
+    try:
+        for row in all_results(folder, scale, only):
+            rows.append(row)
+            spread = f"{row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f}"
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+            table.add_row(row.state, row.case, f"{row.seconds * 1e3:.1f}", spread, ratio, row.note)
+            console.print(f"{row.state}: {row.case}: {row.seconds * 1e3:.1f} ms, {ratio}", style="dim")
+        console.print(table)
+        if json_file is not None:
+            json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(rendezvous, ignore_errors=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,138 @@
+"""Our own cases: the engine by itself, and through DCP."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks.timing import Memcpy, Result, State, measure
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.object_format import plan_layout
+from ml_flashpoint.staging.copy import copy_all, typed_view
+
+
+class Engine:
+    """A base container of its own, with saver, writer and loader."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = CheckpointContainerId(str(base))
+        self.objects = CheckpointObjectManager()
+        self.saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=self.objects)
+        self.writer = MemoryStorageWriter(self.saver)
+        self.loader = DefaultMLFlashpointCheckpointLoader(self.objects)
+        self.step = 0
+
+    def next(self) -> CheckpointContainerId:
+        """Id of a version not used before."""
+        self.step += 1
+        return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(self.step))
+
+    def close(self) -> None:
+        """Stop, and give the memory back."""
+        self.writer.close()
+        self.objects.close()
+        shutil.rmtree(str(self.base), ignore_errors=True)
+
+
+def copy_alone(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Result]:
+    """The staging copy by itself, into the views of an arena."""
+    store = CheckpointObjectManager().open(str(base), 7)
+    layout = plan_layout([(key, t.dtype, tuple(t.shape)) for key, t in state.items()])
+    arena = store.acquire(layout.size)
+    arena.prefault()
+    views = [typed_view(arena.tensor, e.begin, e.end, e.dtype, e.shape) for e in layout.tensors]
+    sources = [state[e.key] for e in layout.tensors]
+    yield measure(name, "ours: copy into the arena alone", lambda _: copy_all(views, sources), memcpy)
+    store.release(arena)
+    del views
+    store.remove_free_arenas()
+    store.close()
+
+
+def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Result]:
+    """Saving in steady state: layouts known, arenas faulted in."""
+    engine = Engine(base)
+    items = list(state.items())
+    yield measure(
+        name, "ours: engine save, sealed", lambda _: void(engine.saver.save(engine.next(), items)), memcpy,
+        note="copy + digest + manifest",
+    )  # fmt: skip
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+
+    def sync_save(_: int) -> None:
+        dcp.save(state, checkpoint_id=str(engine.next()), storage_writer=engine.writer, planner=planner)
+
+    yield measure(name, "ours: dcp.save, sealed", sync_save, memcpy, note="with torch's planning")
+    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+        yield from async_saves(name, state, memcpy, engine, kind)
+    in_use, free = engine.objects.store.resident_bytes()  # type: ignore[union-attr]
+    held = f"{(in_use + free) / memcpy.nbytes:.2f} x the state"
+    yield Result(name, "ours: arenas after all of these", 0.0, 0.0, 0.0, None, 1, note=held)
+    yield from loads(name, state, memcpy, engine)
+    engine.close()
+
+
+def async_saves(
+    name: str, state: State, memcpy: Memcpy, engine: Engine, kind: AsyncCheckpointerType
+) -> Iterator[Result]:
+    """Time that the caller is blocked, and time until the save is sealed."""
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    totals: list[float] = []
+
+    def save(_: int) -> float:
+        began = time.perf_counter()
+        future = dcp.async_save(
+            state,
+            checkpoint_id=str(engine.next()),
+            storage_writer=engine.writer,
+            planner=planner,
+            async_checkpointer_type=kind,
+        )
+        blocked = time.perf_counter() - began
+        future.result()
+        totals.append(time.perf_counter() - began)
+        return blocked
+
+    yield measure(name, f"ours: async {kind.name}, caller blocked", save, memcpy)
+    replay = iter(totals)
+    yield measure(name, f"ours: async {kind.name}, to sealed", lambda _: next(replay), memcpy)
+
+
+def loads(name: str, state: State, memcpy: Memcpy, engine: Engine) -> Iterator[Result]:
+    """Loading this node's own bytes into tensors that exist."""
+    dcp.save(state, checkpoint_id=str(engine.next()), storage_writer=engine.writer)
+    target = {key: torch.zeros_like(t) for key, t in state.items()}
+
+    def load(_: int) -> None:
+        found = engine.loader.get_latest_complete_checkpoint(engine.base)
+        reader = MemoryStorageReader(path=found, checkpoint_loader=engine.loader)
+        dcp.load(target, checkpoint_id=str(found), storage_reader=reader)
+
+    yield measure(name, "ours: load, held mapping", load, memcpy, note="verified earlier in this process")
+    assert all(torch.equal(target[key], state[key]) for key in state)
+    del target
+    # The other process must find the arenas unlocked.
+    engine.writer.close()
+    engine.objects.close()
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.fresh_load", str(engine.base), name]
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        label, seconds, low, high, ratio = line.split("\t")
+        yield Result(name, label, float(seconds), float(low), float(high), float(ratio), 5, "new process each run")
+
+
+def void(_: object) -> None:
+    """Drop a result, so that the wall time is what counts."""

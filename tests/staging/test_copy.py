@@ -1,0 +1,168 @@
+"""Copies of any dtype, stride and order arrive bit for bit, and nothing beside them is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
+from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
+
+every_dtype = pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=dtype_name)
+
+
+def _arena(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 4)], ids=str)
+def test_a_copy_is_bit_for_bit_and_stays_in_its_bounds(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source = tensor_of(dtype, shape)
+    begin, end = 64, 64 + source.numel() * dtype.itemsize
+    arena = _arena(end + 64)
+    copy_all([typed_view(arena, begin, end, dtype, shape)], [source])
+    assert arena[begin:end].numpy().tobytes() == raw(source)
+    assert set(arena[:begin].tolist()) == set(arena[end:].tolist()) == {0xA5}
+
+
+@every_dtype
+def test_sources_may_have_any_strides(dtype: torch.dtype) -> None:
+    whole = tensor_of(dtype, (6, 8))
+    sources = [
+        whole.t(),
+        whole[1:5:2, 3:],
+        whole[:, 2],
+        whole[0:1].expand(4, 8),
+        whole[3, 3].expand(5),
+        whole.as_strided((4, 3), (1, 1), 5),
+    ]
+    targets = [torch.empty(source.shape, dtype=dtype) for source in sources]
+    copy_all(targets, sources)
+    assert [raw(target) for target in targets] == [raw(source) for source in sources]
+
+
+@every_dtype
+def test_targets_may_have_any_strides(dtype: torch.dtype) -> None:
+    for pick in (lambda t: t.t(), lambda t: t[1:5:2, 3:], lambda t: t[:, 2]):
+        octets = torch.zeros(48 * dtype.itemsize, dtype=torch.uint8)
+        target = pick(octets.view(dtype).view(6, 8))
+        source = tensor_of(dtype, tuple(target.shape))
+        copy_all([target], [source])
+        assert raw(target) == raw(source)
+        mask = torch.zeros(6, 8, dtype=torch.bool)
+        pick(mask).fill_(True)
+        untouched = octets.view(48, dtype.itemsize)[~mask.view(-1)]
+        assert not untouched.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=dtype_name)
+def test_lazily_conjugated_and_negated_sources_arrive_as_they_read(dtype: torch.dtype) -> None:
+    source = torch.view_as_complex(torch.arange(12.0, dtype=torch.float64).view(6, 2)).to(dtype)
+    conjugated = source.conj()
+    negated = conjugated.imag
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    targets = [torch.empty_like(source), torch.empty(6, dtype=negated.dtype)]
+    copy_all(targets, [conjugated, negated])
+    assert torch.equal(torch.view_as_real(targets[0])[:, 1], -source.imag)
+    assert torch.equal(targets[1], -source.imag)
+
+
+def test_dtypes_are_converted() -> None:
+    source = torch.tensor([1.5, -2.0, 3.25])
+    target = torch.empty(3, dtype=torch.bfloat16)
+    back = torch.empty(3)
+    copy_all([target], [source])
+    copy_all([back], [target])
+    assert torch.equal(back, source)
+
+
+@pytest.mark.skipif(not hasattr(torch, "uint4"), reason="this torch has no dtype without kernels")
+def test_a_conversion_that_torch_does_not_have_is_refused_and_copies_no_bytes() -> None:
+    target = torch.zeros(4)
+    with pytest.raises(RuntimeError):
+        copy_all([target], [tensor_of(torch.uint4, (4,))])
+    assert not target.any()
+    octets = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(RuntimeError):
+        copy_all([octets.view(torch.uint4)], [torch.ones(4)])
+    assert not octets.any()
+
+
+def test_parameters_and_graphs_are_no_obstacle() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    target = torch.zeros(8).requires_grad_()
+    copy_all([target.detach()[:4], target.detach()[4:]], [weight, weight * 2])
+    assert target.tolist() == [1.0] * 4 + [2.0] * 4
+    assert target.grad_fn is None
+
+
+def test_progress_is_told_in_order_and_to_the_end() -> None:
+    sources = [torch.ones(9 << 20, dtype=torch.uint8) for _ in range(5)] + [torch.ones(3)]
+    targets = [torch.zeros_like(source) for source in sources]
+    told: list[int] = []
+
+    def on_copied(count: int) -> None:
+        told.append(count)
+        assert all(bool(target.all()) for target in targets[:count])
+
+    copy_all(targets, sources, on_copied)
+    assert told == sorted(set(told))
+    assert len(told) > 1
+    assert told[-1] == len(sources)
+
+
+def test_nothing_to_copy_is_fine() -> None:
+    copy_all([], [])
+    copy_all([torch.empty(0)], [torch.empty(0)])
+
+
+@every_dtype
+def test_a_clone_has_memory_of_its_own(dtype: torch.dtype) -> None:
+    whole = tensor_of(dtype, (6, 8))
+    for source in (whole, whole.t(), whole[2:, ::3], whole[0, 0], whole[:0]):
+        clone = cpu_clone(source)
+        assert clone.is_contiguous()
+        assert raw(clone) == raw(source)
+        assert not clone.numel() or clone.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        assert clone.untyped_storage().nbytes() == clone.numel() * dtype.itemsize
+
+
+@st.composite
+def _placed(draw: st.DrawFn) -> list[tuple[torch.dtype, tuple[int, ...], bool]]:
+    dtypes = st.sampled_from(PLAIN_DTYPES)
+    shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    return draw(st.lists(st.tuples(dtypes, shapes, st.booleans()), max_size=8))
+
+
+@given(_placed())
+@settings(max_examples=60)
+def test_any_mix_lands_in_one_buffer(items: list[tuple[torch.dtype, tuple[int, ...], bool]]) -> None:
+    targets, sources, spans, offset = [], [], [], 0
+    arena = _arena(1 << 16)
+    for seed, (dtype, shape, transposed) in enumerate(items):
+        source = tensor_of(dtype, shape[::-1] if transposed else shape, seed)
+        if transposed:
+            source = source.permute(tuple(range(source.dim() - 1, -1, -1)))
+        end = offset + source.numel() * dtype.itemsize
+        targets.append(typed_view(arena, offset, end, dtype, tuple(source.shape)))
+        sources.append(source)
+        spans.append((offset, end))
+        offset = -(-end // 16) * 16
+    copy_all(targets, sources)
+    for source, (begin, end) in zip(sources, spans, strict=True):
+        assert arena[begin:end].numpy().tobytes() == raw(source)
+
+
+@pytest.mark.cuda
+@every_dtype
+def test_to_a_device_and_back(dtype: torch.dtype) -> None:
+    source = tensor_of(dtype, (64, 33))
+    there = torch.zeros(64 * 33 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(dtype).view(64, 33)
+    back = torch.zeros(64 * 33 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(33, 64)
+    copy_all([there], [source])
+    copy_all([back], [there.t()])
+    assert raw(back.t()) == raw(source)

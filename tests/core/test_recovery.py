@@ -79,12 +79,8 @@ class TestPlanning:
         strategy: ReplicationStrategy | None,
         data: st.DataObject,
     ) -> None:
-        listed = sorted(
-            (node, r.version, r.attempt, r.rank) for node, records in store.items() for r in records
-        )
-        damaged: Damaged = frozenset(
-            data.draw(st.sets(st.sampled_from(listed), max_size=2)) if listed else ()
-        )
+        listed = sorted((node, r.version, r.attempt, r.rank) for node, records in store.items() for r in records)
+        damaged: Damaged = frozenset(data.draw(st.sets(st.sampled_from(listed), max_size=2)) if listed else ())
         complete = brute_force_complete(store, damaged)
         found = complete_versions(inventories(store), damaged=damaged)
         assert [(v.step, v.attempt, v.world_size) for v in found] == complete
@@ -92,9 +88,7 @@ class TestPlanning:
         tried = sorted({(v.version, v.attempt) for v in found})
         excluded = data.draw(st.sets(st.sampled_from(tried), max_size=1)) if tried else set()
         left = [v for v in found if (v.version, v.attempt) not in excluded]
-        plan = plan_recovery(
-            inventories(store), topology, strategy=strategy, damaged=damaged, excluded=excluded
-        )
+        plan = plan_recovery(inventories(store), topology, strategy=strategy, damaged=damaged, excluded=excluded)
         if not left:
             assert plan is None
             return
@@ -172,9 +166,7 @@ class TestPlanning:
 
     def test_a_damaged_part_is_replaced_from_a_copy(self) -> None:
         store = {"a": {part(1, 0), part(1, 1)}, "b": {part(1, 0), part(1, 1)}}
-        plan = plan_recovery(
-            inventories(store), Topology(("a", "b")), damaged={("a", "step-1_ckpt", "a1", 0)}
-        )
+        plan = plan_recovery(inventories(store), Topology(("a", "b")), damaged={("a", "step-1_ckpt", "a1", 0)})
         assert plan is not None
         assert plan.version.holders == (("b",), ("a", "b"))
         assert plan.fetches == (Fetch(target_rank=0, part_rank=0, source_node="b", size=10),)
@@ -204,27 +196,46 @@ class TestPlanning:
     def test_sources_send_about_equally_much(self, sizes: list[int], source_count: int) -> None:
         world_size = len(sizes)
         sources = [f"source{index}" for index in range(source_count)]
-        store = {
-            node: {part(1, rank, world_size, size=sizes[rank]) for rank in range(world_size)}
-            for node in sources
-        }
+        store = {node: {part(1, rank, world_size, size=sizes[rank]) for rank in range(world_size)} for node in sources}
         plan = plan_recovery(inventories(store), Topology(("new",) * world_size))
         assert plan is not None
         sent = Counter(dict.fromkeys(sources, 0))
         for fetch in plan.fetches:
             sent[fetch.source_node] += fetch.size
         assert max(sent.values()) - min(sent.values()) <= max(sizes)
+
+    @pytest.mark.parametrize("sizes", [[0, 0, 0, 0], [7, 7, 7, 7], [1, 1, 2], [1, 2, 3, 4]])
+    def test_sources_send_exactly_equally_much_where_that_is_easy(self, sizes: list[int]) -> None:
+        parts = {part(1, rank, len(sizes), size=size) for rank, size in enumerate(sizes)}
+        plan = plan_recovery(inventories({"a": parts, "b": parts}), Topology(("new",) * len(sizes)))
+        assert plan is not None
+        sent: dict[str, list[int]] = {"a": [], "b": []}
+        for fetch in plan.fetches:
+            sent[fetch.source_node].append(fetch.size)
+        assert sum(sent["a"]) == sum(sent["b"])
         if len(set(sizes)) == 1:
-            parts = Counter(fetch.source_node for fetch in plan.fetches)
-            assert max(parts.values()) - min(parts[node] for node in sources) <= 1
+            assert len(sent["a"]) == len(sent["b"])
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_ties_do_not_depend_on_the_order_of_inventories(self, order: int) -> None:
+        holders = [NodeInventory(node, (part(1, 0, 1),)) for node in "ab"][::order]
+        plan = plan_recovery(holders, Topology(("new",)))
+        assert plan is not None
+        assert plan.fetches == (Fetch(0, 0, "a", 10),)
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_sizes_do_not_depend_on_the_order_of_inventories(self, order: int) -> None:
+        pieces = [NodeInventory("a", (part(1, 0, 1, size=size),)) for size in (3, 5)][::order]
+        plan = plan_recovery(pieces, Topology(("new",)))
+        assert plan is not None
+        assert plan.fetches == (Fetch(0, 0, "a", 5),)
 
     def test_parts_with_one_holder_are_placed_before_those_with_a_choice(self) -> None:
-        both, only_a = {part(1, 0), part(1, 1)}, {part(1, 0)}
-        plan = plan_recovery(inventories({"a": both, "b": {part(1, 0)}}), Topology(("new", "new")))
+        store = {"a": {part(1, 0), part(1, 1)}, "b": {part(1, 0)}}
+        plan = plan_recovery(inventories(store), Topology(("new", "new")))
         assert plan is not None
         assert {(fetch.part_rank, fetch.source_node) for fetch in plan.fetches} == {(0, "b"), (1, "a")}
         assert plan.version.holders == (("a", "b"), ("a",))
-        assert only_a < both
 
 
 class TestScale:
@@ -243,9 +254,7 @@ class TestScale:
                     store[topology.nodes[holder]].add(record)
         lost = {topology.node_order[2 * pair + pair % 2] for pair in range(0, nodes // 2, 16)}
         received = [
-            NodeInventory(node, tuple(records)).to_json()
-            for node, records in store.items()
-            if node not in lost
+            NodeInventory(node, tuple(records)).to_json() for node, records in store.items() if node not in lost
         ]
         start = time.process_time()
         gathered = [NodeInventory.from_json(data) for data in received]
@@ -400,6 +409,11 @@ class TestRecords:
         for version in ("step-6_ckpt", "step-05_ckpt", "step-5_ckpt/", "5"):
             with pytest.raises(InvalidArgumentError, match="version"):
                 PartRecord(version, 5, 0, 1, "a1", 0)
+
+    @pytest.mark.parametrize("step", [-1, True, 1.0, 2**63])
+    def test_step_must_be_one_that_ranks_can_agree_on(self, step: int) -> None:
+        with pytest.raises(InvalidArgumentError, match="step"):
+            PartRecord(f"step-{step}_ckpt", step, 0, 1, "a1", 0)
 
     def test_attempt_must_fit_in_a_file_name(self) -> None:
         with pytest.raises(InvalidNameError):

@@ -82,26 +82,19 @@ class TestTopology:
 class TestEveryStrategy:
     @unhurried
     @given(any_strategy, topologies)
-    def test_copies_are_on_distinct_other_nodes(
-        self, strategy: ReplicationStrategy, topology: Topology
-    ) -> None:
+    def test_copies_are_on_distinct_other_nodes(self, strategy: ReplicationStrategy, topology: Topology) -> None:
         for rank in range(topology.world_size):
             holders = strategy.copies_of(rank, topology)
             assert len(homes(rank, strategy, topology)) == 1 + len(holders)
 
     @unhurried
     @given(any_strategy, topologies)
-    def test_held_by_is_the_inverse_of_copies_of(
-        self, strategy: ReplicationStrategy, topology: Topology
-    ) -> None:
+    def test_held_by_is_the_inverse_of_copies_of(self, strategy: ReplicationStrategy, topology: Topology) -> None:
         ranks = range(topology.world_size)
         copied = {(owner, holder) for owner in ranks for holder in strategy.copies_of(owner, topology)}
         held = {(owner, holder) for holder in ranks for owner in strategy.held_by(holder, topology)}
         assert held == copied
-        assert all(
-            list(strategy.held_by(rank, topology)) == sorted(strategy.held_by(rank, topology))
-            for rank in ranks
-        )
+        assert all(list(strategy.held_by(rank, topology)) == sorted(strategy.held_by(rank, topology)) for rank in ranks)
 
     @unhurried
     @given(any_strategy, topologies)
@@ -144,12 +137,8 @@ class TestEveryStrategy:
         assert strategy.name in {"none", "pairwise", "ring", "clique"}
 
     @unhurried
-    @given(
-        st.one_of(st.just(PAIRWISE), st.builds(RingReplicationStrategy, copies=st.integers(1, 7))), topologies
-    )
-    def test_ranks_of_a_node_hold_equally_many_parts(
-        self, strategy: ReplicationStrategy, topology: Topology
-    ) -> None:
+    @given(st.one_of(st.just(PAIRWISE), st.builds(RingReplicationStrategy, copies=st.integers(1, 7))), topologies)
+    def test_ranks_of_a_node_hold_equally_many_parts(self, strategy: ReplicationStrategy, topology: Topology) -> None:
         for node in topology.node_order:
             held = [len(strategy.held_by(rank, topology)) for rank in topology.ranks_of(node)]
             assert max(held) - min(held) <= 1
@@ -224,9 +213,7 @@ class TestClique:
     def test_jump_sets_the_distance_of_members(self) -> None:
         topology = one_rank_per_node(6)
         neighbours = CliqueStrategy(factor=3, jump=1)
-        assert [neighbours.members_of(rank, topology) for rank in range(6)] == [(0, 1, 2)] * 3 + [
-            (3, 4, 5)
-        ] * 3
+        assert [neighbours.members_of(rank, topology) for rank in range(6)] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
         spread = CliqueStrategy(factor=3, jump=2)
         assert [spread.members_of(rank, topology) for rank in range(6)] == [(0, 2, 4), (1, 3, 5)] * 3
         assert [spread.copies_of(rank, topology) for rank in (0, 2, 3)] == [(2, 4), (0, 4), (1, 5)]
@@ -243,9 +230,7 @@ class TestClique:
     def test_a_rank_left_alone_joins_the_clique_before(self) -> None:
         topology = one_rank_per_node(7)
         strategy = CliqueStrategy(factor=3, jump=1)
-        assert [strategy.members_of(rank, topology) for rank in range(7)] == [(0, 1, 2)] * 3 + [
-            (3, 4, 5, 6)
-        ] * 4
+        assert [strategy.members_of(rank, topology) for rank in range(7)] == [(0, 1, 2)] * 3 + [(3, 4, 5, 6)] * 4
         jumping = CliqueStrategy(factor=2, jump=2)
         assert [jumping.members_of(rank, topology) for rank in range(7)] == [
             (0, 2), (1, 3, 5), (0, 2), (1, 3, 5), (4, 6), (1, 3, 5), (4, 6)

@@ -186,10 +186,8 @@ class PairwiseReplicationStrategy(ReplicationStrategy):
         if node_count == 1:
             return ()
         ring_start = node_count - 3
-        if node_count % 2 and index >= ring_start:
-            partner = ring_start + (index - ring_start + 1) % 3
-        else:
-            partner = index ^ 1
+        in_ring = node_count % 2 == 1 and index >= ring_start
+        partner = ring_start + (index - ring_start + 1) % 3 if in_ring else index ^ 1
         holders = topology.ranks_of(topology.node_order[partner])
         return (_deal(topology.local_rank_of(rank), holders),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import threading
@@ -20,8 +21,9 @@ from ml_flashpoint.core.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.core.manifest import encode
+from ml_flashpoint.core.manifest import ObjectRecord, encode
 from ml_flashpoint.replication import wire
+from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier
 from ml_flashpoint.replication.channel import ConnectionLostError
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
 from ml_flashpoint.replication.transfer_service import TransferService
@@ -152,6 +154,35 @@ def test_a_damaged_push_is_aborted_and_reported_as_such(damage: int) -> None:
             assert caught.value.path == f"{VERSION}/0-{NAME}"
     assert store.committed == []
     assert len(store.aborted) == 5
+
+
+def test_a_push_ends_at_its_first_damaged_block() -> None:
+    blocks = 400
+    store = MemoryStore()
+    with serving(store) as service:
+        channel = channel_to(service)
+        manifest = encode(manifest_of(record_of(b"x" * BLOCK * blocks)))
+        channel.send(Frame(FrameKind.PUSH, {"patience_ms": 10_000}, body=manifest))
+        assert channel.receive_reply().kind is FrameKind.READY
+        channel.send(Frame(FrameKind.DATA, payload_bytes=BLOCK * blocks))
+        sent = 0
+        with contextlib.suppress(ConnectionLostError):
+            while sent < blocks and not store.ended.wait(0.02):
+                channel.send_payload(memoryview(bytes(BLOCK)))
+                sent += 1
+        assert sent < blocks // 2
+        assert isinstance(wire.error_of_frame(channel.receive_reply()), DigestMismatchError)
+        channel.close()
+    assert store.aborted == [VERSION]
+
+
+def test_verifying_ends_before_the_buffer_is_given_back() -> None:
+    memory = mmap.mmap(-1, 128 << 20)
+    record = ObjectRecord(NAME, len(memory), len(memory), ("0" * 16,), len(memory))
+    with memoryview(memory) as into, BlockTarget(record, into, NAME) as target, BlockVerifier() as verifier:
+        verifier.submit(target, 0)
+        threading.Event().wait(0.01)  # enough for it to begin, not to end
+    memory.close()
 
 
 def test_a_damaged_object_is_not_fetched() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -85,9 +83,9 @@ def test_a_peer_that_falls_silent_is_given_up() -> None:
             peer = PeerConnection(address, SECRET, node="n2", deadline_s=0.5)
             with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
                 peer.fetch_object(VERSION, record, memoryview(bytearray(BLOCK)), rank=3)
+            with pytest.raises(ConnectionLostError, match="was closed"):
+                peer.ping()  # what comes next on that connection is anyone's guess
         assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
-        with pytest.raises(ConnectionLostError):
-            peer.ping()  # what comes next on that connection is anyone's guess
 
 
 def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
@@ -105,13 +103,15 @@ def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
     assert store.aborted == [VERSION]
 
 
-def test_idle_connections_are_closed() -> None:
-    with serving(idle_deadline_s=0.2, deadline_s=0.2) as service, connection_to(service) as peer:
-        peer.ping()
+def test_idle_connections_are_closed_after_a_deadline_of_their_own() -> None:
+    with serving(idle_deadline_s=0.2, deadline_s=60) as service:
         channel = channel_to(service)
         with ends_within(0.2 + SLACK_S), pytest.raises(ConnectionLostError):
             channel.receive()
         channel.close()
+    with serving(idle_deadline_s=60, deadline_s=0.2) as service, connection_to(service) as peer:
+        threading.Event().wait(0.6)
+        peer.ping()
 
 
 def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:
@@ -252,7 +252,7 @@ def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
             assert client.tell() == {"midway": True}
             there.pull_cable()
             client.go_on()
-            with ends_within(deadline_s + SLACK_S):
+            with ends_within(deadline_s + 2):
                 outcome = client.tell()
             assert outcome["error"] == "DeadlineError", outcome["text"]
             assert (outcome["step"], outcome["rank"], outcome["node"]) == (5, 3, "n2")
@@ -335,34 +335,18 @@ def test_short_secrets_and_unfit_buffers_are_refused() -> None:
 
 
 def test_a_forked_child_keeps_neither_port_nor_connection() -> None:
-    # Shown by its effect on peers: were the child to keep them, the service would seem alive after `close`.
-    with serving() as service:
-        channel = channel_to(service)
-        hold, release = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(release)
-            try:
-                service.close()  # must neither hang nor touch the parent's connections
-                os.read(hold, 1)
-            finally:
-                os._exit(0)
-        os.close(hold)
-        try:
-            channel.send(Frame(FrameKind.PING))
-            assert channel.receive_reply().kind is FrameKind.PONG
-            address = service.address
-            service.close()
-            with pytest.raises(ConnectionLostError):
-                channel.receive()
-            with pytest.raises(ConnectionLostError):
+    with PeerProcess("fork", "127.0.0.1", "0", "60") as process:
+        address = ("127.0.0.1", process.tell()["port"])
+        with PeerConnection(address, SECRET, deadline_s=60) as peer:
+            peer.ping()
+            process.go_on()  # now it forks, with a connection open
+            assert process.tell() == {"child": "closed"}
+            peer.ping()
+            process.kill()  # while its child lives on
+            with ends_within(SLACK_S), pytest.raises(ConnectionLostError):
+                peer.ping()
+            with pytest.raises(ConnectionLostError, match="refused"):
                 PeerConnection(address, SECRET, connect_timeout_s=SLACK_S).connect()
-        finally:
-            os.close(release)
-            channel.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
 
 
 def test_a_process_exits_cleanly_in_the_middle_of_transfers() -> None:

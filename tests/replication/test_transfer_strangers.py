@@ -158,7 +158,7 @@ def test_strangers_are_logged_sparingly(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_silent_strangers_are_dropped_and_lock_nobody_out() -> None:
-    with serving(handshake_deadline_s=60) as service, contextlib.ExitStack() as opened:
+    with serving(handshake_deadline_s=60, deadline_s=60) as service, contextlib.ExitStack() as opened:
         strangers = [opened.enter_context(raw_connection(service)) for _ in range(2 * wire.MAX_HANDSHAKES)]
         with connection_to(service) as peer:
             peer.ping()

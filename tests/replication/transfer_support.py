@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError, ReplicationError
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.replication.channel import Channel, connect
 from ml_flashpoint.replication.transfer_client import PeerConnection
@@ -54,9 +54,7 @@ def manifest_of(*records: ObjectRecord) -> Manifest:
 def pattern(size: int, seed: int = 0) -> bytes:
     """Bytes of which no two blocks are alike."""
     unit = 4096
-    return b"".join((seed * 1_000_003 + at).to_bytes(8, "big") * (unit // 8) for at in range(0, size, unit))[
-        :size
-    ]
+    return b"".join((seed * 1_000_003 + at).to_bytes(8, "big") * (unit // 8) for at in range(0, size, unit))[:size]
 
 
 class Part:
@@ -67,8 +65,7 @@ class Part:
         self.manifest = manifest
         self._memory = [mmap.mmap(-1, max(1, record.size)) for record in manifest.objects]
         self.buffers = tuple(
-            memoryview(memory)[: record.size]
-            for memory, record in zip(self._memory, manifest.objects, strict=True)
+            memoryview(memory)[: record.size] for memory, record in zip(self._memory, manifest.objects, strict=True)
         )
 
     def contents(self) -> dict[str, bytes]:
@@ -133,9 +130,7 @@ class MemoryStore:
 
 
 @contextlib.contextmanager
-def serving(
-    store: MemoryStore | None = None, secret: bytes = SECRET, **options: Any
-) -> Iterator[TransferService]:
+def serving(store: MemoryStore | None = None, secret: bytes = SECRET, **options: Any) -> Iterator[TransferService]:
     options.setdefault("deadline_s", 10.0)
     with TransferService(secret, store or MemoryStore(), host="127.0.0.1", **options) as service:
         yield service
@@ -284,6 +279,7 @@ class PeerProcess:
 
     def kill(self) -> None:
         self._process.kill()
+        self._process.wait(20)
 
     def stop(self) -> None:
         """Freeze it: it stays connected and does nothing."""
@@ -324,6 +320,9 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
             _say(committed=len(store.committed), aborted=len(store.aborted))
             sys.stdin.readline()
         return
+    if role == "fork":
+        _fork_amid_connections(store, host)
+        return
     if role == "exit":
         _exit_amid_transfers(store, record)
         return
@@ -350,6 +349,22 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
         _say(error=None)
     except FlashpointError as exc:
         _say(error=type(exc).__name__, text=str(exc), step=exc.step, rank=exc.rank, node=exc.node)
+
+
+def _fork_amid_connections(store: MemoryStore, host: str) -> None:
+    service = TransferService(SECRET, store, host=host)
+    service.start()
+    _say(port=service.address[1])
+    sys.stdin.readline()
+    if os.fork() == 0:
+        try:
+            service.start()
+            answer = "started"
+        except ReplicationError:
+            answer = "closed"
+        service.close()  # must neither hang nor touch the parent's connections
+        _say(child=answer)
+    sys.stdin.read()  # the child gets here too, and outlives its parent until the test is over
 
 
 def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:

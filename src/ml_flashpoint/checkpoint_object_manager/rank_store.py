@@ -1,8 +1,9 @@
 """The arenas and committed parts of one rank in one base container on this node.
 
-Owns: the pool of arenas (acquire, release, adopt after a restart, trim), the directory layout, committing a
-part (hard links first, manifest last), pruning (manifest first, links last) and the lock that keeps a second
-process from using the same arenas. It decides nothing about *which* part may go: the saver does.
+Owns: the pool of arenas (acquire, release, adopt after a restart, trim), the directory layout, the parts that sit
+in the arenas, and the lock that keeps a second process from using the same arenas. How the files of a part come
+and go is `version_files`', what a dead process left is told apart by `leftovers`. It decides nothing about
+*which* part may go: the saver does.
 
 ::
 
@@ -16,31 +17,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import mmap
 import os
 import re
+import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.core.errors import FlashpointError, JobInUseError, ObjectNotFoundError, SaveError
-from ml_flashpoint.core.manifest import (
-    Manifest,
-    manifest_name,
-    parse_object_name,
-    read_manifest,
-    write_manifest,
-)
+from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
+from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
+from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
+from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
+from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
+from ml_flashpoint.core.errors import FlashpointError, JobInUseError, SaveError
+from ml_flashpoint.core.manifest import Manifest
 
 _log = logging.getLogger(__name__)
 
 PRIVATE_DIR = ".flashpoint"
+_LOCK = "lock"
 _ARENA_NAME = re.compile(r"arena-(\d+)")
+_RANK_NAME = re.compile(r"rank-(\d{5,8})")
 # An arena much larger than what is asked for is left for something of its size.
 _FIT_FACTOR = 4
 _FIT_SLACK = 256 << 10
@@ -53,21 +54,6 @@ _TRIM_AFTER = 20
 def with_slack(size: int) -> int:
     """Size of an arena for ``size`` bytes: items that vary in length must not make it grow at every save."""
     return round_up(size + min(size >> 6, _MAX_GROWTH_ROOM), 64 << 10)
-
-
-@dataclass(slots=True)
-class HeldPart:
-    """A committed part whose bytes sit in arenas of this store."""
-
-    version: str
-    rank: int
-    attempt: str
-    arenas: list[Arena]
-    manifest: Manifest | None
-    """``None`` when the manifest on disk could not be read: kept until it is pruned, never recovered from."""
-    pins: int = 0
-    doomed: bool = False
-    names: list[str] = field(default_factory=list)
 
 
 class RankStore:
@@ -257,10 +243,12 @@ class RankStore:
             if self._spare_advances < _TRIM_AFTER:
                 return
             self._spare_advances = 0
-            spare = min(self._free, key=lambda a: a.size)
-            self._free.remove(spare)
-        spare.unlink()
-        spare.close()
+            self._free.sort(key=lambda a: a.size, reverse=True)
+            spare = self._free[expected:]
+            del self._free[expected:]
+        for arena in spare:
+            arena.unlink()
+            arena.close()
 
     @contextlib.contextmanager
     def open_object(self, version: str, name: str) -> Iterator[memoryview]:
@@ -281,11 +269,12 @@ class RankStore:
                 yield view
             return
         try:
-            arena = part.arenas[part.names.index(name)]
-            size = arena.size
-            if part.manifest is not None:
-                size = next(o.size for o in part.manifest.objects if o.name == name)
-            yield arena.buffer[: min(size, arena.size)]
+            if part.manifest is None:
+                with map_object(self.base, version, name) as view:
+                    yield view
+            else:
+                index = part.names.index(name)
+                yield part.arenas[index].buffer[: part.manifest.objects[index].size]
         finally:
             with self._lock:
                 part.pins -= 1
@@ -296,16 +285,17 @@ class RankStore:
 
     def _take_lock(self, deadline_s: float) -> int:
         # POSIX record locks: released by the kernel on SIGKILL and, unlike flock, not shared with forked children.
-        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self.directory / _LOCK
         give_up = time.monotonic() + deadline_s
         while True:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except OSError:
+                owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                os.close(fd)
                 if time.monotonic() > give_up:
-                    owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                    os.close(fd)
                     raise JobInUseError(
                         f"another live process (pid {owner or 'unknown'}) uses the arenas of this rank",
                         rank=self.rank,
@@ -313,6 +303,10 @@ class RankStore:
                         hint="stop that process, or give each job a base container of its own",
                     ) from None
                 time.sleep(0.05)
+                continue
+            if _is_file_at(fd, path):
+                break
+            os.close(fd)  # it was removed, with the directory, before it was locked
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
@@ -323,6 +317,8 @@ class RankStore:
         for path in self.directory.iterdir():
             match = _ARENA_NAME.fullmatch(path.name)
             if match is None:
+                if path.name != _LOCK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
                 continue
             self._next_arena = max(self._next_arena, int(match[1]) + 1)
             try:
@@ -332,35 +328,47 @@ class RankStore:
                 path.unlink(missing_ok=True)
                 continue
             arenas[arena.inode] = arena
-        for version in list_versions(self.base):
-            self._adopt_version(version, arenas)
+        for part in adopt_parts(self.base, arenas):
+            self._parts[(part.attempt, part.rank)] = part
+            self._in_use.update(part.arenas)
         self._free.extend(a for a in arenas.values() if a not in self._in_use)
 
-    def _adopt_version(self, version: str, arenas: dict[int, Arena]) -> None:
-        directory = self.base / version
-        found: dict[tuple[int, str], list[tuple[str, Arena]]] = {}
-        for entry in os.scandir(directory):
-            owner = parse_object_name(entry.name)
-            if owner is not None and (arena := arenas.get(entry.inode())) is not None:
-                found.setdefault(owner, []).append((entry.name, arena))
-        for (rank, attempt), objects in found.items():
-            names = [name for name, _ in objects]
-            try:
-                manifest: Manifest | None = read_manifest(directory / manifest_name(rank, attempt))
-            except ObjectNotFoundError:
-                unpublish(self.base, version, rank, attempt, names)
+    def sweep_departed(self, ranks_here: Collection[int], attempt: str) -> bool:
+        """Prune what ranks left here that now run elsewhere, or not at all, and give its memory back.
+
+        Args:
+            ranks_here: ranks that run on this node; theirs is never touched.
+            attempt: older parts may go, see :meth:`advance`.
+
+        Returns:
+            Whether nothing is left to be swept. False: a process still uses some of it.
+        """
+        done = True
+        for path in (self.base / PRIVATE_DIR).iterdir():
+            match = _RANK_NAME.fullmatch(path.name)
+            if match is None or int(match[1]) in (self.rank, *ranks_here):
                 continue
-            except FlashpointError as error:
-                _log.warning("part of rank %d in %s cannot be recovered from: %s", rank, directory, error)
-                manifest = None
-            by_name = dict(objects)
-            if manifest is not None:
-                names = [o.name for o in manifest.objects]
-            used = [by_name[name] for name in names if name in by_name]
-            if len(used) != len(names):
-                manifest, names = None, list(by_name)
-            self._parts[(attempt, rank)] = HeldPart(version, rank, attempt, used, manifest, names=names)
-            self._in_use.update(used)
+            try:
+                departed = RankStore(self.base, int(match[1]), lock_deadline_s=0)
+            except JobInUseError:
+                done = False
+                continue
+            departed.advance(attempt)
+            departed._vacate()
+        return done
+
+    def _vacate(self) -> None:
+        with self._lock:
+            for arena in self._free:
+                arena.unlink()
+                arena.close()
+            self._free.clear()
+            if not self._parts:
+                # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
+                (self.directory / _LOCK).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self.directory.rmdir()
+        self.close()
 
     def close(self) -> None:
         """Unmap everything and let go of the lock. Files stay: they are the checkpoint."""
@@ -373,14 +381,6 @@ class RankStore:
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
-
-    def remove_free_arenas(self) -> None:
-        """Delete the files of free arenas (of a rank that no longer lives on this node)."""
-        with self._lock:
-            for arena in self._free:
-                arena.unlink()
-                arena.close()
-            self._free.clear()
 
 
 class UnlockedStore:
@@ -407,87 +407,9 @@ class UnlockedStore:
         arena.close()
 
 
-# ---- files of a version: also used by the saving process of DCP, which has no store -------------------------
-
-
-def list_versions(base: Path) -> list[str]:
-    """Names of the version directories in ``base``."""
+def _is_file_at(fd: int, path: Path) -> bool:
     try:
-        return [
-            entry.name
-            for entry in os.scandir(base)
-            if CheckpointContainerId.parse_version_container(entry.name) is not None
-            and entry.is_dir(follow_symlinks=False)
-        ]
+        found = os.stat(path)
     except FileNotFoundError:
-        return []
-
-
-def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
-    """Give the files at ``paths`` the names of the manifest's objects, then write the manifest.
-
-    Raises:
-        SaveError: the filesystem refused; nothing of the part is visible then.
-    """
-    directory = base / validate_segment(manifest.version)
-    for attempt in range(8):
-        try:
-            directory.mkdir(exist_ok=True)
-            for record, path in zip(manifest.objects, paths, strict=True):
-                link = directory / validate_segment(record.name)
-                try:
-                    os.link(path, link)
-                except FileExistsError:
-                    link.unlink(missing_ok=True)
-                    os.link(path, link)
-            write_manifest(directory, manifest)
-            return
-        except FileNotFoundError as error:
-            # Another rank of this node may remove the directory, seen empty, between two of these calls.
-            if attempt == 7:
-                raise SaveError(f"cannot commit: {error}", step=manifest.step, rank=manifest.rank) from error
-        except OSError as error:
-            for record in manifest.objects:
-                (directory / record.name).unlink(missing_ok=True)
-            raise SaveError(
-                f"cannot commit: {error}", step=manifest.step, rank=manifest.rank, path=directory
-            ) from error
-
-
-def unpublish(base: Path, version: str, rank: int, attempt: str, names: Sequence[str]) -> None:
-    """Undo :func:`publish`: the manifest goes first, so that no instant shows a part without its bytes."""
-    directory = base / version
-    (directory / manifest_name(rank, attempt)).unlink(missing_ok=True)
-    for name in names:
-        (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-
-@contextlib.contextmanager
-def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
-    """Read-only bytes of an object file of this node.
-
-    Raises:
-        ObjectNotFoundError: there is no such object, or it is empty.
-    """
-    path = base / validate_segment(version) / validate_segment(name)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise ObjectNotFoundError(f"no such object: {error.strerror}", path=path) from error
-    try:
-        size = os.fstat(fd).st_size
-        if size == 0:
-            raise ObjectNotFoundError("the object is empty", path=path)
-        mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    view = memoryview(mapping)
-    try:
-        yield view
-    finally:
-        # Views that the caller kept keep the mapping alive; it goes with the last of them.
-        with contextlib.suppress(BufferError):
-            view.release()
-            mapping.close()
+        return False
+    return os.path.samestat(found, os.fstat(fd))

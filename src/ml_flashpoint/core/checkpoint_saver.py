@@ -27,7 +27,12 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, UnlockedStore, publish
+from ml_flashpoint.checkpoint_object_manager.rank_store import (
+    RankStore,
+    UnlockedStore,
+    publish,
+    with_slack,
+)
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
 from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
@@ -306,11 +311,10 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         if pending is None or pending.resolved.is_set():
             return
         store = self._objects.store
-        arenas = {w.arena for w in (ticket.filled, ticket.staged) if w is not None and w.arena is not None}
         if ticket.staged is not None:
             ticket.staged.discard()
         if store is not None:
-            for arena in arenas:
+            for arena in ticket.arenas:
                 store.release(arena)
         pending.resolve(None, store, error)
 
@@ -329,8 +333,9 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         if not self._group.distributed and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
             ticket.pending.settled.wait(1.0)
-        if len(self._own_arenas()) < 2:
-            store.prepare_spare(part.arenas[0].size - 1)
+        if len(self._own_arenas()) < 2 and part.manifest is not None:
+            # For the object, not its arena: else each spare would be larger than the last, without end.
+            store.prepare_spare(part.manifest.objects[0].size)
 
     # ---- arenas -------------------------------------------------------------------------------------------
 
@@ -393,6 +398,12 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
             ticket = self.claim() or self.begin()
+            store = self._objects.store
+            if ticket.staged is None and store is not None and self._largest:
+                try:
+                    ticket.spare = self._acquire(store, self._largest)
+                except FlashpointError as error:
+                    ticket.error = error
             if self._notices is None:
                 self._notices = NoticeBoard()
             self._handed_off[ticket.attempt] = ticket
@@ -437,6 +448,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             self.fail(ticket, error)
             return
         ticket.used = frozenset(notice.used)
+        for arena in ticket.arenas - set(part.arenas):
+            store.release(arena)
         self._resolve(ticket, part, store)
 
     # ---- reading and ending -------------------------------------------------------------------------------
@@ -472,6 +485,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, notices: NoticeBoard) -> None:
         self.rank, self.world_size, self.node = rank, world_size, node
         self._ticket: SaveTicket | None = ticket
+        self._spare = ticket.spare_path
         self._notices = notices
         self._writer = _process_writer()
         notices.sign(ticket.attempt)
@@ -496,7 +510,13 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         return UnlockedStore(Path(str(base)), self.rank)
 
     def _acquire(self, store: _Store, size: int) -> Arena:
-        return store.acquire(size)
+        path, self._spare = self._spare, None
+        if path is None or not path.is_relative_to(store.base):
+            return store.acquire(size)
+        arena = mapped_arena(path)
+        if size > arena.size:
+            arena.grow(with_slack(size))
+        return arena
 
     def _arena_of(self, staged: StagedObject) -> Arena:
         return mapped_arena(staged.arena_path)
@@ -530,7 +550,7 @@ def _holds_arena(ticket: SaveTicket) -> bool:
         return False
     if pending.part is not None:
         return pending.store is not None and pending.store.find(pending.attempt, pending.part.rank) is not None
-    return not pending.resolved.is_set() and (ticket.staged is not None or ticket.filled is not None)
+    return not pending.resolved.is_set() and bool(ticket.arenas)
 
 
 def _is_alive(pid: int | None) -> bool:

@@ -92,6 +92,7 @@ class CommitQueue:
         self._current: PendingSave | None = None
         self._closing = False
         self._agreeing = True
+        self._swept = False
         self.stats = CommitStats()
 
     def submit(self, save: PendingSave) -> None:
@@ -167,6 +168,9 @@ class CommitQueue:
             self.stats.last_verified = save.step
             if save.store is not None:
                 save.store.advance(save.attempt)
+                if not self._swept and self._group.is_node_leader:
+                    here = self._group.topology.ranks_of(self._group.node)
+                    self._swept = save.store.sweep_departed(here, save.attempt)
 
     def _await_seal(self, save: PendingSave) -> None:
         give_up = time.monotonic() + self._seal_deadline_s()

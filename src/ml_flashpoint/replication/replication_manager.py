@@ -216,7 +216,8 @@ class _StoreBackend:
 
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
         store = self._store()
-        if store.find(manifest.attempt, manifest.rank) is not None:
+        held = store.find(manifest.attempt, manifest.rank)
+        if held is not None and held.manifest is not None:
             return None
         return IncomingCopy(store, manifest)
 

@@ -1,0 +1,139 @@
+"""What an earlier process of a rank left behind: parts to keep, and what a crash cut short, which goes.
+
+Owns telling the two apart, on the files alone. A crash can leave, of a part that was coming or going: links
+without a manifest, the temporary file of a manifest, an empty directory; and from damage: a manifest without
+objects, or an object whose arena is gone. Other processes of the node may be at work in the same directories,
+so only what certainly is nobody's, or this rank's, is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, unpublish
+from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.core.manifest import (
+    Manifest,
+    manifest_name,
+    parse_manifest_name,
+    parse_object_name,
+    read_manifest,
+)
+
+_log = logging.getLogger(__name__)
+
+_Owner = tuple[int, str]
+"""Rank and attempt of a part."""
+
+
+@dataclass(slots=True)
+class HeldPart:
+    """A committed part that a store answers for.
+
+    Attributes:
+        arenas: arenas that it keeps in use. With a manifest, they are those of its objects, in order.
+        manifest: ``None`` when it could not be read, or does not fit the arenas: the part is then only kept
+            until it is pruned.
+        names: files of its objects.
+        pins: how many readers there are.
+        doomed: to be dropped when the last reader is done.
+    """
+
+    version: str
+    rank: int
+    attempt: str
+    arenas: list[Arena]
+    manifest: Manifest | None
+    pins: int = 0
+    doomed: bool = False
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Files:
+    """Files of one part in a version's directory."""
+
+    objects: dict[str, Arena] = field(default_factory=dict)
+    stranded: list[str] = field(default_factory=list)  # objects that no arena shares its file with any more
+    others: int = 0  # objects in the arenas of other ranks of this node
+
+
+def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
+    """Sweep what is of no use to anyone, and find the parts that a store has to answer for.
+
+    Args:
+        base: base container.
+        arenas: the store's arenas by inode.
+    """
+    for version in list_versions(base):
+        # Other ranks of this node sweep at the same time, so the directory may vanish.
+        with contextlib.suppress(FileNotFoundError):
+            yield from _adopt_version(base, version, arenas)
+        with contextlib.suppress(OSError):
+            (base / version).rmdir()
+
+
+def _adopt_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
+    directory = base / version
+    # In this order: a manifest that is there before the second look has all its links there, too.
+    names = os.listdir(directory)
+    parts: dict[_Owner, _Files] = {}
+    for entry in os.scandir(directory):
+        owner = parse_object_name(entry.name)
+        if owner is None:
+            continue
+        files = parts.setdefault(owner, _Files())
+        with contextlib.suppress(FileNotFoundError):
+            if (arena := arenas.get(entry.inode())) is not None:
+                files.objects[entry.name] = arena
+            elif entry.stat(follow_symlinks=False).st_nlink == 1:
+                files.stranded.append(entry.name)
+            else:
+                files.others += 1
+    for name in names:
+        _sweep(directory, name, parts)
+    for (rank, attempt), files in parts.items():
+        if files.objects or files.stranded:
+            part = _adopt_part(base, version, rank, attempt, files)
+            if part is not None:
+                yield part
+
+
+def _sweep(directory: Path, name: str, parts: Mapping[_Owner, _Files]) -> None:
+    """Remove a manifest without objects, and temporary files of parts that are this store's or nobody's."""
+    owner = parse_manifest_name(name)
+    if owner is not None:
+        if owner not in parts:
+            _log.warning("removing a manifest whose objects are gone: %s", directory / name)
+            (directory / name).unlink(missing_ok=True)
+        return
+    if name.startswith(".") and name.endswith(".tmp"):
+        stem = name[1:].rsplit(".", 2)[0]
+        owner = parse_manifest_name(stem) or parse_object_name(stem)
+        if owner is not None and not (owner in parts and parts[owner].others):
+            (directory / name).unlink(missing_ok=True)
+
+
+def _adopt_part(base: Path, version: str, rank: int, attempt: str, files: _Files) -> HeldPart | None:
+    path = base / version / manifest_name(rank, attempt)
+    found = [*files.objects, *files.stranded]
+    manifest: Manifest | None
+    try:
+        manifest = read_manifest(path)
+    except ObjectNotFoundError:
+        unpublish(base, version, rank, attempt, found)
+        return None
+    except FlashpointError as error:
+        _log.warning("this part cannot be recovered from: %s", error)
+        manifest = None
+    if manifest is None or {o.name for o in manifest.objects} != set(files.objects):
+        # Not whole, or not in arenas of ours: to be pruned like any other, whatever is there of it.
+        return HeldPart(version, rank, attempt, list(files.objects.values()), None, names=found)
+    names = [o.name for o in manifest.objects]
+    return HeldPart(version, rank, attempt, [files.objects[name] for name in names], manifest, names=names)

@@ -1,0 +1,118 @@
+"""The files of a version on one node: how a part appears there, how it goes, and how an object is mapped.
+
+Owns the order of those steps, by which no instant shows a part without its bytes: links first and manifest
+last on the way in, manifest first and links last on the way out. Used by stores, and by the saving process of
+DCP, which has none. It knows nothing of pools; arenas are files here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.core.errors import CapacityError, FlashpointError, ObjectNotFoundError, SaveError
+from ml_flashpoint.core.manifest import Manifest, manifest_name, write_manifest
+
+_TRIES = 8
+
+
+def list_versions(base: Path) -> list[str]:
+    """Names of the version directories in ``base``."""
+    try:
+        return [
+            entry.name
+            for entry in os.scandir(base)
+            if CheckpointContainerId.parse_version_container(entry.name) is not None
+            and entry.is_dir(follow_symlinks=False)
+        ]
+    except FileNotFoundError:
+        return []
+
+
+def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
+    """Give the files at ``paths`` the names of the manifest's objects, then write the manifest.
+
+    Raises:
+        SaveError, CapacityError: the filesystem refused; nothing of the part is left then.
+    """
+    directory = base / validate_segment(manifest.version)
+    links = [directory / validate_segment(record.name) for record in manifest.objects]
+    try:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                directory.mkdir(exist_ok=True)
+                for path, link in zip(paths, links, strict=True):
+                    _link(path, link)
+                break
+            except FileNotFoundError:
+                # Another rank of this node may remove the directory, seen empty, between two of these calls.
+                if not tries_left:
+                    raise
+        write_manifest(directory, manifest)
+    except (OSError, FlashpointError) as error:
+        _remove(directory, [link.name for link in links])
+        if isinstance(error, FlashpointError):
+            raise
+        kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
+        raise kind(
+            f"cannot commit: {error.strerror}", step=manifest.step, rank=manifest.rank, path=directory
+        ) from error
+
+
+def _link(path: Path, link: Path) -> None:
+    try:
+        os.link(path, link)
+    except FileExistsError:
+        # The part is there already, damaged or sent twice: no instant may show it without its bytes.
+        spare = link.with_name(f".{link.name}.{secrets.token_hex(4)}.tmp")
+        os.link(path, spare)
+        os.replace(spare, link)
+        spare.unlink(missing_ok=True)  # still there if both were links to one file
+
+
+def unpublish(base: Path, version: str, rank: int, attempt: str, names: Sequence[str]) -> None:
+    """Undo :func:`publish`: the manifest goes first, so that no instant shows a part without its bytes."""
+    _remove(base / version, [manifest_name(rank, attempt), *names])
+
+
+def _remove(directory: Path, names: Sequence[str]) -> None:
+    """Remove files, in this order, and the directory if it is empty then."""
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+@contextlib.contextmanager
+def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
+    """Read-only bytes of an object file of this node.
+
+    Raises:
+        ObjectNotFoundError: there is no such object, or it is empty.
+    """
+    path = base / validate_segment(version) / validate_segment(name)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ObjectNotFoundError(f"no such object: {error.strerror}", path=path) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            raise ObjectNotFoundError("the object is empty", path=path)
+        mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    view = memoryview(mapping)
+    try:
+        yield view
+    finally:
+        # Views that the caller kept keep the mapping alive; it goes with the last of them.
+        with contextlib.suppress(BufferError):
+            view.release()
+            mapping.close()

@@ -1,0 +1,123 @@
+"""SIGKILL of a rank that is on its own, at any moment: nothing that was committed is lost.
+
+With one rank and no copies, a sealed save is all there is, so the latest step that the rank had reported as
+sealed, or a later one, must load bit-equal, always.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked import Child, call
+from tests.workers import fault_engine as engine
+
+SCALE = float(os.environ.get("FLASHPOINT_TEST_FAULTS", "1"))
+"""How many iterations the tests of faults make, relative to the default."""
+
+
+def iterations(default: int) -> range:
+    return range(max(1, round(default * SCALE)))
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("FLASHPOINT_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"FLASHPOINT_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def last(child: Child, what: str) -> int:
+    """The last value reported under a name, 0 if there was none."""
+    return max((report[1] for report in child.reports if report[0] == what), default=0)
+
+
+def names(base: Path) -> set[str]:
+    """Every file under a base container, but for the arenas' own names."""
+    return {str(p.relative_to(base)) for p in base.rglob("*") if p.is_file() and ".flashpoint" not in p.parts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 150, 0.06), ("mid", 60, 0.3)])
+def test_kill_while_saving(tmpfs: Path, rng: random.Random, size: str, count: int, longest_s: float) -> None:
+    sealed = begun = 0
+    for life in iterations(count):
+        with Child(engine.save_for_ever, str(tmpfs / "job"), size, begun + 1, life) as child:
+            (_, found) = child.next_report("loaded")
+            loaded = found[0] if found else 0
+            assert sealed <= loaded <= max(sealed, begun), child.failure(f"loaded {found}")
+            time.sleep(rng.random() ** 2 * longest_s)
+            child.kill()
+            sealed, begun = max(loaded, last(child, "sealed")), max(begun, last(child, "begins"))
+    assert sealed > count * SCALE / 3
+
+
+@pytest.mark.slow
+def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
+    """The same, at each point of the commit protocol, one by one: every link, rename and removal."""
+    steps = [4, 5, 6, 7]
+    total = call(engine.save_steps, str(tmpfs / "job-0"), "tiny", steps, 0)
+    assert total > 30
+    for nth in range(1, total + 1):
+        base = tmpfs / f"job-{nth}"
+        with Child(engine.save_steps, str(base), "tiny", steps, 0, nth, label=f"killed at change {nth}") as child:
+            assert child.wait() == -9, child.failure("it was not killed")
+            sealed, begun = last(child, "sealed"), last(child, "begins")
+        found = call(engine.load, str(base), "tiny")
+        assert (found[0] if found else 0) in {sealed, begun}, f"{found} after {nth} of {total} changes"
+        # What the killed process left must not be in the way of the next one, or stay for good.
+        call(engine.save_steps, str(base), "tiny", [8, 9], 1)
+        assert call(engine.load, str(base), "tiny") == (9, 1)
+        left = names(base)
+        assert all(name.startswith("step-9_ckpt/") for name in left), f"after {nth} of {total} changes: {left}"
+        assert len(left) == 2, left
+        assert len(list(base.glob(".flashpoint/rank-00000/arena-*"))) <= 3
+
+
+@pytest.mark.slow
+def test_kill_while_saving_one_step_again_and_again(tmpfs: Path, rng: random.Random) -> None:
+    sealed = begun = 0
+    for _ in iterations(100):
+        with Child(engine.overwrite_for_ever, str(tmpfs / "job"), "small", 3, begun + 1) as child:
+            (_, found) = child.next_report("loaded")
+            step, life = found or (3, 0)
+            assert step == 3
+            assert sealed <= life <= max(sealed, begun), child.failure(f"loaded {found}")
+            time.sleep(rng.random() ** 2 * 0.06)
+            child.kill()
+            sealed, begun = max(life, last(child, "sealed")), max(begun, last(child, "begins"))
+    assert sealed > 30 * SCALE
+
+
+@pytest.mark.slow
+def test_kill_while_loading_changes_nothing(tmpfs: Path, rng: random.Random) -> None:
+    base = tmpfs / "job"
+    call(engine.save_steps, str(base), "mid", [1, 2], 0)
+    before = names(base)
+    for _ in iterations(60):
+        with Child(engine.load_for_ever, str(base), "mid") as child:
+            child.next_report("loading")
+            time.sleep(rng.random() * 0.2)
+            child.kill()
+            assert all(report == ("loaded", (2, 0)) for report in child.reports if report[0] == "loaded")
+    assert call(engine.load, str(base), "mid") == (2, 0)
+    assert names(base) == before
+
+
+@pytest.mark.slow
+def test_many_kills_leave_no_more_arenas_than_one_rank_uses(tmpfs: Path, rng: random.Random) -> None:
+    base = tmpfs / "job"
+    for life in iterations(40):
+        with Child(engine.save_for_ever, str(base), "small", 1000 * life, life) as child:
+            child.next_report("loaded")
+            time.sleep(rng.random() * 0.05)
+    with Child(engine.save_steps, str(base), "small", [10**6, 10**6 + 1], 0) as child:
+        child.join()
+    arenas = list(base.glob(".flashpoint/*/arena-*"))
+    linked = {path.stat().st_ino for path in base.glob("step-*/*.safetensors")}
+    assert len(arenas) <= 3
+    assert linked <= {path.stat().st_ino for path in arenas}

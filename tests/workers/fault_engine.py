@@ -1,0 +1,220 @@
+"""What a rank does while it is killed: saves and loads with the bare engine.
+
+Owns the content of saves: it is a function of who saved it, when and in which life of the process, so that a
+load can tell bytes of one save from those of any other. Functions here run in children of
+`tests.support.forked`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+
+Report = Callable[..., None]
+
+SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
+"""Bytes of the tensors of a state."""
+
+
+def state(size: str, rank: int, step: int, life: int) -> dict[str, torch.Tensor]:
+    """The tensors that a rank saves at a step in one of its lives. No two saves share a block."""
+    tensors = {}
+    for index, nbytes in enumerate(SIZES[size]):
+        generator = torch.Generator().manual_seed(index * 7919 + rank)
+        block = torch.randint(0, 256, (min(nbytes, 1 << 16),), dtype=torch.uint8, generator=generator)
+        tensor = block.repeat(-(-nbytes // max(1, block.numel())))[:nbytes].clone()
+        # Every 4 KiB page says which save it is of.
+        tag = torch.tensor([*step.to_bytes(4, "little"), *life.to_bytes(2, "little"), rank], dtype=torch.uint8)
+        for at in range(0, max(0, nbytes - tag.numel()), 4096):
+            tensor[at : at + tag.numel()] = tag
+        tensors[f"t{index}"] = tensor
+    return tensors
+
+
+def note(step: int, life: int) -> bytes:
+    """The byte item of a save; its length varies."""
+    return json.dumps({"step": step, "life": life, "more": "x" * (step % 7)}).encode()
+
+
+class Rank:
+    """The engine as one rank uses it."""
+
+    def __init__(self, base: Path | str, *, replicate: bool = False) -> None:
+        self.base = CheckpointContainerId(base)
+        self.objects = CheckpointObjectManager()
+        self.replication: ReplicationManager | None = None
+        if replicate:
+            self.replication = ReplicationManager()
+            self.replication.initialize(self.objects)
+        self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
+        self._saver: DefaultMLFlashpointCheckpointSaver | None = None
+
+    @property
+    def saver(self) -> DefaultMLFlashpointCheckpointSaver:
+        if self._saver is None:
+            self._saver = DefaultMLFlashpointCheckpointSaver(
+                ckpt_obj_manager=self.objects, replication_manager=self.replication
+            )
+        return self._saver
+
+    def version(self, step: int) -> CheckpointContainerId:
+        return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
+
+    def save(self, size: str, step: int, life: int) -> None:
+        tensors = state(size, self.saver.rank, step, life)
+        self.saver.save(self.version(step), list(tensors.items()), [("note", note(step, life))])
+
+    def load(self, size: str) -> tuple[int, int] | None:
+        """Load the latest version, compare every byte; its step and life, or None if there is none."""
+        found = self.loader.get_latest_complete_checkpoint(self.base)
+        if found is None:
+            return None
+        return self.check(size, found)
+
+    def check(self, size: str, version: CheckpointContainerId) -> tuple[int, int]:
+        rank = self.saver.rank
+        manifest = self.loader.read_manifest(version, rank)
+        reader = self.loader.open_object(version, manifest, manifest.objects[0])
+        said = json.loads(bytes(reader.bytes_of("note")))
+        step, life = int(said["step"]), int(said["life"])
+        if step != version.step:
+            raise AssertionError(f"{version} holds step {step}")
+        for name, expected in state(size, rank, step, life).items():
+            entry = reader.entry(name)
+            found = torch.frombuffer(bytearray(reader.bytes_of(name)), dtype=torch.uint8) if entry.shape[0] else None
+            if entry.shape != tuple(expected.shape) or (found is not None and not torch.equal(found, expected)):
+                raise AssertionError(f"{name} of {version} is not what was saved at step {step} in life {life}")
+        self.loader.release()
+        return step, life
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+        if self.replication is not None:
+            self.replication.close()
+        self.objects.close()
+
+
+# ---- dying at an exact point --------------------------------------------------------------------------------
+
+_CHANGES = {"os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+
+
+def changes_files(event: str, arguments: tuple[Any, ...], base: str) -> bool:
+    """Whether an audit event is a call about to change the names or sizes of files under ``base``."""
+    if event == "open":
+        path, _, flags = arguments
+        if not isinstance(flags, int) or not flags & os.O_CREAT:
+            return False
+    elif event == "os.truncate":
+        return True
+    elif event not in _CHANGES:
+        return False
+    else:
+        path = arguments[0]
+    return str(path if not isinstance(path, bytes) else os.fsdecode(path)).startswith(base)
+
+
+def die_at(base: str, nth: int) -> Callable[[], int]:
+    """SIGKILL this process just before its ``nth`` change to the files under ``base``; 0 for never.
+
+    Returns:
+        A function that tells how many there were so far.
+    """
+    lock = threading.Lock()
+    count = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if not changes_files(event, arguments, base):
+            return
+        with lock:
+            count += 1
+            if count == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return lambda: count
+
+
+# ---- children of one rank -----------------------------------------------------------------------------------
+
+
+def save_steps(report: Report, base: str, size: str, steps: list[int], life: int, die: int = 0) -> int:
+    """Save these steps, reporting before and after each; the number of changes to files that it took."""
+    rank = Rank(base)
+    changes = die_at(base, die)
+    for step in steps:
+        report("begins", step)
+        rank.save(size, step, life)
+        report("sealed", step)
+    rank.close()
+    return changes()
+
+
+def save_for_ever(report: Report, base: str, size: str, first: int, life: int) -> None:
+    """Save one step after the other, after loading what there is."""
+    rank = Rank(base)
+    report("loaded", rank.load(size))
+    step = first
+    while True:
+        report("begins", step)
+        rank.save(size, step, life)
+        report("sealed", step)
+        step += 1
+
+
+def overwrite_for_ever(report: Report, base: str, size: str, step: int, life: int) -> None:
+    """Save the same step again and again; each time is a life of its own."""
+    rank = Rank(base)
+    report("loaded", rank.load(size))
+    while True:
+        report("begins", life)
+        rank.save(size, step, life)
+        report("sealed", life)
+        life += 1
+
+
+def load_for_ever(report: Report, base: str, size: str) -> None:
+    """Load and check the latest version again and again."""
+    while True:
+        rank = Rank(base)
+        report("loading")
+        report("loaded", rank.load(size))
+        rank.close()
+
+
+def load(report: Report, base: str, size: str) -> tuple[int, int] | None:
+    """Load and check the latest version."""
+    rank = Rank(base)
+    found = rank.load(size)
+    rank.close()
+    return found
+
+
+def try_load(report: Report, base: str, size: str) -> tuple[int, int] | str | None:
+    """Load and check the latest version, or say which error there was."""
+    try:
+        return load(report, base, size)
+    except FlashpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def environment(node: int) -> Mapping[str, str]:
+    """The environment of a rank on a node of its own."""
+    return {"FLASHPOINT_NODE_ID": f"node-{node}"}

@@ -55,7 +55,7 @@ DEFAULT_BUFFER_BYTES = 16 << 30
 _MAX_OWN_ARENAS = 3
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
-_NOTICE_POLL_S = 0.005
+_NOTICE_POLL_S = 0.002
 _ABANDONED_POLL_S = 0.1
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.errors import SaveError
@@ -29,6 +30,7 @@ class SaveTicket:
         error: why staging failed. The save then fails at its write, which is where all ranks notice.
         version: set by the write.
         filled: the object, set by the write.
+        spare: an arena to fill where nothing was staged, so that a saving process need not make a new one.
         used: offsets of the staged copies that the plan needed, or None while unknown.
     """
 
@@ -39,14 +41,23 @@ class SaveTicket:
     version: CheckpointContainerId | None = None
     filled: FilledObject | None = None
     used: frozenset[int] | None = None
+    spare: Arena | None = None
+    spare_path: Path | None = None
     pending: PendingSave | None = field(default=None, repr=False)
 
+    @property
+    def arenas(self) -> set[Arena]:
+        """The arenas that this save has taken from its process's store."""
+        held = [part.arena for part in (self.filled, self.staged) if part is not None]
+        return {arena for arena in (*held, self.spare) if arena is not None}
+
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.attempt, self.sequence, self.staged, self.error
+        spare_path = self.spare.path if self.spare is not None else None
+        return self.attempt, self.sequence, self.staged, self.error, spare_path
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.attempt, self.sequence, self.staged, self.error = state
-        self.version = self.filled = self.used = self.pending = None
+        self.attempt, self.sequence, self.staged, self.error, self.spare_path = state
+        self.spare = self.version = self.filled = self.used = self.pending = None
 
 
 @dataclass(frozen=True, slots=True)

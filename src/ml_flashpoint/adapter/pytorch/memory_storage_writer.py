@@ -65,8 +65,9 @@ class MemoryStorageWriter(StorageWriter):
         InvalidArgumentError: ``checkpoint_saver`` is none.
     """
 
-    # torch's AsyncStager protocol: staging is done when `stage` returns.
+    # torch's AsyncStager protocol, which it recognises by these names: staging is done when `stage` returns.
     should_synchronize_after_execute = False
+    _synchronize_after_execute = False
 
     def __init__(
         self,

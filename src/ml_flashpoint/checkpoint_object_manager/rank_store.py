@@ -35,6 +35,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import publish as pub
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
 from ml_flashpoint.core.errors import FlashpointError, JobInUseError, SaveError
 from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.recovery import superseded
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class RankStore:
     def advance(self, attempt: str) -> None:
         """Drop every part older than ``attempt``, which is verified on every rank and copy."""
         for part in self.held():
-            if part.attempt < attempt:
+            if superseded(part.attempt, attempt):
                 self.drop(part)
         self._trim()
 

@@ -65,8 +65,12 @@ class PartRecord:
 
     @property
     def order(self) -> tuple[int, str]:
-        """`(step, attempt)`: what versions are ordered by, oldest first."""
-        return self.step, self.attempt
+        """`(attempt, step)`: what versions are ordered by, oldest first.
+
+        In the order in which they were saved, not by step: after going back to an older step, what is saved
+        from then on is newer than what the abandoned steps left.
+        """
+        return self.attempt, self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,27 +232,32 @@ def plan_recovery(
     return None
 
 
-def prunable(parts_here: Iterable[PartRecord], verified: tuple[int, str]) -> tuple[PartRecord, ...]:
-    """Returns the parts of a node that may be removed: those strictly older than the verified version.
+def superseded(attempt: str, verified: str) -> bool:
+    """Whether parts of `attempt` may be removed: only if saved before the verified attempt; see `prunable`."""
+    return attempt < verified
+
+
+def prunable(parts_here: Iterable[PartRecord], verified: str) -> tuple[PartRecord, ...]:
+    """Returns the parts of a node that may be removed: those of saves begun before the verified one.
 
     Removing nothing else keeps this true at every instant, however the nodes' removals interleave: after any
     loss that the strategy survives, the verified version or a newer one is complete.
 
     Args:
         parts_here: Parts on one node, its own and its copies.
-        verified: `(step, attempt)` of a version of which *every* rank's part has been committed and *every*
+        verified: Attempt of a version of which *every* rank's part has been committed and *every*
             copy that the strategy asks for has been acknowledged. A version for which this holds on some
-            ranks only, or for another attempt of the same step only, must not be given.
+            ranks only must not be given.
 
     Returns:
         The removable parts, oldest first.
     """
-    return tuple(sorted((part for part in parts_here if part.order < verified), key=_age))
+    return tuple(sorted((part for part in parts_here if superseded(part.attempt, verified)), key=_age))
 
 
 # Of one save: for each rank, the nodes that hold its part, with the size that each states.
 _Sizes = dict[int, dict[str, int]]
-_Saves = dict[tuple[int, str, int], _Sizes]
+_Saves = dict[tuple[str, int, int], _Sizes]
 
 
 def _collect(inventories: Iterable[NodeInventory], damaged: frozenset[tuple[str, str, str, int]]) -> _Saves:
@@ -260,15 +269,15 @@ def _collect(inventories: Iterable[NodeInventory], damaged: frozenset[tuple[str,
                 continue
             # The world size is part of the key so that a stray part that claims another one cannot spoil a
             # save.
-            save = saves.setdefault((part.step, part.attempt, part.world_size), {})
+            save = saves.setdefault((*part.order, part.world_size), {})
             holders = save.setdefault(part.rank, {})
             holders[node] = max(part.size, holders.get(node, 0))
     return saves
 
 
 def _complete(saves: _Saves) -> Iterator[tuple[CompleteVersion, _Sizes]]:
-    for step, attempt, world_size in sorted(saves, reverse=True):
-        sizes = saves[step, attempt, world_size]
+    for attempt, step, world_size in sorted(saves, reverse=True):
+        sizes = saves[attempt, step, world_size]
         # Ranks are distinct and below the world size, so counting them is enough; and nothing proportional to
         # a claimed world size is allocated before as many parts have been seen.
         if len(sizes) == world_size:
@@ -314,8 +323,8 @@ def _assign(
             yield Fetch(target_rank, part_rank, source, holders[source])
 
 
-def _age(part: PartRecord) -> tuple[int, str, int]:
-    return part.step, part.attempt, part.rank
+def _age(part: PartRecord) -> tuple[str, int, int]:
+    return *part.order, part.rank
 
 
 def _part_from_json(fields: object) -> PartRecord:

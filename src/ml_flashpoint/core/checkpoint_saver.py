@@ -15,9 +15,11 @@ import logging
 import multiprocessing
 import shutil
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,6 +97,9 @@ class MLFlashpointCheckpointSaver(ABC):
     @abstractmethod
     def _acquire(self, store: _Store, size: int) -> Arena: ...
 
+    def _release(self, store: _Store, arena: Arena) -> None:
+        store.release(arena)
+
     @abstractmethod
     def _arena_of(self, staged: StagedObject) -> Arena: ...
 
@@ -140,15 +145,20 @@ class MLFlashpointCheckpointSaver(ABC):
         if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
             # Staged for another base container: its bytes are as good as any other tensor.
             staged = arena = None
-        ticket.filled = self._writer.fill(
-            lambda size: self._acquire(store, size),
-            tensors,
-            byte_items,
-            staged=staged,
-            arena=arena,
-            metadata=metadata,
-        )
-        ticket.used = ticket.filled.used
+        taken: list[Arena] = []
+
+        def acquire(size: int) -> Arena:
+            taken.append(self._acquire(store, size))
+            return taken[-1]
+
+        try:
+            ticket.filled = self._writer.fill(
+                acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata
+            )
+        except BaseException:
+            for each in taken:
+                self._release(store, each)
+            raise
 
     def seal(
         self,
@@ -206,8 +216,8 @@ class MLFlashpointCheckpointSaver(ABC):
 class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
 
-    Construct it on all ranks (it agrees on a run id). Pickled, it becomes a :class:`HandedOffSaver` that
-    carries the oldest save which was staged and not yet written.
+    Construct it on all ranks (it agrees on a run id). Pickled, it becomes a :class:`HandedOffSaver` that carries
+    a new save; see also :meth:`hand_off`.
 
     Args:
         global_rank_getter: this process's rank; by default from torch.distributed.
@@ -297,26 +307,36 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         return staged.views
 
     def offer(self, ticket: SaveTicket) -> None:
-        """Leave a staged save to whoever writes next: another thread, or the process this saver is sent to."""
+        """Leave a staged save to whoever claims it: another thread, or the process it is handed off to."""
         with self._lock:
             self._staged.append(ticket)
 
-    def claim(self) -> SaveTicket | None:
-        """The oldest save that was offered and not claimed."""
+    def claim(self, ticket: SaveTicket) -> SaveTicket:
+        """Take on a save that was offered.
+
+        Raises:
+            SaveError: it was claimed before, or given up; what was staged for it may be gone.
+        """
         with self._lock:
-            return self._staged.pop(0) if self._staged else None
+            if ticket not in self._staged:
+                raise SaveError("what was staged was saved or given up before, and is not kept", rank=self.rank)
+            self._staged.remove(ticket)
+            return ticket
 
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
         pending = ticket.pending
-        if pending is None or pending.resolved.is_set():
-            return
         store = self._objects.store
+        with self._lock:
+            if pending is None or pending.resolved.is_set():
+                return
+            pending.resolve(None, store, error)
+            if ticket in self._staged:
+                self._staged.remove(ticket)
         if ticket.staged is not None:
             ticket.staged.discard()
         if store is not None:
             for arena in ticket.arenas:
                 store.release(arena)
-        pending.resolve(None, store, error)
 
     def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
         assert ticket.pending is not None
@@ -325,6 +345,9 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         if ticket.pending.resolved.is_set():
             raise SaveError(f"the save was given up: {ticket.pending.error}", step=manifest.step, rank=self.rank)
         part = store.commit(manifest, [arena])
+        # What was staged and then had to be copied once more.
+        for left in ticket.arenas - {arena}:
+            store.release(left)
         self._resolve(ticket, part, store)
 
     def _resolve(self, ticket: SaveTicket, part: Any, store: RankStore) -> None:
@@ -357,21 +380,29 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         self._preflight(store, size)
         if not store.has_free(size) and len(self._own_arenas()) >= 2:
             self._commits.wait_for_change(lambda: store.has_free(size), 0.05 + size / _FAULT_RATE)
-        full: CapacityError | None = None
-        if store.has_free(size) or len(self._own_arenas()) < _MAX_OWN_ARENAS:
-            try:
-                return store.acquire(size)
-            except CapacityError as error:
-                full = error
-        self._commits.wait_for_change(lambda: store.has_free(size) or self._drop_one(), seal_deadline_s())
-        if not store.has_free(size):
-            raise full or SaveError(
-                f"{_MAX_OWN_ARENAS} earlier saves are still under way",
-                rank=self.rank,
-                node=self.node,
-                hint="save less often, or wait for a save before the next one",
-            )
-        return store.acquire(size)
+        give_up = time.monotonic() + seal_deadline_s()
+        error: FlashpointError = SaveError(
+            f"{_MAX_OWN_ARENAS} earlier saves are still under way",
+            rank=self.rank,
+            node=self.node,
+            hint="save less often, or wait for a save before the next one",
+        )
+        while True:
+            if store.has_free(size) or len(self._own_arenas()) < _MAX_OWN_ARENAS:
+                try:
+                    return store.acquire(size)
+                except CapacityError as full:
+                    error = full
+            if self._drop_one():
+                continue
+            # Nothing to take back now; a save that is under way may free something when it settles.
+            settled = self._commits.settled_count
+            left = give_up - time.monotonic()
+            if self._commits.idle or not self._commits.wait_for_change(
+                lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
+                left,
+            ):
+                raise error
 
     def _drop_one(self) -> bool:
         """Give up the oldest sealed save that is neither verified nor being copied, if another one remains."""
@@ -395,9 +426,16 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
 
     # ---- saves in another process -------------------------------------------------------------------------
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def hand_off(self, ticket: SaveTicket | None = None) -> HandOff:
+        """What to pickle in place of this saver, for a process that is to write a save: the one offered as
+        ``ticket``, or a new one.
+
+        Raises:
+            SaveError: see :meth:`claim`.
+        """
         with self._lock:
-            ticket = self.claim() or self.begin()
+            ticket = self.claim(ticket) if ticket is not None else self.begin()
+            ticket.worker = threading.current_thread()
             store = self._objects.store
             if ticket.staged is None and store is not None and self._largest:
                 try:
@@ -407,7 +445,10 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             if self._notices is None:
                 self._notices = NoticeBoard()
             self._handed_off[ticket.attempt] = ticket
-        return HandedOffSaver, (self.rank, self.world_size, self.node, ticket, self._notices)
+            return HandOff(self.rank, self.world_size, self.node, ticket, self._notices)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.hand_off().__reduce__()
 
     def _watch(self, pending: PendingSave) -> float | None:
         """Called by the commit queue while it waits for ``pending``: look for the other process's notice."""
@@ -415,27 +456,38 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         if ticket is None or self._notices is None:
             self._fail_if_abandoned(pending)
             return _ABANDONED_POLL_S
+        answered = not self._is_worked_on(ticket)
+        alive = _is_alive(self._notices.process_of(pending.attempt))
+        # Asked last: a notice posted just before the answer or the end is not missed.
         notice = self._notices.take(pending.attempt)
-        if notice is None:
-            if _is_alive(self._notices.process_of(pending.attempt)):
-                return _NOTICE_POLL_S
-            self._handed_off.pop(pending.attempt, None)
-            self.fail(ticket, lost(ticket, "its process is gone", self.rank))
-            return 0.0
+        if notice is None and alive and not answered:
+            return _NOTICE_POLL_S
         self._handed_off.pop(pending.attempt, None)
-        self._take(ticket, notice)
+        if notice is None:
+            why = "it failed before this rank's part was sealed" if alive else "its process is gone"
+            self.fail(ticket, lost(ticket, why, self.rank))
+        else:
+            self._take(ticket, notice)
         return 0.0
 
+    def _is_worked_on(self, ticket: SaveTicket) -> bool:
+        """Whether its worker may still go on with it: it lives, and has not begun a later save."""
+        worker = ticket.worker
+        with self._lock:
+            moved_on = any(t.worker is worker and t.sequence > ticket.sequence for t in self._saves)
+        return worker is None or (worker.is_alive() and not moved_on)
+
     def _fail_if_abandoned(self, pending: PendingSave) -> None:
-        """A save that nobody goes on with (its plan failed on another rank) shows by a later one being sealed."""
+        """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""
         with self._lock:
             ticket = next((t for t in self._saves if t.pending is pending), None)
-            newer = [t for t in self._saves if t.sequence > pending.sequence and t.pending is not None]
-        if ticket is not None and any(t.pending.part is not None for t in newer if t.pending is not None):
-            self.fail(ticket, SaveError("given up: a later save was sealed first", rank=self.rank))
+            offered = ticket in self._staged
+        if ticket is not None and ((offered and ticket.abandoned) or not self._is_worked_on(ticket)):
+            self.fail(ticket, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
 
     def _take(self, ticket: SaveTicket, notice: Notice) -> None:
         step = CheckpointContainerId.parse_version_container(notice.version)
+        ticket.others = None if notice.others is None else frozenset(notice.others)
         if ticket.pending is not None:
             ticket.pending.step = step
         try:
@@ -447,7 +499,6 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         except (FlashpointError, OSError) as error:
             self.fail(ticket, error)
             return
-        ticket.used = frozenset(notice.used)
         for arena in ticket.arenas - set(part.arenas):
             store.release(arena)
         self._resolve(ticket, part, store)
@@ -476,6 +527,20 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             shutil.rmtree(self._notices.directory, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class HandOff:
+    """A save on its way to another process: unpickled there, it is a :class:`HandedOffSaver`."""
+
+    rank: int
+    world_size: int
+    node: str
+    ticket: SaveTicket
+    notices: NoticeBoard
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HandedOffSaver, (self.rank, self.world_size, self.node, self.ticket, self.notices)
+
+
 class HandedOffSaver(MLFlashpointCheckpointSaver):
     """A saver in another process: it writes and seals the one save that came with it, and posts a notice.
 
@@ -486,17 +551,13 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         self.rank, self.world_size, self.node = rank, world_size, node
         self._ticket: SaveTicket | None = ticket
         self._spare = ticket.spare_path
+        self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
         self._notices = notices
         self._writer = _process_writer()
         notices.sign(ticket.attempt)
 
-    def claim(self) -> SaveTicket | None:
-        """The save that came along, once."""
-        ticket, self._ticket = self._ticket, None
-        return ticket
-
     def begin(self) -> SaveTicket:
-        ticket = self.claim()
+        ticket, self._ticket = self._ticket, None
         if ticket is None:
             raise SaveError("this process was handed one save and has done it", rank=self.rank)
         return ticket
@@ -504,7 +565,11 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
         base = str(ticket.version.parent) if ticket.version is not None else ""
         version = ticket.version.name if ticket.version is not None else ""
-        self._notices.post(ticket.attempt, Notice(base, version, error=f"{type(error).__name__}: {error}"))
+        others = None if ticket.others is None else tuple(ticket.others)
+        notice = Notice(base, version, others=others, error=f"{type(error).__name__}: {error}")
+        self._notices.post(ticket.attempt, notice)
+        if ticket.filled is not None and ticket.version is not None:
+            self._release(self._store(ticket.version.parent), ticket.filled.arena)
 
     def _store(self, base: CheckpointContainerId) -> UnlockedStore:
         return UnlockedStore(Path(str(base)), self.rank)
@@ -518,6 +583,10 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             arena.grow(with_slack(size))
         return arena
 
+    def _release(self, store: _Store, arena: Arena) -> None:
+        if arena.path not in self._lent:
+            store.release(arena)
+
     def _arena_of(self, staged: StagedObject) -> Arena:
         return mapped_arena(staged.arena_path)
 
@@ -528,7 +597,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             str(ticket.version.parent),
             manifest.version,
             arenas=(str(arena.path),),
-            used=tuple(sorted(ticket.used or ())),
+            others=None if ticket.others is None else tuple(ticket.others),
         )
         self._notices.post(ticket.attempt, notice)
 

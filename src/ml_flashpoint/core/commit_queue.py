@@ -94,6 +94,7 @@ class CommitQueue:
         self._agreeing = True
         self._swept = False
         self.stats = CommitStats()
+        self.settled_count = 0
 
     def submit(self, save: PendingSave) -> None:
         """Queue a save that has begun."""
@@ -151,6 +152,7 @@ class CommitQueue:
             finally:
                 with self._changed:
                     self._current = None
+                    self.settled_count += 1
                     save.settled.set()
                     self._changed.notify_all()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ class SaveTicket:
         version: set by the write.
         filled: the object, set by the write.
         spare: an arena to fill where nothing was staged, so that a saving process need not make a new one.
-        used: offsets of the staged copies that the plan needed, or None while unknown.
+        others: keys of tensors that the plan leaves to other ranks, so that they need not be staged the next
+            time; None while unknown. Set by the door.
+        worker: the thread that writes and seals the save, if the door says so. Once it is gone, so is the save.
+        abandoned: nobody can write the save any more, although it was staged and offered.
     """
 
     attempt: str
@@ -40,10 +44,12 @@ class SaveTicket:
     error: BaseException | None = None
     version: CheckpointContainerId | None = None
     filled: FilledObject | None = None
-    used: frozenset[int] | None = None
+    others: frozenset[str] | None = None
     spare: Arena | None = None
     spare_path: Path | None = None
     pending: PendingSave | None = field(default=None, repr=False)
+    worker: threading.Thread | None = field(default=None, repr=False)
+    abandoned: bool = False
 
     @property
     def arenas(self) -> set[Arena]:
@@ -57,7 +63,8 @@ class SaveTicket:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.attempt, self.sequence, self.staged, self.error, self.spare_path = state
-        self.spare = self.version = self.filled = self.used = self.pending = None
+        self.spare = self.version = self.filled = self.others = self.pending = self.worker = None
+        self.abandoned = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +74,14 @@ class Notice:
     Attributes:
         base, version: where it saved.
         arenas: files of the part's objects, in the manifest's order; empty if the save failed.
-        used: see :class:`SaveTicket`.
+        others: see :class:`SaveTicket`.
         error: why it failed, or None.
     """
 
     base: str
     version: str
     arenas: tuple[str, ...] = ()
-    used: tuple[int, ...] = ()
+    others: tuple[str, ...] | None = None
     error: str | None = None
 
 
@@ -115,7 +122,7 @@ class NoticeBoard:
             base=str(fields["base"]),
             version=str(fields["version"]),
             arenas=tuple(map(str, fields["arenas"])),
-            used=tuple(map(int, fields["used"])),
+            others=None if fields["others"] is None else tuple(map(str, fields["others"])),
             error=fields["error"],
         )
 

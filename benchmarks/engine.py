@@ -59,8 +59,8 @@ def copy_alone(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[
     yield measure(name, "ours: copy into the arena alone", lambda _: copy_all(views, sources), memcpy)
     store.release(arena)
     del views
-    store.remove_free_arenas()
     store.close()
+    shutil.rmtree(base)
 
 
 def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Result]:

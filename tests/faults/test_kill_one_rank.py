@@ -6,39 +6,15 @@ sealed, or a later one, must load bit-equal, always.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.faults.common import SCALE, files_of, iterations, last
 from tests.support.forked import Child, call
 from tests.workers import fault_engine as engine
-
-SCALE = float(os.environ.get("FLASHPOINT_TEST_FAULTS", "1"))
-"""How many iterations the tests of faults make, relative to the default."""
-
-
-def iterations(default: int) -> range:
-    return range(max(1, round(default * SCALE)))
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("FLASHPOINT_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
-    print(f"FLASHPOINT_TEST_SEED={seed}")
-    return random.Random(seed)
-
-
-def last(child: Child, what: str) -> int:
-    """The last value reported under a name, 0 if there was none."""
-    return max((report[1] for report in child.reports if report[0] == what), default=0)
-
-
-def names(base: Path) -> set[str]:
-    """Every file under a base container, but for the arenas' own names."""
-    return {str(p.relative_to(base)) for p in base.rglob("*") if p.is_file() and ".flashpoint" not in p.parts}
 
 
 @pytest.mark.slow
@@ -72,7 +48,7 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
         # What the killed process left must not be in the way of the next one, or stay for good.
         call(engine.save_steps, str(base), "tiny", [8, 9], 1)
         assert call(engine.load, str(base), "tiny") == (9, 1)
-        left = names(base)
+        left = files_of(base)
         assert all(name.startswith("step-9_ckpt/") for name in left), f"after {nth} of {total} changes: {left}"
         assert len(left) == 2, left
         assert len(list(base.glob(".flashpoint/rank-00000/arena-*"))) <= 3
@@ -97,7 +73,7 @@ def test_kill_while_saving_one_step_again_and_again(tmpfs: Path, rng: random.Ran
 def test_kill_while_loading_changes_nothing(tmpfs: Path, rng: random.Random) -> None:
     base = tmpfs / "job"
     call(engine.save_steps, str(base), "mid", [1, 2], 0)
-    before = names(base)
+    before = files_of(base)
     for _ in iterations(60):
         with Child(engine.load_for_ever, str(base), "mid") as child:
             child.next_report("loading")
@@ -105,7 +81,7 @@ def test_kill_while_loading_changes_nothing(tmpfs: Path, rng: random.Random) -> 
             child.kill()
             assert all(report == ("loaded", (2, 0)) for report in child.reports if report[0] == "loaded")
     assert call(engine.load, str(base), "mid") == (2, 0)
-    assert names(base) == before
+    assert files_of(base) == before
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import select
@@ -203,6 +204,7 @@ def _run(
     args: tuple[Any, ...],
 ) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # what the server has imported need not be looked through again in every child
     with open(log, "ab", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

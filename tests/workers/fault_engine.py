@@ -8,7 +8,9 @@ load can tell bytes of one save from those of any other. Functions here run in c
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -218,3 +220,88 @@ def try_load(report: Report, base: str, size: str) -> tuple[int, int] | str | No
 def environment(node: int) -> Mapping[str, str]:
     """The environment of a rank on a node of its own."""
     return {"FLASHPOINT_NODE_ID": f"node-{node}"}
+
+
+def save_two_and_keep_both(report: Report, base: str, size: str, life: int) -> None:
+    """Save steps 1 and 2, and be killed when the files of step 1 are about to be pruned."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.remove" and "step-1_ckpt" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    save_steps(report, base, size, [1, 2], life)
+
+
+# ---- damage -------------------------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """The files of a base container, to be put back after each damage. Hard links are kept."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._contents: dict[int, bytes] = {}
+        self._files: list[tuple[Path, int]] = []
+        for path in sorted(base.rglob("*")):
+            if path.is_file() and path.name != "lock":
+                inode = path.stat().st_ino
+                self._files.append((path, inode))
+                self._contents.setdefault(inode, path.read_bytes())
+
+    def restore(self) -> None:
+        shutil.rmtree(self._base)
+        first: dict[int, Path] = {}
+        for path, inode in self._files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if inode in first:
+                os.link(first[inode], path)
+            else:
+                path.write_bytes(self._contents[inode])
+                first[inode] = path
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def load_damaged(
+    report: Report, base: str, size: str, file: str, damages: list[tuple[str, int, int]]
+) -> list[tuple[str, int, Any, bool]]:
+    """Damage one file in one way after the other and load each time.
+
+    Args:
+        file: its path below ``base``.
+        damages: (``flip``, offset, mask) or (``cut``, length, 0).
+
+    Returns:
+        (kind, place, what was loaded, whether a warning named the file) of each damage.
+    """
+    snapshot = Snapshot(Path(base))
+    path = Path(base, file)
+    results = []
+    logging.getLogger().handlers.clear()
+    messages = _Messages()
+    logging.getLogger().addHandler(messages)
+    for kind, place, mask in damages:
+        if kind == "flip":
+            with open(path, "r+b") as stream:
+                stream.seek(place)
+                byte = stream.read(1)[0]
+                stream.seek(place)
+                stream.write(bytes([byte ^ mask]))
+        else:
+            os.truncate(path, place)
+        messages.texts.clear()
+        try:
+            found: Any = load(report, base, size)
+        except Exception as error:
+            found = repr(error)
+        results.append((kind, place, found, any(str(path) in text for text in messages.texts)))
+        snapshot.restore()
+    return results

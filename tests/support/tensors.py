@@ -29,6 +29,18 @@ PLAIN_DTYPES: tuple[torch.dtype, ...] = tuple(sorted((d for d in _NAMED if not i
 """Every dtype of this torch whose tensors are their memory."""
 
 
+def _is_planned(dtype: torch.dtype) -> bool:
+    try:
+        torch._utils._element_size(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+PLANNED_DTYPES: tuple[torch.dtype, ...] = tuple(d for d in PLAIN_DTYPES if _is_planned(d))
+"""Those of which DCP's own planner can tell the size, which it must to distribute them."""
+
+
 def tensor_of(dtype: torch.dtype, shape: Sequence[int] = (3, 4), seed: int = 0) -> torch.Tensor:
     """A contiguous tensor of random bits, NaNs and all; a bool is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +121,13 @@ def _blank_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return torch.full_like(tensor.detach(), 77)
     tensor = tensor.detach()
-    if tensor.is_quantized or tensor.layout is not torch.strided:
+    if tensor.is_quantized:
+        zeros, scheme = torch.zeros(tensor.shape), tensor.qscheme()
+        if scheme is torch.per_tensor_affine:
+            return torch.quantize_per_tensor(zeros, 1.0, 0, tensor.dtype)
+        channels = torch.ones_like(tensor.q_per_channel_scales())
+        return torch.quantize_per_channel(zeros, channels, channels.long(), tensor.q_per_channel_axis(), tensor.dtype)
+    if tensor.layout is not torch.strided:
         return torch.zeros_like(tensor)
     octets = torch.full((tensor.numel() * tensor.dtype.itemsize,), 0x55, dtype=torch.uint8, device=tensor.device)
     if tensor.dtype is torch.bool:

@@ -7,15 +7,17 @@ state for every save in another process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.staging.copy import typed_view
+from ml_flashpoint.staging.copy import cpu_clone, typed_view
 
 _mapped: dict[Path, Arena] = {}
 _lock = threading.Lock()
@@ -25,16 +27,31 @@ def mapped_arena(path: Path) -> Arena:
     """This process's mapping of another process's arena: made once, made anew if the file was replaced or grew."""
     with _lock:
         arena = _mapped.get(path)
-        if arena is not None:
-            found = os.stat(path)
-            if found.st_ino == arena.inode and found.st_size == arena.size:
-                return arena
+        if arena is not None and _is_current(arena):
+            return arena
+        # Now and not later: memory of files that are gone is only given back with their mappings.
+        for stale in [each for each in _mapped.values() if not _is_current(each)]:
+            del _mapped[stale.path]
+            with contextlib.suppress(BufferError):
+                stale.close()
         arena = _mapped[path] = Arena.open(path)
         return arena
 
 
+def _is_current(arena: Arena) -> bool:
+    try:
+        found = os.stat(arena.path)
+    except FileNotFoundError:
+        return False
+    return found.st_ino == arena.inode and found.st_size == arena.size
+
+
 class ArenaTensor(torch.Tensor):
-    """A view of an arena that pickles as (path, place, dtype, shape). Results of operations are plain tensors."""
+    """A view of an arena. Results of operations on it are plain tensors.
+
+    Sent to another process through `multiprocessing`, it travels as path, place, dtype and shape; pickled in any
+    other way, for example by ``torch.save``, it is a plain tensor with content of its own.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _place: tuple[Path, int, int]
@@ -46,12 +63,19 @@ class ArenaTensor(torch.Tensor):
         tensor._place = (path, begin, end)
         return tensor
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        path, begin, end = self._place
-        return _rebuild, (str(path), begin, end, self.dtype, tuple(self.shape))
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return cpu_clone(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.clone()
+        return cpu_clone(self)
+
+
+def _by_place(tensor: ArenaTensor) -> tuple[Any, ...]:
+    path, begin, end = tensor._place
+    return _rebuild, (str(path), begin, end, tensor.dtype, tuple(tensor.shape))
+
+
+ForkingPickler.register(ArenaTensor, _by_place)
 
 
 def _rebuild(path: str, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> ArenaTensor:

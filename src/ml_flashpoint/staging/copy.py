@@ -77,7 +77,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, n
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
 def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +95,7 @@ def _copy_through_streams(
     # waits for the copy.
     streams = {}
     for device in devices:
-        streams[device] = torch.cuda.Stream(device=device)
+        streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         streams[device].wait_stream(torch.cuda.current_stream(device))
     by_device: dict[torch.device | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

@@ -156,9 +156,7 @@ class MemoryStorageReader(StorageReader):
                     continue
                 target = planner.resolve_tensor(item)
                 if entry.kind == "bytes":
-                    # A tensor that is more than its memory (sparse, quantized): saved by torch.save.
-                    value = torch.load(self._checked(reader, key), weights_only=True)
-                    target.detach().copy_(value)
+                    _assign(target, self._whole_tensor(reader, key, item), path=reader.path)
                     planner.commit_tensor(item, target)
                     continue
                 source = reader.rows(key, item.storage_offsets, item.lengths)
@@ -180,6 +178,14 @@ class MemoryStorageReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _whole_tensor(self, reader: ObjectReader, key: str, item: ReadItem) -> torch.Tensor:
+        """A tensor that is more than its memory (sparse, quantized, of a class of its own), saved by torch.save."""
+        checked = check_bytes(reader.bytes_of(key), key, path=reader.path, allowed=self._safe_globals)
+        value = torch.load(checked, map_location="cpu", weights_only=False)
+        if not isinstance(value, torch.Tensor) or value.shape != torch.Size(item.lengths):
+            raise LoadError(f"item {item.dest_index.fqn!r} can only be loaded as a whole", path=reader.path)
+        return value
 
     def _checked(self, reader: ObjectReader, key: str) -> Any:
         data = reader.bytes_of(key)
@@ -213,3 +219,18 @@ class MemoryStorageReader(StorageReader):
                 hint="pass what get_latest_complete_checkpoint() returned",
             )
         return self._version
+
+
+def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:
+    """``target`` becomes ``value``, structure and all; it stays the same object."""
+    if (target.layout, target.dtype, target.shape) != (value.layout, value.dtype, value.shape):
+        raise LoadError(
+            f"a tensor {value.layout}, {value.dtype} of shape {tuple(value.shape)} cannot be loaded into one that is "
+            f"{target.layout}, {target.dtype} of shape {tuple(target.shape)}",
+            path=path,
+        )
+    if target.is_quantized or target.layout is not torch.strided:
+        target.data = value.to(target.device)
+    else:
+        with torch.no_grad():
+            target.copy_(value)

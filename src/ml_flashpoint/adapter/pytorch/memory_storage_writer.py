@@ -2,8 +2,8 @@
 
 Owns the translation of DCP's calls (stage, plan, write, finish) into one save of the engine. For asynchronous
 saves the staged copies *are* the object: they are named once DCP has planned, not copied again. DCP does not
-say, when it stages, which checkpoint this is for, and it writes on another thread or in another process; a
-staged save therefore waits to be claimed by the next write that comes from elsewhere.
+say, when it stages, which checkpoint this is for, and it writes on another thread or in another process; the
+staged state itself therefore tells who has taken it on.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ import io
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves, is_plain_strided, unique_names
+from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
+from ml_flashpoint.adapter.pytorch.state_dict_stager import (
+    TensorLeaves,
+    is_plain_strided,
+    settled,
+    storable_name,
+)
 from ml_flashpoint.adapter.pytorch.storage_data import (
     METADATA_KEY,
     METADATA_SCOPE,
@@ -36,19 +43,52 @@ from ml_flashpoint.core.checkpoint_saver import (
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NotStagedError, SaveError
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.staging.copy import cpu_clone
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items
 
 _log = logging.getLogger(__name__)
-
-_Signature = list[tuple[str, torch.dtype, torch.Size]]
 
 
 class _Save(threading.local):
     """What one thread is saving. DCP runs the whole of a save on one thread, and may run two at once."""
 
     version: CheckpointContainerId | None = None
+    staged: SaveTicket | None = None
+    """The save whose staged state this thread has taken on to save."""
     ticket: SaveTicket | None = None
+    """Written and not yet sealed."""
     is_coordinator: bool = False
     use_collectives: bool = True
+    own_tensors: frozenset[str] | None = None
+
+
+class StagedStateDict(dict[str, Any]):
+    """A staged state. Whoever reads it, or pickles it for another process, is who saves it: DCP does not say, when
+    it writes, which staged state that is of."""
+
+    def __init__(self, state: dict[str, Any], ticket: SaveTicket, save: _Save) -> None:
+        super().__init__(state)
+        self._ticket, self._save = ticket, save
+        weakref.finalize(self, _abandon, ticket).atexit = False
+
+    def items(self) -> dict_items[str, Any]:
+        self._take_on()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._take_on()
+        return dict, (dict(self),)
+
+    def _take_on(self) -> None:
+        self._ticket.worker = threading.current_thread()
+        self._save.staged = self._ticket
+
+
+def _abandon(ticket: SaveTicket) -> None:
+    # Only noted: this runs wherever the garbage is collected, under whatever locks.
+    ticket.abandoned = True
 
 
 class MemoryStorageWriter(StorageWriter):
@@ -84,15 +124,15 @@ class MemoryStorageWriter(StorageWriter):
         self._saver = checkpoint_saver
         self._cache_staged = cache_staged_state_dict
         self._save = _Save()
-        self._stager_thread: int | None = None
-        # Of the structure staged last: the tensors that this rank's plan needed, None while unknown.
-        self._signature: _Signature | None = None
-        self._needed: frozenset[str] | None = None
-        self._last_staged: tuple[SaveTicket, dict[int, str]] | None = None
+        self._omission = Omission()
 
     def __getstate__(self) -> dict[str, Any]:
-        # To a saving process: the saver becomes one that carries the staged save.
-        return {"_saver": self._saver, "_cache_staged": self._cache_staged}
+        # To a saving process: the saver becomes one that carries the save whose state was pickled just before.
+        saver: Any = self._saver
+        if isinstance(saver, DefaultMLFlashpointCheckpointSaver):
+            staged, self._save.staged = self._save.staged, None
+            saver = saver.hand_off(staged)
+        return {"_saver": saver, "_cache_staged": self._cache_staged}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["_saver"], cache_staged_state_dict=state["_cache_staged"])  # type: ignore[misc]
@@ -112,43 +152,47 @@ class MemoryStorageWriter(StorageWriter):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the tensors of a state dict into an arena; the state dict returned consists of the copies.
 
-        Tensors that other ranks write, known from the last save of the same structure, are left out: their
-        places hold tensors without data. A failure is kept and raised by the write, where DCP tells all ranks.
+        Tensors that other ranks write, known from the last save of the same structure, are left out: in their
+        places are tensors without data. A failure is kept and raised by the write, where DCP tells all ranks.
+
+        Returns:
+            A state that can be saved once, by any thread, or in another process if pickled with this writer.
         """
         saver = self._saver
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
-        leaves = TensorLeaves.of(state_dict)
-        names = unique_names(leaves.names)
-        self._stager_thread = threading.get_ident()
-        self._learn_needed()
-        signature = [(name, t.dtype, t.shape) for name, t in zip(names, leaves.tensors, strict=True)]
-        if signature != self._signature:
-            self._signature, self._needed = signature, None
-        chosen = [i for i, name in enumerate(names) if self._needed is None or name in self._needed]
         ticket = saver.begin()
-        copies: list[torch.Tensor] | None = None
+        leaves, needed, copies = TensorLeaves(), list[int](), list[torch.Tensor]()
         try:
-            if self._cache_staged:
-                copies = saver.stage(ticket, [(names[i], leaves.tensors[i]) for i in chosen])
-        except (FlashpointError, OSError, RuntimeError) as error:
+            leaves = TensorLeaves.of(state_dict)
+            if leaves.error is not None:
+                raise leaves.error
+            needed = self._omission.needed(leaves)
+            names = leaves.names
+            copies = self._copy(saver, ticket, [(names[i], leaves.tensors[i]) for i in needed])
+        except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
-            ticket.error = error
-            chosen, copies = [], []
-        if copies is None:
-            # No base container is known yet: the first asynchronous save of a job clones, once.
-            copies = [leaves.tensors[i].to("cpu", copy=True) for i in chosen]
-        elif ticket.staged is not None:
-            begins = {int(copies[at].data_ptr()) - ticket.staged.arena.address: names[i] for at, i in enumerate(chosen)}  # type: ignore[union-attr]
-            self._last_staged = (ticket, begins)
+            reason = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
+            ticket.error, needed = reason, []
+        except BaseException as error:
+            saver.fail(ticket, error)
+            raise
+        whole = len(needed) == len(leaves.tensors)
+        replacements = [] if whole else [torch.empty_like(t, device="meta") for t in leaves.tensors]
+        if whole:
+            replacements = copies
+        for index, staged in zip(needed, copies, strict=True):
+            replacements[index] = staged
+        self._omission.watch(ticket, whole=whole)
         saver.offer(ticket)
-        replacements = [torch.empty_like(t, device="meta") for t in leaves.tensors] if len(chosen) < len(names) else []
-        if not replacements:
-            replacements = list(copies)
-        else:
-            for at, i in enumerate(chosen):
-                replacements[i] = copies[at]
-        return leaves.rebuild(replacements)
+        return StagedStateDict(leaves.rebuild(replacements), ticket, self._save)
+
+    def _copy(
+        self, saver: DefaultMLFlashpointCheckpointSaver, ticket: SaveTicket, tensors: list[TensorItem]
+    ) -> list[torch.Tensor]:
+        copies = saver.stage(ticket, tensors) if self._cache_staged else None
+        # No base container is known to the first asynchronous save of a job: it clones, once.
+        return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: :meth:`stage` returns when the copy is done."""
@@ -158,13 +202,6 @@ class MemoryStorageWriter(StorageWriter):
         if isinstance(self._saver, DefaultMLFlashpointCheckpointSaver):
             self._saver.close()
 
-    def _learn_needed(self) -> None:
-        if self._last_staged is not None:
-            ticket, names = self._last_staged
-            if ticket.used is not None:
-                self._needed = frozenset(names[begin] for begin in ticket.used if begin in names)
-                self._last_staged = None
-
     # ---- StorageWriter ------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -173,6 +210,7 @@ class MemoryStorageWriter(StorageWriter):
             # This thread's last save was neither sealed nor failed: its plan failed on another rank.
             self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))
             save.ticket = None
+        save.staged = save.own_tensors = None
         save.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
 
     @classmethod
@@ -190,6 +228,7 @@ class MemoryStorageWriter(StorageWriter):
         self._save.use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._save.own_tensors = tensor_names(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -203,14 +242,16 @@ class MemoryStorageWriter(StorageWriter):
         """
         save = self._save
         ticket = save.ticket = self._ticket()
+        ticket.others = left_to_others(planner, save.own_tensors, plan)
         future: Future[list[WriteResult]] = Future()
         try:
             if save.version is None:
                 raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
             keys = _keys(plan.items)
-            tensors, byte_items = _resolve(plan, planner, keys)
+            # What staging left undone is told by the write, better than by resolving what is not there.
+            tensors, byte_items = _resolve(plan, planner, keys) if ticket.error is None else ([], [])
             self._saver.write(ticket, save.version, tensors, byte_items)
-            if not save.is_coordinator:
+            if not save.is_coordinator and save.use_collectives:
                 self._saver.seal(ticket, labels={"door": "dcp"})
                 save.ticket = None
         except BaseException as error:
@@ -247,25 +288,27 @@ class MemoryStorageWriter(StorageWriter):
             raise
 
     def _ticket(self) -> SaveTicket:
-        saver = self._saver
-        if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
-            return saver.begin()
-        if threading.get_ident() != self._stager_thread:
-            claimed = saver.claim()
-            if claimed is not None:
-                return claimed
-        return saver.begin()
+        saver, save = self._saver, self._save
+        staged, save.staged = save.staged, None
+        if staged is not None and isinstance(saver, DefaultMLFlashpointCheckpointSaver):
+            return saver.claim(staged)
+        ticket = saver.begin()
+        ticket.worker = threading.current_thread()
+        return ticket
 
 
 def _keys(items: list[WriteItem]) -> list[str]:
     """Name of each item in the object: its FQN, with the offset where one rank writes several shards of it."""
     counts = Counter(item.index.fqn for item in items)
-    return [_key(item.index) if counts[item.index.fqn] > 1 else item.index.fqn for item in items]
-
-
-def _key(index: MetadataIndex) -> str:
-    offset = ",".join(map(str, index.offset)) if index.offset is not None else ""
-    return f"{index.fqn}@{offset}"
+    keys: dict[str, None] = {}
+    for item in items:
+        key = storable_name(item.index.fqn)
+        if counts[item.index.fqn] > 1 and item.index.offset is not None:
+            key = f"{key}@{','.join(map(str, item.index.offset))}"
+        while key in keys:
+            key += "'"
+        keys[key] = None
+    return list(keys)
 
 
 def _resolve(plan: SavePlan, planner: SavePlanner, keys: list[str]) -> tuple[list[TensorItem], list[BytesItem]]:
@@ -278,11 +321,11 @@ def _resolve(plan: SavePlan, planner: SavePlanner, keys: list[str]) -> tuple[lis
             byte_items.append((key, data.getvalue()))
             continue
         assert isinstance(data, torch.Tensor)
-        data = data.detach()
+        data = settled(data)
         if data.is_meta:
             raise NotStagedError(
-                f"tensor {item.index.fqn!r} was not staged: another rank used to write it",
-                hint="the structure of the state changed on another rank; the next save stages everything",
+                f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",
+                hint="give it data; or, if the structure of the state has changed on another rank, save again",
             )
         if is_plain_strided(data):
             tensors.append((key, data))

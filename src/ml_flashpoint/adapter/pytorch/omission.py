@@ -1,0 +1,109 @@
+"""Which tensors of a state need not be staged, because other ranks write them.
+
+Owns what is learned of that from one save for the next. DCP leaves out replicated tensors only when it plans,
+which in asynchronous saves is after they were staged; but as long as structure and planner stay, so does the
+plan. A wrong guess costs a save and never a byte: what was not staged has no data to write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+
+from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves
+
+if TYPE_CHECKING:
+    from ml_flashpoint.core.save_ticket import SaveTicket
+
+# A planner that does these as torch's does writes each tensor under the name of its place, from itself alone.
+_PLAIN_METHODS = ("set_up_planner", "create_local_plan", "finish_plan", "resolve_data", "lookup_object")
+
+
+class Omission:
+    """Learns from the saves of one writer. Not thread-safe: for the thread that stages."""
+
+    def __init__(self) -> None:
+        self._structure: object = None
+        self._others: frozenset[str] = frozenset()
+        self._failures = 0
+        self._open: list[tuple[SaveTicket, object, bool]] = []
+
+    def needed(self, leaves: TensorLeaves) -> list[int]:
+        """Indices of the tensors to stage."""
+        self._learn()
+        structure = leaves.structure
+        if structure != self._structure:
+            self._structure, self._others, self._failures = structure, frozenset(), 0
+        if not self._others or _ambiguous(leaves):
+            return list(range(len(leaves.tensors)))
+        return [i for i, paths in enumerate(leaves.paths) if not self._others.issuperset(paths)]
+
+    def watch(self, ticket: SaveTicket, *, whole: bool) -> None:
+        """Learn from a save of the state given last, once its outcome is known.
+
+        Args:
+            whole: everything was staged.
+        """
+        self._open.append((ticket, self._structure, whole))
+
+    def _learn(self) -> None:
+        left = []
+        for ticket, structure, whole in self._open:
+            pending = ticket.pending
+            if pending is None or not pending.resolved.is_set():
+                left.append((ticket, structure, whole))
+            elif structure is self._structure:
+                self._learn_from(ticket, failed=pending.error is not None, whole=whole)
+        self._open = left
+
+    def _learn_from(self, ticket: SaveTicket, *, failed: bool, whole: bool) -> None:
+        if failed and not whole:
+            # The plan has changed on another rank, so this is learned anew. The second time, plans of several
+            # kinds take turns: from then on only what all of them leave to others is.
+            self._failures += 1
+            self._others = frozenset() if self._failures == 1 else self._others & (ticket.others or frozenset())
+        elif not failed and ticket.others is not None:
+            self._others = ticket.others if self._failures < 2 else self._others & ticket.others
+
+
+def tensor_names(plan: SavePlan) -> frozenset[str] | None:
+    """Names of the tensors in a rank's own plan; None if it is the empty plan that stands for a cached one."""
+    if not getattr(plan, "usable", True):
+        return None
+    return frozenset(item.index.fqn for item in plan.items if item.type is not WriteItemType.BYTE_IO)
+
+
+def left_to_others(planner: SavePlanner, own: frozenset[str] | None, final: SavePlan) -> frozenset[str] | None:
+    """Names of this rank's tensors that its final plan does not have.
+
+    Args:
+        own: :func:`tensor_names` of the rank's own plan, or None to take the one that the planner has cached.
+
+    Returns:
+        Nothing, if the planner is not known to write each tensor under its name and from itself alone. None if
+        the rank's own plan is not known.
+    """
+    kind = type(planner)
+    if not isinstance(planner, DefaultSavePlanner) or any(
+        getattr(kind, name) is not getattr(DefaultSavePlanner, name) for name in _PLAIN_METHODS
+    ):
+        return frozenset()
+    if own is None:
+        cached = getattr(SavePlanner, "_cached_save_plan", {}).get(getattr(planner, "_cached_plans_key", None))
+        if cached is None:
+            return None
+        own = tensor_names(cached) or frozenset()
+    names = {item.index.fqn for item in final.items}
+    return own - names if names <= own | _byte_names(final) else frozenset()
+
+
+def _ambiguous(leaves: TensorLeaves) -> bool:
+    """Whether a name stands for two places: ``a.b`` and b in a. A planner that does not flatten tells them apart."""
+    names = [path for paths in (*leaves.paths, leaves.others) for path in paths]
+    return len(set(names)) != len(names)
+
+
+def _byte_names(plan: SavePlan) -> set[str]:
+    return {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}

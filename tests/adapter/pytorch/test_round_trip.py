@@ -1,0 +1,271 @@
+"""What DCP saves through our writer, it loads through our reader: every dtype, layout and structure."""
+
+from __future__ import annotations
+
+import datetime
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.dcp import Door
+from tests.support.tensors import PLANNED_DTYPES, assert_same, blank, dtype_name, raw, tensor_of
+
+both_modes = pytest.mark.parametrize("mode", ["sync", "thread"])
+
+
+def _snapshot(state: Any) -> Any:
+    """A state that does not change with the one given."""
+    if isinstance(state, torch.Tensor):
+        return tensor_of(state.dtype, state.shape).copy_(state) if state.dtype.is_complex else state.detach().clone()
+    return state
+
+
+def _round_trip(door: Door, mode: str, state: dict[str, Any], **options: Any) -> None:
+    """Three saves, so that what was kept of the first one is used and used again."""
+    for step in (1, 2, 3):
+        door.save_by(mode, state, step, **options)
+        assert_same(door.load(blank(state), step), state)
+
+
+@both_modes
+def test_every_dtype_shape_and_stride(door: Door, mode: str) -> None:
+    state: dict[str, Any] = {}
+    for seed, dtype in enumerate(PLANNED_DTYPES):
+        whole = tensor_of(dtype, (6, 8), seed)
+        state[dtype_name(dtype)] = {
+            "scalar": tensor_of(dtype, (), seed),
+            "empty": tensor_of(dtype, (0,), seed),
+            "empty_of_rows": tensor_of(dtype, (3, 0, 2), seed),
+            "whole": whole,
+            "transposed": whole.t(),
+            "strided": whole[1:5:2, 3:],
+            "column": whole[:, 2],
+            "expanded": whole[:1].expand(4, 8),
+            "one_element_expanded": whole[3, 3].expand(5),
+            "inner": whole.view(-1)[7:13],
+        }
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_lazily_conjugated_and_negated_views_are_not_taken_for_what_they_view(door: Door, mode: str) -> None:
+    numbers = tensor_of(torch.complex64, (5,), 1).nan_to_num()
+    state = {"a": numbers, "conjugated": numbers.conj(), "negated": numbers.conj().imag, "imaginary": numbers.imag}
+    assert state["conjugated"].is_conj()
+    assert state["negated"].is_neg()
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_nested_structures_and_plain_values(door: Door, mode: str) -> None:
+    state = {
+        "model": OrderedDict(weight=torch.arange(6.0).view(2, 3), bias=torch.ones(3, dtype=torch.bfloat16)),
+        "optim": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.rand(4)}, 1: {}}, "groups": [{"lr": 0.1}]},
+        "list": [torch.ones(2), 5, [torch.zeros(1), {"deep": torch.full((2, 2), 7)}]],
+        "plain_list": [1, 2.5, "three", None],
+        "plain_tuple": (1, (2, "x")),
+        "step": 17,
+        "name": "run",
+        "none": None,
+        "flag": True,
+        "complex": 1 + 2j,
+        "bytes": b"\0\1",
+        "numpy": np.float64(2.5),
+        "when": datetime.timedelta(seconds=3),
+        "dtype": torch.float16,
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"),
+        "set": {1, 2},
+    }
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_arrays_of_numpy(door: Door, mode: str) -> None:
+    door.save_by(mode, {"rng": np.arange(12).reshape(3, 4), "x": torch.ones(1)}, 1)
+    loaded = door.load({"rng": None, "x": torch.zeros(1)}, 1)
+    assert np.array_equal(loaded["rng"], np.arange(12).reshape(3, 4))
+
+
+@both_modes
+def test_states_of_generators(door: Door, mode: str) -> None:
+    import random
+
+    random_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    state = {"python": random_state, "numpy": numpy_state, "torch": torch_state}
+    door.save_by(mode, state, 1)
+    loaded = door.load({"python": None, "numpy": None, "torch": torch.zeros_like(torch_state)}, 1)
+    assert loaded["python"] == random_state
+    assert loaded["numpy"][0] == numpy_state[0]
+    assert np.array_equal(loaded["numpy"][1], numpy_state[1])
+    assert torch.equal(loaded["torch"], torch_state)
+
+
+@both_modes
+@pytest.mark.parametrize("state", [{}, {"a": {}}, {"step": 3}, {"none": torch.empty(0)}], ids=str)
+def test_states_without_any_bytes_of_tensors(door: Door, mode: str, state: dict[str, Any]) -> None:
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_tied_tensors_are_stored_once_and_loaded_as_both(door: Door, mode: str) -> None:
+    tied = torch.rand(1000, 1000)
+    state = {"embedding": tied, "head": tied, "view_of_all": tied.view(1000, 1000), "other_shape": tied.view(-1)}
+    state["transposed"] = tied.t()
+    for step in (1, 2, 3):
+        door.save_by(mode, state, step)
+        assert_same(door.load(blank(state), step), state)
+    stored = [entry.nbytes for entry in _entries(door, 3) if entry.dtype == torch.float32]
+    assert stored == [tied.nbytes] * 3  # the tied one, and two that lie differently
+
+
+def _entries(door: Door, step: int) -> list[Any]:
+    from ml_flashpoint.core.object_format import parse_header
+
+    data = door.object_path(step).read_bytes()
+    return list(parse_header(data, len(data)).layout.entries)
+
+
+@both_modes
+def test_views_that_share_and_overlap_in_one_storage(door: Door, mode: str) -> None:
+    storage = torch.arange(100.0)
+    state = {"a": storage[:50], "b": storage[50:], "middle": storage[25:75], "every_other": storage[::2]}
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_parameters_modules_and_optimizers(door: Door, mode: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True)
+    model(torch.rand(4, 8)).sum().backward()
+    optimizer.step()
+    parameters = dict(model.named_parameters())
+    assert all(p.requires_grad for p in parameters.values())
+    state = {"parameters": parameters, "model": model.state_dict(), "optim": optimizer.state_dict()}
+    state["graph"] = model[0].weight * 2
+    assert state["graph"].grad_fn is not None
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_tensors_that_are_more_than_their_memory(door: Door, mode: str) -> None:
+    dense = torch.tensor([[0.0, 1.5, 0.0], [2.5, 0.0, 3.5]])
+    state = {
+        "coo": dense.to_sparse(),
+        "coo_uncoalesced": torch.sparse_coo_tensor([[0, 0, 1]], [1.0, 2.0, 3.0], (4,)),
+        "csr": dense.to_sparse_csr(),
+        "per_tensor": torch.quantize_per_tensor(torch.rand(3, 4), 0.1, 3, torch.quint8),
+        "per_channel": torch.quantize_per_channel(
+            torch.rand(3, 4), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, torch.qint8
+        ),
+        "dense": dense,
+    }
+    _round_trip(door, mode, state)
+
+
+class _Labelled(torch.Tensor):
+    """A subclass with `__torch_function__`, the kind that libraries put metadata on."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@both_modes
+def test_subclasses_that_are_their_memory(door: Door, mode: str) -> None:
+    state = {"labelled": torch.arange(5.0).as_subclass(_Labelled), "buffer": torch.nn.Buffer(torch.ones(3))}
+    _round_trip(door, mode, state)
+
+
+@both_modes
+def test_a_meta_tensor_is_refused_by_name_and_the_next_save_works(door: Door, mode: str) -> None:
+    state = {"good": torch.ones(3), "bad.one": torch.empty(5, device="meta"), "bad.two": torch.empty(5, device="meta")}
+    with pytest.raises(CheckpointException, match=r"(?s)bad\.one.*meta"):
+        door.save_by(mode, state, 1)
+    assert door.latest() is None
+    good = {"good": torch.ones(3)}
+    door.save_by(mode, good, 2)
+    assert_same(door.load(blank(good), 2), good)
+
+
+@both_modes
+def test_objects_open_with_safetensors_while_in_memory(door: Door, mode: str) -> None:
+    native = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+    native += [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64]
+    state = {dtype_name(dtype): tensor_of(dtype, (7, 5), seed) for seed, dtype in enumerate(native)}
+    state |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "step": 4, "c128": tensor_of(torch.complex128)}
+    for step in (1, 2):
+        door.save_by(mode, state, step)
+    path = door.object_path(2)
+    loaded = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(loaded)
+        for name, expected in state.items():
+            if isinstance(expected, torch.Tensor) and expected.dtype is not torch.complex128:
+                assert_same(loaded[name], expected, name)
+                assert_same(file.get_tensor(name), expected, name)
+    assert loaded["c128"].numpy().tobytes() == raw(state["c128"])
+
+
+def test_loads_convert_to_the_dtype_of_the_target(door: Door) -> None:
+    saved = torch.arange(20.0).view(4, 5)
+    door.save({"x": saved}, 1)
+    loaded = door.load({"x": torch.zeros(4, 5, dtype=torch.bfloat16)}, 1)
+    assert torch.equal(loaded["x"], saved.bfloat16())
+
+
+def test_loads_into_targets_of_any_stride(door: Door) -> None:
+    for step, dtype in enumerate(PLANNED_DTYPES, 1):
+        saved = tensor_of(dtype, (4, 6))
+        door.save({"x": saved}, step)
+        backing = tensor_of(dtype, (6, 10), 9)
+        target = backing[:, 2:9:2].t()
+        before = raw(backing[:, :2])
+        loaded = door.load({"x": target}, step)["x"]
+        assert raw(loaded) == raw(saved)
+        assert loaded.data_ptr() == target.data_ptr()
+        assert raw(backing[:, :2]) == before
+
+
+def test_loads_into_parameters_keep_them(door: Door) -> None:
+    door.save({"w": torch.ones(3)}, 1)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    loaded = door.load({"w": weight}, 1)["w"]
+    assert loaded is weight
+    assert weight.requires_grad
+    assert weight.tolist() == [1.0] * 3
+
+
+def test_a_target_of_another_shape_is_refused_by_name(door: Door) -> None:
+    door.save({"x": torch.ones(3)}, 1)
+    with pytest.raises(CheckpointException, match=r"(?s)[Ss]ize mismatch.*x"):
+        door.load({"x": torch.zeros(4)}, 1)
+
+
+def test_keys_that_look_like_shards_of_others_or_are_strange(door: Door) -> None:
+    state = {"a": torch.ones(2), "a@0": torch.zeros(3), "": torch.ones(1), "ünïcode ☃": torch.ones(2)}
+    state |= {"quote\"\\\n": torch.ones(3), "x.shard0": torch.ones(4), "tensor#1": torch.ones(5)}
+    _round_trip(door, "thread", state)
+    _round_trip(door, "sync", state)
+
+
+def test_keys_that_the_format_reserves_are_stored_all_the_same(door: Door) -> None:
+    state = {"__metadata__": torch.ones(2), "__flashpoint__.tail": torch.ones(3), "__dcp_metadata__": torch.ones(4)}
+    state |= {"__flashpoint__.gap.0": 7}
+    _round_trip(door, "sync", state)
+    _round_trip(door, "thread", state)
+
+
+def test_a_fresh_process_finds_what_was_saved(make_door: Callable[..., Door], tmpfs: Path) -> None:
+    state = {"x": torch.rand(50), "step": 3}
+    make_door().save(state, 3)
+    door = make_door()
+    assert_same(door.load(blank(state), 3), state)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -304,4 +305,58 @@ def load_damaged(
             found = repr(error)
         results.append((kind, place, found, any(str(path) in text for text in messages.texts)))
         snapshot.restore()
+    return results
+
+
+# ---- a full filesystem --------------------------------------------------------------------------------------
+
+
+def fill(path: Path, leave: int) -> None:
+    """Take all the room of a filesystem but ``leave`` bytes."""
+    path.unlink(missing_ok=True)
+    with open(path, "wb") as stream:
+        stats = os.statvfs(path)
+        take = stats.f_bavail * stats.f_frsize - leave
+        if take > 0:
+            os.posix_fallocate(stream.fileno(), 0, take)
+
+
+def save_while_full(report: Report, base: str, leaves: list[int], growing: bool) -> list[tuple[str, float]]:
+    """Save one step for each entry, with so many bytes free on the filesystem, and load after each.
+
+    Args:
+        growing: the state gets larger with each save; else it stays the same.
+
+    Returns:
+        ``ok`` or the error, and the seconds that the save took, of each.
+    """
+    rank = Rank(base)
+    filler = Path(base).parent / "filler"
+    results = []
+    newest = 0
+    Path(base).mkdir(exist_ok=True)
+    for step, leave in enumerate(leaves, 1):
+        fill(filler, leave)
+        SIZES["growing"] = (70_000 + (step * 40_000 if growing else 0), 30_000)
+        began = time.monotonic()
+        try:
+            rank.save("growing", step, 0)
+            said = "ok"
+        except FlashpointError as error:
+            said = type(error).__name__
+            filler.unlink()
+            # With the room back, what is there must still load, bit for bit.
+            other = Rank(base)
+            other.objects = rank.objects
+            if newest:
+                loaded_size = 70_000 + (newest * 40_000 if growing else 0)
+                SIZES["growing"] = (loaded_size, 30_000)
+                found = DefaultMLFlashpointCheckpointLoader(rank.objects).get_latest_complete_checkpoint(base)
+                if found is None or found.step != newest:
+                    raise AssertionError(f"{found} instead of step {newest}") from error
+                rank.check("growing", found)
+        else:
+            newest = step
+        results.append((said, time.monotonic() - began))
+    rank.close()
     return results

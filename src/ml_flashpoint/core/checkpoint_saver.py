@@ -95,7 +95,7 @@ class MLFlashpointCheckpointSaver(ABC):
     def _store(self, base: CheckpointContainerId) -> _Store: ...
 
     @abstractmethod
-    def _acquire(self, store: _Store, size: int) -> Arena: ...
+    def _acquire(self, ticket: SaveTicket, store: _Store, size: int) -> Arena: ...
 
     def _release(self, store: _Store, arena: Arena) -> None:
         store.release(arena)
@@ -148,7 +148,7 @@ class MLFlashpointCheckpointSaver(ABC):
         taken: list[Arena] = []
 
         def acquire(size: int) -> Arena:
-            taken.append(self._acquire(store, size))
+            taken.append(self._acquire(ticket, store, size))
             return taken[-1]
 
         try:
@@ -302,7 +302,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         store = self._objects.store
         if store is None:
             return None
-        staged = self._writer.stage(lambda size: self._acquire(store, size), store.release, tensors)
+        staged = self._writer.stage(lambda size: self._acquire(ticket, store, size), store.release, tensors)
         ticket.staged = staged
         return staged.views
 
@@ -373,7 +373,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         with self._lock:
             return [t for t in self._saves if _holds_arena(t)]
 
-    def _acquire(self, store: _Store, size: int) -> Arena:
+    def _acquire(self, ticket: SaveTicket, store: _Store, size: int) -> Arena:
         """An arena for a save: a free one if there is, else a new one while few are in use, else one taken from
         an older save that cannot be the version to recover."""
         assert isinstance(store, RankStore)
@@ -395,14 +395,20 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                     error = full
             if self._drop_one():
                 continue
-            # Nothing to take back now; a save that is under way may free something when it settles.
+            # Nothing to take back now; an earlier save that is under way may free something when it settles.
             settled = self._commits.settled_count
             left = give_up - time.monotonic()
-            if self._commits.idle or not self._commits.wait_for_change(
+            if not self._is_preceded(ticket) or not self._commits.wait_for_change(
                 lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
                 left,
             ):
                 raise error
+
+    def _is_preceded(self, ticket: SaveTicket) -> bool:
+        """Whether an earlier save than this one is under way. Saves settle in order, so later ones do not count."""
+        with self._lock:
+            earlier = [t.pending for t in self._saves if t.sequence < ticket.sequence]
+        return any(pending is not None and not pending.settled.is_set() for pending in earlier)
 
     def _drop_one(self) -> bool:
         """Give up the oldest sealed save that is neither verified nor being copied, if another one remains."""
@@ -439,7 +445,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             store = self._objects.store
             if ticket.staged is None and store is not None and self._largest:
                 try:
-                    ticket.spare = self._acquire(store, self._largest)
+                    ticket.spare = self._acquire(ticket, store, self._largest)
                 except FlashpointError as error:
                     ticket.error = error
             if self._notices is None:
@@ -574,7 +580,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def _store(self, base: CheckpointContainerId) -> UnlockedStore:
         return UnlockedStore(Path(str(base)), self.rank)
 
-    def _acquire(self, store: _Store, size: int) -> Arena:
+    def _acquire(self, ticket: SaveTicket, store: _Store, size: int) -> Arena:
         path, self._spare = self._spare, None
         if path is None or not path.is_relative_to(store.base):
             return store.acquire(size)

@@ -1,0 +1,66 @@
+"""A tmpfs without room: that save fails, with a typed error and at once; everything else goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.common import files_of, iterations
+from tests.support.forked import Child, call
+from tests.workers import fault_engine as engine
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB of our own."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small tmpfs")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE},mode=700", "mlf-test", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def saves(base: Path, leaves: list[int], *, growing: bool) -> list[str]:
+    results = call(engine.save_while_full, str(base), leaves, growing)
+    slow = [result for result in results if result[1] > 10]
+    assert not slow, f"a save that cannot succeed must fail at once: {slow}"
+    return [said for said, _ in results]
+
+
+def test_a_full_tmpfs_fails_the_save_and_no_later_one(small_tmpfs: Path) -> None:
+    base = small_tmpfs / "job"
+    said = saves(base, [SIZE, SIZE, 0, 0, SIZE, SIZE], growing=False)
+    assert said == ["ok", "ok", "CapacityError", "CapacityError", "ok", "ok"]
+    assert len(files_of(base)) == 2
+
+
+def test_no_room_for_a_larger_state(small_tmpfs: Path) -> None:
+    said = saves(small_tmpfs / "job", [SIZE, SIZE, SIZE, 8192, 8192, SIZE, SIZE], growing=True)
+    assert said == ["ok", "ok", "ok", "CapacityError", "CapacityError", "ok", "ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("growing", [False, True])
+def test_any_room_left(small_tmpfs: Path, rng: random.Random, growing: bool) -> None:
+    """Whatever is free: a save works, or fails with a typed error; the process lives, and the last save loads."""
+    for _ in iterations(12):
+        leaves = [rng.choice([0, 4096, 8192, 65536, rng.randrange(1 << 20), SIZE]) for _ in range(14)]
+        base = small_tmpfs / "job"
+        said = saves(base, [SIZE, *leaves, SIZE], growing=growing)
+        assert set(said) <= {"ok", "CapacityError"}, said
+        assert said[0] == said[-1] == "ok", (leaves, said)
+        subprocess.run(["rm", "-r", str(base), str(small_tmpfs / "filler")], check=True)

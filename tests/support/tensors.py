@@ -80,10 +80,12 @@ def assert_same_tensor(found: Any, expected: torch.Tensor, where: str = "tensor"
         found, expected = found.coalesce(), expected.coalesce()
         assert raw(found.indices()) == raw(expected.indices()), where
         assert raw(found.values()) == raw(expected.values()), where
-    elif expected.layout is torch.sparse_csr:
-        assert raw(found.crow_indices()) == raw(expected.crow_indices()), where
-        assert raw(found.col_indices()) == raw(expected.col_indices()), where
-        assert raw(found.values()) == raw(expected.values()), where
+    elif expected.layout is not torch.strided:
+        by_column = expected.layout in (torch.sparse_csc, torch.sparse_bsc)
+        for part in (
+            ("ccol_indices", "row_indices", "values") if by_column else ("crow_indices", "col_indices", "values")
+        ):
+            assert raw(getattr(found, part)()) == raw(getattr(expected, part)()), f"{where}: {part}"
     else:
         assert raw(found) == raw(expected), f"{where}: {found} is not {expected}"
 

@@ -162,6 +162,8 @@ def test_tensors_that_are_more_than_their_memory(door: Door, mode: str) -> None:
         "coo": dense.to_sparse(),
         "coo_uncoalesced": torch.sparse_coo_tensor([[0, 0, 1]], [1.0, 2.0, 3.0], (4,)),
         "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((1, 3)),
         "per_tensor": torch.quantize_per_tensor(torch.rand(3, 4), 0.1, 3, torch.quint8),
         "per_channel": torch.quantize_per_channel(
             torch.rand(3, 4), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, torch.qint8
@@ -252,7 +254,7 @@ def test_a_target_of_another_shape_is_refused_by_name(door: Door) -> None:
 
 def test_keys_that_look_like_shards_of_others_or_are_strange(door: Door) -> None:
     state = {"a": torch.ones(2), "a@0": torch.zeros(3), "": torch.ones(1), "ünïcode ☃": torch.ones(2)}
-    state |= {"quote\"\\\n": torch.ones(3), "x.shard0": torch.ones(4), "tensor#1": torch.ones(5)}
+    state |= {'quote"\\\n': torch.ones(3), "x.shard0": torch.ones(4), "tensor#1": torch.ones(5)}
     _round_trip(door, "thread", state)
     _round_trip(door, "sync", state)
 

@@ -37,6 +37,8 @@ from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.staging.copy import copy_all
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 class MemoryStorageReader(StorageReader):
     """Loads DCP checkpoints from memory, on any number of ranks.
@@ -229,8 +231,7 @@ def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:
             f"{target.layout}, {target.dtype} of shape {tuple(target.shape)}",
             path=path,
         )
-    if target.is_quantized or target.layout is not torch.strided:
-        target.data = value.to(target.device)
-    else:
-        with torch.no_grad():
-            target.copy_(value)
+    with torch.no_grad():
+        if target.layout in _COMPRESSED:  # which copy_ takes only where as many elements are specified
+            target.resize_as_sparse_(value)
+        target.copy_(value)

@@ -1,0 +1,467 @@
+"""What can be seen of a job's checkpoints in one node's base container, without taking part in the job.
+
+Owns the reading of a base container from outside: which versions lie there, whose parts they hold, what is
+plainly wrong with them, and which ranks are alive. Takes no lock, writes nothing and imports no torch. The job
+may be running: what it prunes during the look is left out, not reported as missing. Whether bytes have their
+digests is `cli.verify`'s business, and which version a job would go on from is `core.recovery`'s, which knows
+all nodes.
+
+Must not be used inside a process of the job itself: closing a file gives up every POSIX lock that the same
+process holds on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import FlashpointError, ManifestError, ObjectNotFoundError
+from ml_flashpoint.core.manifest import (
+    Manifest,
+    manifest_name,
+    parse_manifest_name,
+    parse_object_name,
+    read_manifest,
+)
+
+# `checkpoint_object_manager.rank_store` says so too; importing it would import torch.
+PRIVATE_DIR = ".flashpoint"
+
+_RANK_DIR = re.compile(r"rank-(\d{5,8})")
+_ARENA = re.compile(r"arena-\d+")
+_STAT_BLOCK = 512
+_TRIES = 20
+# struct flock: type, whence, start, length, pid.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class State(str, Enum):
+    """What one node shows of a version. The first that fits, in this order."""
+
+    DAMAGED = "damaged"
+    WRITING = "writing"
+    REPLICATED = "replicated"
+    LOCAL = "local"
+
+
+class NotABaseContainerError(FlashpointError):
+    """There is nothing at a path that looks like a job's base container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is not as it was committed.
+
+    Attributes:
+        path: The file.
+        message: What is wrong with it.
+    """
+
+    path: str
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"path": self.path, "message": self.message}
+
+
+@dataclass(frozen=True, slots=True)
+class PartView:
+    """One rank's part of a version, as committed on this node.
+
+    Attributes:
+        rank: Rank whose part it is.
+        attempt: The save that it belongs to.
+        path: Its manifest.
+        manifest: Content of that; `None` if it cannot be read.
+        copy: Whether this node holds it for another rank than the one whose arena it lies in.
+        problems: What is wrong with the manifest or, without reading them, with the objects.
+    """
+
+    rank: int
+    attempt: str
+    path: Path
+    manifest: Manifest | None
+    copy: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its objects that count."""
+        return self.manifest.total_size if self.manifest is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionView:
+    """One save of one step, as far as it lies on this node.
+
+    Attributes:
+        version: Name of its directory.
+        step: Training step.
+        attempt: The save; two saves of one step stand side by side.
+        world_size: Ranks that saved it; `None` if no manifest of it can be read.
+        state: See `State`.
+        parts: Parts on this node, by rank.
+        writing: Ranks of this node whose parts are not committed.
+    """
+
+    version: str
+    step: int
+    attempt: str
+    world_size: int | None
+    state: State
+    parts: tuple[PartView, ...]
+    writing: tuple[int, ...]
+
+    @property
+    def own_ranks(self) -> tuple[int, ...]:
+        """Ranks of this node whose parts are here."""
+        return tuple(part.rank for part in self.parts if not part.copy)
+
+    @property
+    def copied_ranks(self) -> tuple[int, ...]:
+        """Ranks of other nodes whose parts are here."""
+        return tuple(part.rank for part in self.parts if part.copy)
+
+    @property
+    def complete(self) -> bool:
+        """Whether this node alone has the parts of all ranks, as far as can be told without reading them."""
+        sound = {part.rank for part in self.parts if not part.problems}
+        return self.world_size is not None and len(sound) == self.world_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parts here."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is wrong with any part."""
+        return tuple(problem for part in self.parts for problem in part.problems)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseView:
+    """What lies in a base container.
+
+    Attributes:
+        base: Its absolute path.
+        versions: The saves, newest first.
+        live: Process id of each rank that is running here.
+        resident_bytes: Memory that all files of the job take here: parts, and arenas free or being written.
+        leftovers: Objects without a manifest: being committed or pruned, or left when that was cut short.
+    """
+
+    base: Path
+    versions: tuple[VersionView, ...]
+    live: Mapping[int, int]
+    resident_bytes: int
+    leftovers: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is wrong with any version."""
+        return tuple(problem for version in self.versions for problem in version.problems)
+
+
+@dataclass(slots=True)
+class _FoundPart:
+    """A part before it is known whose arena its bytes are in."""
+
+    version: str
+    rank: int
+    attempt: str
+    path: Path
+    manifest: Manifest | None
+    problems: list[Problem]
+    files: dict[int, int]  # inode -> bytes of memory
+    committed_ns: int
+
+
+@dataclass(slots=True)
+class _Private:
+    """What the private directories of the ranks say."""
+
+    owner_of: dict[int, int]  # inode of an arena -> rank
+    resident: dict[int, int]  # inode -> bytes of memory
+    live: dict[int, tuple[int, int]]  # rank -> (pid, when it took its lock, in ns)
+
+
+def read_base(path: str | os.PathLike[str]) -> BaseView:
+    """Looks at a base container.
+
+    Raises:
+        NotABaseContainerError: It does not exist, is no directory, or holds nothing of a job.
+    """
+    base = Path(os.path.abspath(path))
+    try:
+        return _read_base(base)
+    except PermissionError as error:
+        raise NotABaseContainerError(f"cannot read it: {error.strerror}", path=error.filename or base) from error
+
+
+def _read_base(base: Path) -> BaseView:
+    for _ in range(_TRIES):
+        versions, has_private = _list_base(base)
+        found: list[_FoundPart] = []
+        loose: list[Path] = []
+        for version in versions:
+            parts, objects = _read_version(base / version)
+            found += parts
+            loose += objects
+        # A job that saves every few milliseconds may have pruned all that was listed, and have newer ones.
+        if found or not versions:
+            break
+    # After the parts: an arena cannot vanish while a part uses it, but a part may appear in a new one.
+    private = _read_private(base / PRIVATE_DIR) if has_private else _Private({}, {}, {})
+    saves: dict[tuple[str, str], list[_FoundPart]] = {}
+    resident = dict(private.resident)
+    for part in found:
+        saves.setdefault((part.attempt, part.version), []).append(part)
+        resident |= part.files
+    newest = max(saves, default=("", ""))
+    for path_of_object in loose:
+        owner = parse_object_name(path_of_object.name)
+        if owner is not None and owner[1] > newest[0]:
+            saves.setdefault((owner[1], path_of_object.parent.name), [])
+    return BaseView(
+        base=base,
+        versions=tuple(_judge(saves, private)),
+        live={rank: pid for rank, (pid, _) in sorted(private.live.items())},
+        resident_bytes=sum(resident.values()),
+        leftovers=tuple(sorted(str(path_of_object) for path_of_object in loose)),
+    )
+
+
+def still_committed(part: PartView) -> bool:
+    """Whether a part has not been pruned or replaced since it was read: then what is wrong with it is wrong."""
+    try:
+        return read_manifest(part.path) == part.manifest
+    except ObjectNotFoundError:
+        return False
+    except ManifestError:
+        return True
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks in short: `0-3,8`; `-` for none."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes for people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _list_base(base: Path) -> tuple[list[str], bool]:
+    try:
+        entries = [entry.name for entry in os.scandir(base) if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise NotABaseContainerError(f"cannot read it: {error.strerror}", path=base) from error
+    versions = [name for name in entries if CheckpointContainerId.parse_version_container(name) is not None]
+    if not versions and PRIVATE_DIR not in entries:
+        raise NotABaseContainerError(
+            "this is not a base container: it holds neither versions nor the arenas of a rank",
+            path=base,
+            hint="give the folder that the job was given, on the node whose memory it is in",
+        )
+    return versions, PRIVATE_DIR in entries
+
+
+def _read_version(directory: Path) -> tuple[list[_FoundPart], list[Path]]:
+    """The committed parts in a version's directory, and the objects that belong to none."""
+    names = _names(directory)
+    parts = []
+    for name in names:
+        if parse_manifest_name(name) is not None and (part := _read_part(directory, name)) is not None:
+            parts.append(part)
+    committed = {(part.rank, part.attempt) for part in parts}
+    loose = []
+    for name in names:
+        owner = parse_object_name(name)
+        # Asked again: one that was being committed may have its manifest by now, one being pruned be gone.
+        if owner is not None and owner not in committed and _exists(directory / name):
+            if _exists(directory / manifest_name(*owner)):
+                part = _read_part(directory, manifest_name(*owner))
+                if part is not None:
+                    parts.append(part)
+                committed.add(owner)
+            else:
+                loose.append(directory / name)
+    return parts, loose
+
+
+def _read_part(directory: Path, name: str) -> _FoundPart | None:
+    """The part of a manifest; None if it was pruned meanwhile."""
+    parsed = parse_manifest_name(name)
+    assert parsed is not None
+    rank, attempt = parsed
+    path = directory / name
+    problems: list[Problem] = []
+    manifest: Manifest | None = None
+    files: dict[int, int] = {}
+    try:
+        committed_ns = os.stat(path).st_mtime_ns
+        manifest = read_manifest(path)
+    except (FileNotFoundError, NotADirectoryError, ObjectNotFoundError):
+        return None
+    except FlashpointError as error:
+        problems.append(Problem(str(path), error.message))
+        files = _files_by_name(directory, rank, attempt)
+    else:
+        for record in manifest.objects:
+            file = directory / record.name
+            try:
+                status = os.stat(file, follow_symlinks=False)
+            except FileNotFoundError:
+                problems.append(Problem(str(file), "the object is missing"))
+                continue
+            files[status.st_ino] = status.st_blocks * _STAT_BLOCK
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(Problem(str(file), "the object is not a regular file"))
+            elif status.st_size != record.file_size:
+                problems.append(
+                    Problem(str(file), f"the object has {status.st_size} bytes, and {record.file_size} were committed")
+                )
+    # Pruning takes the manifest away first. If it is still there, what is missing was missing before.
+    if problems and not _exists(path):
+        return None
+    return _FoundPart(directory.name, rank, attempt, path, manifest, problems, files, committed_ns)
+
+
+def _read_private(directory: Path) -> _Private:
+    private = _Private({}, {}, {})
+    for name in _names(directory):
+        match = _RANK_DIR.fullmatch(name)
+        if match is None:
+            continue
+        rank = int(match[1])
+        for file in _names(directory / name):
+            if _ARENA.fullmatch(file) is None:
+                continue
+            with contextlib.suppress(OSError):
+                status = os.stat(directory / name / file, follow_symlinks=False)
+                private.owner_of[status.st_ino] = rank
+                private.resident[status.st_ino] = status.st_blocks * _STAT_BLOCK
+        holder = _lock_holder(directory / name / "lock")
+        if holder is not None:
+            private.live[rank] = holder
+    return private
+
+
+def _lock_holder(path: Path) -> tuple[int, int] | None:
+    """Who holds a rank's lock, and since when; asks the kernel without taking the lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+        # The file is written right after the lock was taken, and not again.
+        return None if kind == fcntl.F_UNLCK else (pid, os.fstat(descriptor).st_mtime_ns)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _judge(saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private) -> Iterator[VersionView]:
+    """The saves, newest first, with their states."""
+    own: dict[tuple[str, str], set[int]] = {}
+    copied: dict[tuple[str, str], set[int]] = {}
+    own_of_run: dict[str, set[int]] = {}
+    copied_of_size: dict[int | None, set[int]] = {}
+    for save, parts in saves.items():
+        own[save] = {part.rank for part in parts if not _is_copy(part, private)}
+        copied[save] = {part.rank for part in parts} - own[save]
+        own_of_run.setdefault(_run_of(save[0]), set()).update(own[save])
+        copied_of_size.setdefault(_world_size(parts), set()).update(copied[save])
+    newest = max(saves, default=None)
+    for save in sorted(saves, reverse=True):
+        parts = saves[save]
+        expected = set(own_of_run[_run_of(save[0])])
+        # Ranks that run now have to commit the newest save too, if it is of their run: one of them has
+        # committed its part of it, or nothing of it is committed yet.
+        current = any(part.rank in private.live and part.committed_ns >= private.live[part.rank][1] for part in parts)
+        if save == newest and (current or not own[save]):
+            expected.update(private.live)
+        writing = expected - own[save]
+        size = _world_size(parts)
+        if any(part.problems for part in parts):
+            state = State.DAMAGED
+        elif writing or not own[save]:
+            state = State.WRITING
+        elif copied[save] and copied[save] >= copied_of_size[size]:
+            state = State.REPLICATED
+        else:
+            state = State.LOCAL
+        yield VersionView(
+            version=save[1],
+            step=CheckpointContainerId.parse_version_container(save[1]) or 0,
+            attempt=save[0],
+            world_size=size,
+            state=state,
+            parts=tuple(
+                PartView(p.rank, p.attempt, p.path, p.manifest, p.rank in copied[save], tuple(p.problems))
+                for p in sorted(parts, key=lambda p: p.rank)
+            ),
+            writing=tuple(sorted(writing)),
+        )
+
+
+def _is_copy(part: _FoundPart, private: _Private) -> bool:
+    """Whether the bytes lie in an arena of another rank. Unknown (no arenas, no objects) counts as own."""
+    owners = {private.owner_of[inode] for inode in part.files if inode in private.owner_of}
+    return bool(owners) and part.rank not in owners
+
+
+def _run_of(attempt: str) -> str:
+    # Run id and sequence number; see `core.checkpoint_saver`.
+    return attempt.rpartition("-")[0]
+
+
+def _world_size(parts: Iterable[_FoundPart]) -> int | None:
+    return max((part.manifest.world_size for part in parts if part.manifest is not None), default=None)
+
+
+def _files_by_name(directory: Path, rank: int, attempt: str) -> dict[int, int]:
+    files = {}
+    for name in _names(directory):
+        if parse_object_name(name) == (rank, attempt):
+            with contextlib.suppress(OSError):
+                status = os.stat(directory / name, follow_symlinks=False)
+                files[status.st_ino] = status.st_blocks * _STAT_BLOCK
+    return files
+
+
+def _names(directory: Path) -> list[str]:
+    """Names in a directory, sorted; none if it was removed meanwhile or is none."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)

@@ -1,0 +1,218 @@
+"""The demo itself: one run without faults, one in which a rank is killed and then a node.
+
+Owns the order of events: when what is killed, how long anything may take, and what is collected from a run.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ml_flashpoint.cli.base_view import NotABaseContainerError, format_bytes, read_base
+from ml_flashpoint.cli.demo.display import Display
+from ml_flashpoint.cli.demo.nodes import Nodes
+from ml_flashpoint.cli.demo.record import Injected, RunRecord
+from ml_flashpoint.cli.demo.reports import parse
+from ml_flashpoint.cli.verify import verify_part
+from ml_flashpoint.core.errors import FlashpointError
+
+JOB = "ml_flashpoint.cli.demo.job"
+NODES = 2
+RANKS_PER_NODE = 2
+MIN_STEPS = 10
+
+_STALL_S = 120.0
+_EXIT_S = 60.0
+_TICK_S = 0.1
+_LONGEST_DELAY_S = 0.15
+_SHOWN_LINES = 60
+
+
+class DemoError(FlashpointError):
+    """A run of the demo did not get to its end. Carries the last lines that its processes printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault to bring about.
+
+    Attributes:
+        kind: What to kill.
+        victim: Number of the rank, or of the node in the order of starting.
+        step: When a rank has made this step, ...
+        delay_s: ... and this long after.
+    """
+
+    kind: Literal["rank", "node"]
+    victim: int
+    step: int
+    delay_s: float
+
+
+def plan_faults(steps: int, seed: int) -> list[Fault]:
+    """A rank in the second quarter of the steps or so, a node in the last third; which and when, by the seed."""
+    chance = random.Random(seed)
+
+    def fault(kind: Literal["rank", "node"], victims: int, eighth: int) -> Fault:
+        step = max(3, eighth * steps // 8) + chance.randrange(max(1, steps // 5))
+        return Fault(kind, chance.randrange(victims), step, chance.uniform(0, _LONGEST_DELAY_S))
+
+    return [fault("rank", NODES * RANKS_PER_NODE, 2), fault("node", NODES, 5)]
+
+
+class Run:
+    """One run of the job, from empty nodes to their end.
+
+    Args:
+        name: What to call it.
+        root: An empty folder of its own.
+        steps, seed: For the job.
+        faults: What to do to it, by rising step.
+        display: Who shows it.
+    """
+
+    def __init__(
+        self, name: str, root: Path, *, steps: int, seed: int, faults: Sequence[Fault], display: Display
+    ) -> None:
+        self.record = RunRecord(name, steps, NODES * RANKS_PER_NODE)
+        self._display = display
+        self._faults = deque(faults)
+        args = ["--base", "{base}", "--steps", str(steps), "--seed", str(seed)]
+        self._nodes = Nodes(root, JOB, args, count=NODES, ranks=RANKS_PER_NODE)
+        self._names = [f"node-{number}" for number in range(NODES)]
+        self._pid_of: dict[int, int] = {}
+        self._lost: set[str] = set()
+        self._output: list[str] = []
+        self._log = (root / "output.log").open("w")
+
+    def play(self) -> RunRecord:
+        """Runs the job and returns what happened; kills whatever is left of it in any case.
+
+        Raises:
+            DemoError: It failed, or nothing happened for too long.
+        """
+        self._display.begin(f"{self.record.name} run")
+        began = time.monotonic()
+        with self._log, self._nodes:
+            for node in self._names:
+                self._display.node(node, "starting")
+            self._nodes.start(self._names)
+            self._watch()
+            self._await_exit()
+            self.record.wall_s = time.monotonic() - began
+            for node in self._names:
+                if node not in self._lost:
+                    self.record.bases_ok[node] = _verify(self._nodes.base(node))
+        return self.record
+
+    def _watch(self) -> None:
+        """Follows the job until every rank has reported its result."""
+        last = time.monotonic()
+        while not self.record.finished():
+            said = self._next()
+            if said is not None:
+                last = time.monotonic()
+                self._hear(said)
+            elif time.monotonic() - last > _STALL_S:
+                raise self._error(f"nothing happened for {_STALL_S:.0f} s")
+            for node in self._names:
+                code = self._nodes.ended(node)
+                if node not in self._lost and code is not None and code != 0:
+                    raise self._error(f"the agent of {node} ended with exit code {code}")
+
+    def _await_exit(self) -> None:
+        give_up = time.monotonic() + _EXIT_S
+        while any(self._nodes.ended(node) is None for node in self._names):
+            said = self._next()
+            if said is not None:
+                self._hear(said)
+            if time.monotonic() > give_up:
+                raise self._error(f"the job did not end within {_EXIT_S:.0f} s of its result")
+        for node in self._names:
+            if node not in self._lost and self._nodes.ended(node) != 0:
+                raise self._error(f"the agent of {node} ended with exit code {self._nodes.ended(node)}")
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next report, None if there is none for a moment."""
+        try:
+            line = self._nodes.lines.get(timeout=_TICK_S)
+        except queue.Empty:
+            return None
+        if line.text is None:
+            return None
+        said = parse(line.text)
+        if said is None:
+            if line.text.strip():
+                self._output.append(f"{line.node}: {line.text}")
+                self._log.write(f"{line.node}: {line.text}\n")
+            return None
+        said["node"] = line.node
+        self._log.write(f"{said}\n")
+        return said
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        self.record.reports.append(said)
+        rank, node = said["rank"], said["node"]
+        match said["event"]:
+            case "started":
+                self._pid_of[rank] = said["pid"]
+                self._display.node(node, "started")
+            case "resumed" if said["step"]:
+                source = f", {format_bytes(said['fetched_bytes'])} from peers" if said["fetched_bytes"] else ""
+                self._display.note(f"rank {rank} goes on from step {said['step']}, from memory{source}", "green")
+            case "step":
+                self._display.step(node, said)
+                # Only a process that runs now: others may have more to say than was read when they were killed.
+                if self._faults and said["step"] >= self._faults[0].step and self._pid_of.get(rank) == said["pid"]:
+                    self._strike(self._faults.popleft())
+
+    def _strike(self, fault: Fault) -> None:
+        # So that not all faults come right after a step. Nothing is waited for, hence no event to wait for.
+        time.sleep(fault.delay_s)
+        if fault.kind == "rank":
+            self._strike_rank(fault.victim)
+        else:
+            self._strike_node(self._names[fault.victim])
+
+    def _strike_rank(self, rank: int) -> None:
+        pid = self._pid_of[rank]
+        at = time.monotonic()
+        gone = self._nodes.kill_rank(pid)
+        self.record.faults.append(Injected("rank", f"rank {rank}", at, (pid,), gone))
+        self._display.note(f"SIGKILL to rank {rank} (pid {pid})", "bold red")
+
+    def _strike_node(self, node: str) -> None:
+        at = time.monotonic()
+        lost = self._nodes.kill_node(node)
+        gone = not self._nodes.folder(node).exists()
+        self._lost.add(node)
+        self._display.node(node, "lost")
+        self._display.note(
+            f"SIGKILL to all {len(lost.pids)} processes of {node}, and {format_bytes(lost.bytes)} of memory deleted",
+            "bold red",
+        )
+        spare = f"node-{len(self._names)}"
+        self._names.append(spare)
+        self._display.node(spare, "starting")
+        self._nodes.start([spare])
+        self.record.faults.append(Injected("node", node, at, lost.pids, gone, lost.bytes, spare))
+
+    def _error(self, message: str) -> DemoError:
+        shown = "\n".join(self._output[-_SHOWN_LINES:])
+        return DemoError(f"{self.record.name} run: {message}; the last output of its processes:\n{shown}")
+
+
+def _verify(base: Path) -> bool:
+    """Whether all checkpoints of a node are as they were saved."""
+    try:
+        view = read_base(base)
+    except NotABaseContainerError:
+        return False
+    parts = [part for version in view.versions for part in version.parts]
+    return bool(parts) and not any(verify_part(part).problems for part in parts)

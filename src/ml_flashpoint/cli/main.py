@@ -1,0 +1,121 @@
+"""The `flashpoint` command: its subcommands and their options.
+
+Owns the parsing of the command line and the help. What a subcommand does is in the module of its name, which
+is imported when it runs, so that help and `ls` need no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ml_flashpoint import __version__
+
+app = typer.Typer(
+    name="flashpoint",
+    help="Memory-first checkpoints for PyTorch: look at them, verify them, see them save a job.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_Base = Annotated[
+    str, typer.Argument(metavar="BASE", help="A job's base container, on the node whose memory it is in.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+def main() -> None:
+    """Entry point of the `flashpoint` command."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flashpoint {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def ls(base: _Base, json: _Json = False) -> None:
+    """List the versions in BASE, newest first: steps, ranks, sizes, states.
+
+    Only BASE is looked at, so this is what one node holds. Nothing is locked or changed, and the job may be
+    running. Bytes are not read: for that, see **flashpoint verify**.
+
+    A version's state is the first of these that fits:
+
+    **damaged**: a manifest cannot be read, or an object is missing or does not have the size that was
+    committed.
+
+    **writing**: not every rank of this node has committed its part. If no rank is running here, the save
+    was cut short and will never be used.
+
+    **replicated**: every rank of this node has committed, and the node also holds the copies that it
+    should: of every rank of which it holds a copy in any version. Whether other nodes hold copies of this
+    node's own parts cannot be seen from here.
+
+    **local**: every rank of this node has committed, and copies of other nodes' parts are not (yet) here.
+
+    A version is **complete** if the parts of all its ranks are on this node, which could then restore it
+    alone.
+
+    Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container.
+    """
+    from ml_flashpoint.cli.ls import list_versions
+
+    raise typer.Exit(list_versions(base, as_json=json))
+
+
+@app.command()
+def verify(
+    base: _Base,
+    json: _Json = False,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Blocks to read at the same time.")] = 2,
+) -> None:
+    """Read every object in BASE and compare it with the digests in its manifest; name the files that differ.
+
+    Nothing is locked or changed, and the job may be running: what it prunes meanwhile is shown as pruned.
+
+    Exit code: 0 if all is as it was saved, 1 if something is not, 2 if BASE is not a base container.
+    """
+    from ml_flashpoint.cli.verify import verify_base
+
+    raise typer.Exit(verify_base(base, as_json=json, threads=threads))
+
+
+@app.command()
+def demo(
+    json: _Json = False,
+    steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Decides on weights, data, victims and moments.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave checkpoints and output behind, and say where.")] = False,
+) -> None:
+    """Train a small GPT on two nodes, kill a rank and then a whole node, and compare the weights in the end.
+
+    This machine plays both nodes, each with two ranks, an elastic agent and a folder in memory of its own. The
+    job (FSDP2, gloo) makes a checkpoint at every step. It runs once without faults and once with: SIGKILL to one
+    rank, then SIGKILL to every process of one node, whose memory is deleted and whose place a new node takes.
+
+    Exit code: 0 if the faults were real, each recovery came from memory, and weights and optimizer are in the end
+    those of the fault-free run, bit for bit; 1 if anything of it does not hold; 130 if interrupted.
+    """
+    from ml_flashpoint.cli.demo.command import run_demo
+
+    raise typer.Exit(run_demo(steps=steps, seed=seed, as_json=json, keep=keep))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""`flashpoint verify`: whether the bytes of a job's checkpoints on one node are those that were saved.
+
+Owns reading objects from outside the job and comparing their digests. Reads by `preadv` and not through a
+mapping, so that a file that shrinks meanwhile is a finding and not a fault of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from ml_flashpoint.cli import output
+from ml_flashpoint.cli.base_view import (
+    BaseView,
+    NotABaseContainerError,
+    PartView,
+    Problem,
+    VersionView,
+    format_bytes,
+    format_ranks,
+    read_base,
+    still_committed,
+)
+from ml_flashpoint.core.digest import digest_block
+from ml_flashpoint.core.manifest import ObjectRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """What verifying one part has found.
+
+    Attributes:
+        part: The part.
+        problems: What is wrong with it, file by file.
+        pruned: Whether the job removed it meanwhile; then nothing is wrong.
+    """
+
+    part: PartView
+    problems: tuple[Problem, ...]
+    pruned: bool
+
+
+def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
+    """Verifies every object in a base container; returns the exit code of the command."""
+    try:
+        view = read_base(base)
+    except NotABaseContainerError as error:
+        return output.fail(error, base=base, as_json=as_json)
+    began = time.monotonic()
+    results: list[tuple[VersionView, list[PartResult]]] = []
+    total = sum(version.bytes for version in view.versions)
+    with _progress(total, shown=output.is_terminal(stderr=True)) as advance:
+        for version in view.versions:
+            parts = [verify_part(part, threads=threads, advance=advance) for part in version.parts]
+            results.append((version, parts))
+    seconds = time.monotonic() - began
+    damaged = any(result.problems for _, parts in results for result in parts)
+    if as_json:
+        print(json.dumps(_to_json(view, results, seconds), indent=2))
+    else:
+        _print(view, results, seconds)
+    return output.DAMAGE if damaged else output.OK
+
+
+def verify_part(
+    part: PartView, *, threads: int = 2, advance: Callable[[int], object] = lambda count: None
+) -> PartResult:
+    """Reads all bytes of a part and compares their digests with those in its manifest.
+
+    Args:
+        part: From `read_base`.
+        threads: Blocks that are read at the same time, at least 1.
+        advance: Called with the number of bytes of each block, from several threads.
+    """
+    problems = list(part.problems)
+    if part.manifest is not None:
+        known_bad = {problem.path for problem in problems}
+        for record in part.manifest.objects:
+            path = str(part.path.parent / record.name)
+            if path not in known_bad:
+                problems += [Problem(path, message) for message in _check_object(path, record, threads, advance)]
+    # The job takes a part's manifest away before it uses the bytes for something else.
+    if problems and not still_committed(part):
+        return PartResult(part, (), pruned=True)
+    return PartResult(part, tuple(problems), pruned=False)
+
+
+def _check_object(path: str, record: ObjectRecord, threads: int, advance: Callable[[int], object]) -> list[str]:
+    """What is wrong with the bytes of an object, one message or none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        return [f"the object cannot be read: {error.strerror}"]
+    buffers = threading.local()
+
+    def is_good(index: int) -> bool:
+        begin = index * record.block_size
+        length = min(record.block_size, record.size - begin)
+        if not hasattr(buffers, "block"):
+            buffers.block = bytearray(min(record.block_size, record.size))
+        with memoryview(buffers.block)[:length] as block:
+            good = _read(descriptor, block, begin) and digest_block(block) == record.digests[index]
+        advance(length)
+        return good
+
+    try:
+        with ThreadPoolExecutor(max(1, min(threads, len(record.digests)))) as pool:
+            bad = [index for index, good in enumerate(pool.map(is_good, range(len(record.digests)))) if not good]
+    except OSError as error:
+        return [f"the object cannot be read: {error.strerror}"]
+    finally:
+        os.close(descriptor)
+    if not bad:
+        return []
+    begin = bad[0] * record.block_size
+    end = min(begin + record.block_size, record.size)
+    return [
+        f"{len(bad)} of {len(record.digests)} blocks do not have the digests that were committed, the first is"
+        f" block {bad[0]} (bytes {begin} to {end})"
+    ]
+
+
+def _read(descriptor: int, block: memoryview, offset: int) -> bool:
+    done = 0
+    while done < len(block):
+        count = os.preadv(descriptor, [block[done:]], offset + done)
+        if count == 0:
+            return False
+        done += count
+    return True
+
+
+def _to_json(view: BaseView, results: list[tuple[VersionView, list[PartResult]]], seconds: float) -> dict[str, Any]:
+    return {
+        "base": str(view.base),
+        "ok": not any(result.problems for _, parts in results for result in parts),
+        "seconds": round(seconds, 3),
+        "objects": sum(_object_count(result) for _, parts in results for result in parts),
+        "bytes": sum(result.part.bytes for _, parts in results for result in parts if not result.pruned),
+        "versions": [
+            {
+                "version": version.version,
+                "step": version.step,
+                "attempt": version.attempt,
+                "ok": not any(result.problems for result in parts),
+                "parts": [
+                    {
+                        "rank": result.part.rank,
+                        "copy": result.part.copy,
+                        "bytes": result.part.bytes,
+                        "result": _verdict(result),
+                        "problems": [problem.to_json() for problem in result.problems],
+                    }
+                    for result in parts
+                ],
+            }
+            for version, parts in results
+        ],
+        "leftovers": list(view.leftovers),
+    }
+
+
+def _print(view: BaseView, results: list[tuple[VersionView, list[PartResult]]], seconds: float) -> None:
+    console = output.console()
+    colours = {"ok": "green", "damaged": "bold red", "pruned": "dim"}
+
+    def say(verdict: str, text: str) -> None:
+        if output.is_terminal():
+            console.print(f"[{colours[verdict]}]{verdict:8}[/] {escape(text)}", highlight=False, soft_wrap=True)
+        else:
+            print(f"{verdict:8} {text}")
+
+    for version, parts in results:
+        for verdict in ("ok", "pruned"):
+            fitting = [result for result in parts if _verdict(result) == verdict]
+            if fitting:
+                size = format_bytes(sum(result.part.bytes for result in fitting))
+                ranks = format_ranks(result.part.rank for result in fitting)
+                say(verdict, f"{version.version} {version.attempt}: ranks {ranks}, {size}")
+        for result in parts:
+            for problem in result.problems:
+                say("damaged", f"{problem.path}: {problem.message}")
+    checked = [result for _, parts in results for result in parts if not result.pruned]
+    count = sum(_object_count(result) for result in checked)
+    size = format_bytes(sum(result.part.bytes for result in checked))
+    bad = sum(bool(result.problems) for result in checked)
+    verdict = f"{bad} of {len(checked)} parts are damaged" if bad else "all as saved"
+    print(f"{view.base}: {count} objects, {size} in {seconds:.1f} s: {verdict}")
+
+
+def _object_count(result: PartResult) -> int:
+    return 0 if result.pruned or result.part.manifest is None else len(result.part.manifest.objects)
+
+
+def _verdict(result: PartResult) -> str:
+    if result.pruned:
+        return "pruned"
+    return "damaged" if result.problems else "ok"
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """A bar on standard error while bytes are read, where there is a terminal."""
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=output.console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("verify", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -6,6 +6,7 @@ and its verification, are the loader's.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -192,8 +193,6 @@ class MemoryStorageReader(StorageReader):
     def _checked(self, reader: ObjectReader, key: str) -> Any:
         data = reader.bytes_of(key)
         if self._trust_bytes:
-            import io
-
             return io.BytesIO(data)
         return check_bytes(data, key, path=reader.path, allowed=self._safe_globals)
 

@@ -7,6 +7,7 @@ item, is unpickled beyond an allow-list. Torch's own restricted unpickler does t
 from __future__ import annotations
 
 import io
+import re
 import zipfile
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -112,34 +113,48 @@ def check_bytes(data: memoryview, key: str, *, path: str, allowed: Sequence[Safe
             path=path,
             hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
         )
-    stream.seek(0)
-    with torch.serialization.safe_globals([*_ITEM_GLOBALS, *allowed]):
-        try:
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
-        except Exception as error:
-            raise DamagedError(f"item {key!r} is not readable: {error}", path=path) from error
-    names = set(unsafe) - _SAFE_NAMES - {_name_of(each) for each in allowed}
+    try:
+        names = unsafe_globals(stream, allowed=allowed)
+    except Exception as error:
+        raise DamagedError(f"item {key!r} is not readable: {error}", path=path) from error
     if names:
         raise UnsafeContentError(
             f"item {key!r} needs {', '.join(sorted(names))}, which may run code when it is loaded",
             path=path,
             hint="pass these types as safe_globals to the reader if you trust them",
         )
-    stream.seek(0)
     return stream
 
 
-_ITEM_GLOBALS: tuple[Any, ...] = (OrderedDict, defaultdict, set, frozenset, slice, range, complex)
+def unsafe_globals(stream: io.BytesIO, *, allowed: Sequence[SafeGlobal] = ()) -> set[str]:
+    """Names that unpickling an archive of ``torch.save`` would look up and that are not allowed.
+
+    Unlike ``torch.serialization.safe_globals``, this changes nothing that other threads see. The stream is
+    left at its start.
+
+    Raises:
+        Exception: it is no such archive.
+    """
+    stream.seek(0)
+    needed = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    stream.seek(0)
+    # Pickle calls the builtins what Python 2 did; not every torch translates that.
+    names = {re.sub("^__builtin__[.]", "builtins.", name) for name in needed}
+    return names - _SAFE_NAMES - {_name_of(each) for each in allowed}
+
 
 # Of what numpy and the standard library's plain values pickle to; none of it can run anything.
 _SAFE_NAMES = frozenset(
     {
+        "builtins.bytes",
         "builtins.complex",
         "builtins.set",
         "builtins.frozenset",
         "builtins.slice",
         "builtins.range",
         "builtins.bytearray",
+        "collections.OrderedDict",
+        "collections.defaultdict",
         "collections.deque",
         "datetime.date",
         "datetime.datetime",

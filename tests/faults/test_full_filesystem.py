@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.common import files_of, iterations
-from tests.support.forked import Child, call
+from tests.support.forked import call
 from tests.workers import fault_engine as engine
 
 SIZE = 4 << 20

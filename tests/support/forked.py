@@ -13,12 +13,14 @@ import gc
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -231,3 +233,90 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEAD
         if time.monotonic() > give_up:
             raise ChildError(f"not within {timeout_s} s: {what}")
         select.select([], [], [], 0.001)
+
+
+class Team:
+    """Ranks of one job, each on a node of its own, in children of the fork server.
+
+    Args:
+        function: called as ``function(report, rank, *args)`` once the ranks have a gloo process group.
+        root: folder of the job; node ``i`` owns ``root/node-i``.
+        args: arguments of all ranks, or a function from the rank to its arguments.
+        placement: node of each rank; by default rank ``i`` runs on node ``i``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        root: Path,
+        world_size: int,
+        *args: Any,
+        args_of: Callable[[int], tuple[Any, ...]] | None = None,
+        placement: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.placement = tuple(range(world_size) if placement is None else placement)
+        self._meeting = Path(tempfile.mkdtemp(prefix="mlf-team-"))
+        self.ranks: list[Child] = []
+        for rank, node in enumerate(self.placement):
+            folder = root / f"node-{node}"
+            folder.mkdir(parents=True, exist_ok=True)
+            mine = {"FLASHPOINT_NODE_ID": f"node-{node}", "FLASHPOINT_TEST_BASE": str(folder / "job"), **(env or {})}
+            own_args = args_of(rank) if args_of is not None else args
+            self.ranks.append(
+                Child(
+                    _join,
+                    function,
+                    rank,
+                    world_size,
+                    str(self._meeting / "store"),
+                    own_args,
+                    env=mine,
+                    label=f"rank {rank}",
+                )
+            )
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        for child in self.ranks:
+            child.__exit__(None, None, None)
+        shutil.rmtree(self._meeting, ignore_errors=True)
+
+    def __getitem__(self, rank: int) -> Child:
+        return self.ranks[rank]
+
+    def results(self, timeout_s: float = DEADLINE_S) -> list[Any]:
+        """What the function returned on each rank."""
+        try:
+            return [child.result(timeout_s) for child in self.ranks]
+        except ChildError as error:
+            others = [f"--- {child.label}\n{child.log[-3000:]}" for child in self.ranks]
+            raise ChildError("\n".join([str(error), *others])) from None
+
+
+def call_team(
+    function: Callable[..., object], root: Path, world_size: int, *args: Any, placement: Sequence[int] | None = None
+) -> list[Any]:
+    """What a function returns on each of some ranks in fresh processes."""
+    with Team(function, root, world_size, *args, placement=placement) as team:
+        return team.results()
+
+
+def _join(
+    report: Callable[..., None],
+    function: Callable[..., object],
+    rank: int,
+    world_size: int,
+    meeting: str,
+    args: tuple[Any, ...],
+) -> object:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE_S)
+    )
+    result = function(report, rank, *args)
+    dist.destroy_process_group()
+    return result

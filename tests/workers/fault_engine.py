@@ -15,11 +15,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
@@ -218,11 +219,6 @@ def try_load(report: Report, base: str, size: str) -> tuple[int, int] | str | No
         return f"{type(error).__name__}: {error}"
 
 
-def environment(node: int) -> Mapping[str, str]:
-    """The environment of a rank on a node of its own."""
-    return {"FLASHPOINT_NODE_ID": f"node-{node}"}
-
-
 def save_two_and_keep_both(report: Report, base: str, size: str, life: int) -> None:
     """Save steps 1 and 2, and be killed when the files of step 1 are about to be pruned."""
 
@@ -360,3 +356,54 @@ def save_while_full(report: Report, base: str, leaves: list[int], growing: bool)
         results.append((said, time.monotonic() - began))
     rank.close()
     return results
+
+
+# ---- ranks of a team ----------------------------------------------------------------------------------------
+
+
+def base_here() -> str:
+    """The base container of this rank's node."""
+    return os.environ["FLASHPOINT_TEST_BASE"]
+
+
+def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
+    """Load and check the latest version, on all ranks."""
+    engine = Rank(base_here(), replicate=True)
+    found = engine.load(size)
+    engine.close()
+    return found
+
+
+def team_save(report: Report, rank: int, size: str, steps: list[int], life: int, die: int = 0) -> int:
+    """Save these steps, and wait for the copies; the number of changes to files."""
+    engine = Rank(base_here(), replicate=True)
+    changes = die_at(base_here(), die)
+    for step in steps:
+        _train()
+        report("begins", step)
+        engine.save(size, step, life)
+        report("sealed", step)
+        if not engine.saver.wait(30):
+            raise AssertionError("the copies were not made in time")
+        report("verified", engine.saver.stats.last_verified or 0)
+    engine.close()
+    return changes()
+
+
+def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: int) -> None:
+    """Load, then save one step after the other, as fast as all ranks can."""
+    engine = Rank(base_here(), replicate=True)
+    report("loaded", engine.load(size))
+    step = first
+    while True:
+        _train()
+        report("begins", step)
+        engine.save(size, step, life)
+        report("sealed", step)
+        report("verified", engine.saver.stats.last_verified or 0)
+        step += 1
+
+
+def _train() -> None:
+    """What keeps ranks at the same step, as training does; fails when a rank is gone."""
+    dist.all_reduce(torch.zeros(1))

@@ -1,0 +1,286 @@
+"""Nothing that a checkpoint says is executed: objects are crafted here as somebody who can write them would."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace, encode_metadata
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from tests.support.dcp import Door
+from tests.support.tensors import assert_same
+
+
+class _Bomb:
+    """Unpickled, makes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def _archive(data: bytes) -> bytes:
+    """What `torch.save` makes, around any pickle."""
+    stream = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(stream)
+    writer.write_record("data.pkl", data, len(data))
+    writer.write_record("byteorder", b"little", 6)
+    writer.write_end_of_file()
+    return stream.getvalue()
+
+
+def _saved(value: Any, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _pickles(target: Path) -> dict[str, bytes]:
+    """Pickles that make `target`, each by other means."""
+    argument = _text(str(target))
+    return {
+        **{f"protocol {version}": pickle.dumps(_Bomb(target), version) for version in range(6)},
+        "stack global": b"\x80\x02" + _text("os") + _text("mkdir") + b"\x93" + argument + b"\x85R.",
+        "inst": b"(S'" + str(target).encode() + b"'\nios\nmkdir\n.",
+        "obj": b"(cos\nmkdir\n" + argument + b"o.",
+        "after a good value": b"\x80\x02}q\x00(" + _text("a") + b"cos\nmkdir\n" + argument + b"\x85Ru.",
+        "inside of what is allowed": pickle.dumps({"x": [1, (_Bomb(target),)]}, 2),
+        "getattr": b"\x80\x02cbuiltins\ngetattr\ncos\nmkdir\n0" + b"cos\nmkdir\n" + argument + b"\x85R.",
+        "eval": b"\x80\x02cbuiltins\neval\n" + _text(f"__import__('os').mkdir({str(target)!r})") + b"\x85R.",
+        "old builtins": b"\x80\x02c__builtin__\neval\n" + _text(f"__import__('os').mkdir({str(target)!r})") + b"\x85R.",
+        "a dotted name": b"\x80\x04cpathlib\nos.mkdir\n" + argument + b"\x85R.",
+        "a pickle in a pickle": b"\x80\x02ctorch.storage\n_load_from_bytes\n"
+        + b"c_codecs\nencode\n"
+        + _text(_archive(pickle.dumps(_Bomb(target), 2)).decode("latin1"))
+        + _text("latin1")
+        + b"\x86R\x85R.",
+    }
+
+
+def _script(target: Path) -> bytes:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    stream = io.BytesIO()
+    torch.jit.save(torch.jit.script(Module()), stream)
+    return stream.getvalue()
+
+
+def _bombs(target: Path) -> dict[str, bytes]:
+    plain = pickle.dumps(_Bomb(target), 2)
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as file:
+        file.writestr("archive/data.pkl", plain)
+    twice = io.BytesIO()
+    with zipfile.ZipFile(twice, "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(1, 2))
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            file.writestr("archive/data.pkl", plain)
+    return {
+        **{f"archive, {name}": _archive(data) for name, data in _pickles(target).items()},
+        "torch.save": _saved(_Bomb(target)),
+        "torch.save, legacy": _saved(_Bomb(target), _use_new_zipfile_serialization=False),
+        "pickle": plain,
+        "pickle before an archive": plain + _saved(1),
+        "legacy before an archive": _saved(_Bomb(target), _use_new_zipfile_serialization=False) + _saved(1),
+        "zip": zipped.getvalue(),
+        "zip with two": twice.getvalue(),
+        "script": _script(target),
+        "truncated": _saved(_Bomb(target))[:-20],
+        "nothing": b"",
+    }
+
+
+_REFUSED = r"UnsafeContentError|DamagedError"
+# Torch asks twice for metadata, and then only quotes what was said.
+_METADATA_REFUSED = r"metadata is (not acceptable|a)\b"
+
+BOMBS = sorted(_bombs(Path("/nowhere")))
+
+
+def _crafted(
+    door: Door,
+    data: bytes,
+    *,
+    as_tensor: bool = False,
+    metadata: Callable[[Metadata], Any] = lambda metadata: metadata,
+    encoded: bytes | None = None,
+) -> str:
+    """A version whose every digest is right, with an item `x` of these bytes."""
+    size = torch.Size([3])
+    chunks = [ChunkStorageMetadata(torch.Size([0]), size)]
+    properties = TensorProperties.create_from_tensor(torch.zeros(3))
+    kind = TensorStorageMetadata(properties, size, chunks) if as_tensor else BytesStorageMetadata()
+    index = MetadataIndex("x", torch.Size([0]) if as_tensor else None)
+    made = Metadata({"x": kind}, planner_data={"x": ("x",)}, storage_data={index: ItemPlace(0, "x")})
+    version = CheckpointContainerId(door.version(1))
+    ticket = door.saver.begin()
+    door.saver.write(ticket, version, [("other", torch.ones(2))], [("x", data)])
+    extra = [(METADATA_KEY, encode_metadata(metadata(made)) if encoded is None else encoded)]
+    door.saver.seal(ticket, extra=extra, labels={METADATA_SCOPE: "global"})
+    return str(version)
+
+
+def _load(door: Door, state: dict[str, Any], *, planner: Any = None, **reader: Any) -> dict[str, Any]:
+    storage_reader = MemoryStorageReader(checkpoint_loader=door.loader, **reader)
+    dcp.load(state, checkpoint_id=door.version(1), storage_reader=storage_reader, planner=planner)
+    return state
+
+
+def test_the_bombs_work(tmp_path: Path) -> None:
+    """Else the tests below would show nothing."""
+    for name, data in _pickles(tmp_path / "x").items():
+        with contextlib.suppress(Exception):
+            torch.load(io.BytesIO(_archive(data)), weights_only=False)
+        assert (tmp_path / "x").is_dir(), name
+        (tmp_path / "x").rmdir()
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["item", "tensor"])
+def test_items_that_would_execute_are_refused_before(door: Door, tmp_path: Path, name: str, as_tensor: bool) -> None:
+    target = tmp_path / "executed"
+    _crafted(door, _bombs(target)[name], as_tensor=as_tensor)
+    with pytest.raises(CheckpointException, match=_REFUSED):
+        _load(door, {"x": torch.zeros(3) if as_tensor else None})
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_metadata_that_would_execute_is_refused_before(door: Door, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "executed"
+    _crafted(door, _saved(1), encoded=_bombs(target)[name])
+    with pytest.raises(CheckpointException, match=_METADATA_REFUSED):
+        _load(door, {"x": None})
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("field", ["planner_data", "storage_data", "state_dict_metadata", "storage_meta", "version"])
+def test_no_field_of_the_metadata_executes(door: Door, tmp_path: Path, field: str) -> None:
+    target = tmp_path / "executed"
+    _crafted(door, _saved(1), metadata=lambda metadata: dataclasses.replace(metadata, **{field: {"x": _Bomb(target)}}))
+    with pytest.raises(CheckpointException, match=_METADATA_REFUSED):
+        _load(door, {"x": None})
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        None,
+        [],
+        {},
+        {MetadataIndex("x"): "elsewhere"},
+        {MetadataIndex("x"): ItemPlace(0, "no such item")},
+        {MetadataIndex("x"): ItemPlace(7, "x")},
+        {MetadataIndex("x"): ItemPlace(-1, "x")},
+        {MetadataIndex("x"): ItemPlace("../../0", "x")},  # type: ignore[arg-type]
+        {MetadataIndex("x"): ItemPlace(0, 5)},  # type: ignore[arg-type]
+        {MetadataIndex("x"): ItemPlace(0, "other")},
+        {MetadataIndex("x"): ItemPlace(0, METADATA_KEY)},
+    ],
+    ids=str,
+)
+def test_places_that_are_none_are_refused(door: Door, places: Any) -> None:
+    _crafted(door, _saved(1), metadata=lambda metadata: dataclasses.replace(metadata, storage_data=places))
+    with pytest.raises(CheckpointException, match=r"ml_flashpoint\.core\.errors\.\w+Error"):
+        _load(door, {"x": None})
+
+
+@pytest.mark.parametrize("metadata", [{}, 5, None, [Metadata({})]], ids=str)
+def test_metadata_of_another_type_is_refused(door: Door, metadata: Any) -> None:
+    _crafted(door, _saved(1), encoded=_saved(metadata))
+    with pytest.raises(CheckpointException, match=_METADATA_REFUSED):
+        _load(door, {"x": None})
+
+
+@dataclasses.dataclass
+class _Progress:
+    epoch: int
+    name: str = "x"
+
+
+class _Phase(enum.Enum):
+    WARMUP = 1
+    MAIN = 2
+
+
+_Pair = namedtuple("_Pair", "a b")
+
+
+def _no_such_class(*arguments: Any) -> None:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("mode", ["sync", "thread"])
+@pytest.mark.parametrize("value", [_Progress(3), _Phase.MAIN, _Pair(1, torch.ones(2))], ids=str)
+def test_types_of_the_users_own_need_to_be_allowed(door: Door, mode: str, value: Any) -> None:
+    door.save_by(mode, {"x": value}, 1)
+    with pytest.raises(CheckpointException, match=rf"(?s){type(value).__qualname__}.*safe_globals"):
+        _load(door, {"x": None})
+    with pytest.raises(CheckpointException, match="UnsafeContentError"):
+        _load(door, {"x": None}, safe_globals=[_no_such_class])
+    loaded = _load(door, {"x": None}, safe_globals=[type(value)])["x"]
+    assert type(loaded) is type(value)
+    assert_same(tuple(loaded), tuple(value)) if isinstance(value, tuple) else assert_same(loaded, value)
+    assert type(_load(door, {"x": None}, trust_bytes=True)["x"]) is type(value)
+
+
+def test_allowing_a_type_does_not_allow_others(door: Door, tmp_path: Path) -> None:
+    target = tmp_path / "executed"
+    _crafted(door, _saved([_Progress(3), _Bomb(target)]))
+    with pytest.raises(CheckpointException, match="UnsafeContentError"):
+        _load(door, {"x": None}, safe_globals=[_Progress])
+    assert not target.exists()
+
+
+class _RawPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = value.read()
+
+
+def test_planners_that_do_not_unpickle_can_have_any_bytes(door: Door) -> None:
+    _crafted(door, b"not even a pickle")
+    with pytest.raises(CheckpointException, match=r"(?s)UnsafeContentError.*trust_bytes"):
+        _load(door, {"x": None}, planner=_RawPlanner())
+    assert _load(door, {"x": None}, planner=_RawPlanner(), trust_bytes=True) == {"x": b"not even a pickle"}
+
+
+def test_metadata_of_planners_with_types_of_their_own(door: Door) -> None:
+    _crafted(door, _saved(1), metadata=lambda m: dataclasses.replace(m, planner_data={"x": _Progress(1)}))
+    with pytest.raises(CheckpointException, match=r"(?s)_Progress.*safe_globals"):
+        _load(door, {"x": None})
+    assert _load(door, {"x": None}, safe_globals=[_Progress]) == {"x": 1}

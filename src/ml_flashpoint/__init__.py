@@ -7,7 +7,10 @@ that tools without torch (manifests, recovery planning, the command line's help)
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ml_flashpoint.flashpoint import Flashpoint
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,1 @@
+"""What the façade (`ml_flashpoint.flashpoint`) is made of: tracked state, planners, signals, reports."""

@@ -1,0 +1,62 @@
+"""What a façade tells about itself: plain values, made on demand, safe to keep and to send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How saving goes on this rank, from the construction of the façade on.
+
+    Attributes:
+        saves: saves sealed on all ranks.
+        failures: saves that failed.
+        last_error: text of the latest failure, kept after later saves worked; None if there was none.
+        replication_error: why copies on other nodes are missing now; None while there is nothing amiss.
+        blocked_s: seconds that the latest save kept the training loop.
+        blocked_total_s: the same, of all saves.
+        sealed_s: seconds from the begin of the latest successful save until it was sealed on all ranks.
+        bytes: bytes of this rank's part of its newest version.
+        degraded: whether something needs attention: the latest save failed or hangs, or copies are missing.
+    """
+
+    saves: int
+    failures: int
+    last_error: str | None
+    replication_error: str | None
+    blocked_s: float
+    blocked_total_s: float
+    sealed_s: float
+    bytes: int
+    degraded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What `Flashpoint.resume` did on this rank. Times in seconds, over all versions that were tried.
+
+    Attributes:
+        step: the step to go on from.
+        source: where the state came from.
+        version: the version loaded, if it came from memory.
+        detect_s: reading and gathering inventories.
+        plan_s: planning.
+        fetch_s: fetching from peers, verifying, voting.
+        load_s: loading into the tracked objects.
+        total_s: all of it, the fallback included.
+        fetched_bytes: bytes that this rank received from peers before loading.
+        discarded: versions that were complete and could not be loaded, newest first.
+    """
+
+    step: int
+    source: Literal["memory", "fallback", "nothing"]
+    version: str | None
+    detect_s: float
+    plan_s: float
+    fetch_s: float
+    load_s: float
+    total_s: float
+    fetched_bytes: int
+    discarded: tuple[str, ...]

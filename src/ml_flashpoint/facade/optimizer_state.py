@@ -1,0 +1,224 @@
+"""The state of one tracked optimizer, by names of parameters, so that it can be resharded.
+
+Owns the calls of torch's `get_optimizer_state_dict` and `set_optimizer_state_dict`, a shortcut around the former
+(see `module_state`), and what they leave out: parameters without state, and state of another dtype than its
+parameter. An optimizer that they cannot name is saved whole, by each rank for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ml_flashpoint.core.errors import LoadError
+
+_log = logging.getLogger(__name__)
+
+_State = dict[str, Any]
+
+
+class OptimizerState:
+    """One tracked optimizer. Not thread-safe.
+
+    Args:
+        name: what it is tracked as.
+        modules: the modules tracked beside it, by name. May still grow.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
+        self.optimizer = optimizer
+        self._name = name
+        self._modules = modules
+        # What was found out about these parameters, and holds until they change.
+        self._examined: list[torch.Tensor] = []
+        self._root: nn.Module | None = None
+        self._nameable = False
+        self._names: list[str] | None = None
+        # At loading: state that the optimizer starts with and the checkpoint lacks, by parameter and key.
+        self._absent: dict[str, _State] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
+
+    def to_save(self) -> _State | None:
+        """The state by parameter names: references, not copies. None if it has to be saved whole.
+
+        An optimizer that has not stepped yet is saved whole too: torch's function would make it step.
+        """
+        if not self.optimizer.state:
+            return None
+        parameters = _parameters(self.optimizer)
+        if len(parameters) != len(self._examined) or any(
+            a is not b for a, b in zip(parameters, self._examined, strict=True)
+        ):
+            self._examine(parameters)
+        if not self._nameable:
+            return None
+        assert self._root is not None
+        if self._names is None:
+            return _by_torch(self._root, self.optimizer)
+        return _named(self.optimizer.state_dict(), self._names)
+
+    def _examine(self, parameters: list[torch.Tensor]) -> None:
+        self._examined, self._names = parameters, None
+        self._root = _root_of(parameters, self._modules)
+        simple = all(
+            isinstance(key, torch.Tensor) and isinstance(values, dict) and all(map(_is_simple, values.values()))
+            for key, values in self.optimizer.state.items()
+        )
+        self._nameable = simple and self._root is not None
+        if not self._nameable:
+            why = (
+                "its state is no table of tensors" if self._root is not None else "no tracked module has its parameters"
+            )
+            _log.warning(
+                "optimizer %r is saved whole by each rank (%s); if it is sharded, only as many ranks can load it",
+                self._name,
+                why,
+            )
+            return
+        assert self._root is not None
+        if any(isinstance(module, FullyShardedDataParallel) for module in self._root.modules()):
+            return
+        theirs = _by_torch(self._root, self.optimizer)
+        names = _names_in(theirs)
+        if len(names) == len(parameters) and _is_same(_named(self.optimizer.state_dict(), names), theirs):
+            self._names = names
+
+    # ---- loading ------------------------------------------------------------------------------------------
+
+    def current(self, keys: Collection[str]) -> _State:
+        """What a checkpoint with items of these keys is loaded into. A fresh optimizer gets its state made.
+
+        Raises:
+            LoadError: no tracked module has the optimizer's parameters.
+        """
+        parameters = _parameters(self.optimizer)
+        root = self._root = _root_of(parameters, self._modules)
+        if root is None:
+            raise LoadError(
+                f"optimizer {self._name!r} was saved by parameter names, and no tracked module has its parameters",
+                hint="track the same modules as when it was saved",
+            )
+        if not self.optimizer.state:
+            # Torch makes the state by a step without effect, which it does not dare to while there are gradients.
+            self.optimizer.zero_grad(set_to_none=True)
+        state = _by_torch(root, self.optimizer)
+        names = _names_in(state)
+        self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
+        self._absent = {}
+        present: dict[str, _State] = {}
+        for name, values in state["state"].items():
+            kept = {k: v for k, v in values.items() if self._is_saved(f"{self._name}.state.{name}.{k}", v, keys)}
+            if len(kept) < len(values):
+                self._absent[name] = {k: v for k, v in values.items() if k not in kept}
+            if kept:
+                present[name] = kept
+        return {"state": present, "param_groups": state["param_groups"]}
+
+    @staticmethod
+    def _is_saved(key: str, value: object, keys: Collection[str]) -> bool:
+        return key in keys or isinstance(value, (dict, list, tuple))
+
+    def load(self, state: _State) -> None:
+        """Hand loaded state, as :meth:`current` gave it, to the optimizer."""
+        assert self._root is not None
+        loaded: dict[str, _State] = state["state"]
+        # Torch insists on state for every parameter. What the checkpoint lacks goes in, and is removed again.
+        names = dict.fromkeys([*loaded, *self._absent])
+        filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
+        complete: Any = {"state": filled, "param_groups": state["param_groups"]}
+        set_optimizer_state_dict(self._root, self.optimizer, complete)
+        for name, values in filled.items():
+            if (parameter := self._parameters.get(name)) is None:
+                continue
+            held = self.optimizer.state[parameter]
+            for key in self._absent.get(name, {}):
+                held.pop(key, None)
+            for key, value in values.items():
+                # Optimizers convert state to the parameter's dtype, which loses bits of what was saved.
+                if isinstance(value, torch.Tensor) and key in held and held[key].dtype != value.dtype:
+                    held[key] = value
+            if not held:
+                del self.optimizer.state[parameter]
+        self._absent, self._parameters = {}, {}
+
+    def forget(self) -> None:
+        """Back to an optimizer that has not stepped: what :meth:`current` made goes away."""
+        self.optimizer.state.clear()
+
+    def expected_tensors(self) -> list[torch.Tensor]:
+        """Tensors as large as the state, made or to be expected after the first step."""
+        if self.optimizer.state:
+            return [
+                value
+                for values in self.optimizer.state.values()
+                if isinstance(values, dict)
+                for value in values.values()
+                if isinstance(value, torch.Tensor)
+            ]
+        copies = 0
+        defaults = self.optimizer.defaults
+        if "betas" in defaults:
+            copies = 3 if defaults.get("amsgrad") else 2
+        elif defaults.get("momentum"):
+            copies = 1
+        return [p for p in _parameters(self.optimizer) if p.requires_grad] * copies
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:
+    state: Any = get_optimizer_state_dict(root, optimizer)
+    return {"state": state["state"], "param_groups": state["param_groups"]}
+
+
+def _names_in(state: _State) -> list[str]:
+    return [name for group in state["param_groups"] for name in group["params"]]
+
+
+def _root_of(parameters: list[torch.Tensor], modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """A module that has all these parameters: a tracked one, or several put together; None if there is none."""
+    wanted = {id(parameter) for parameter in parameters}
+    owned = {name: wanted & {id(p) for p in module.parameters()} for name, module in modules.items()}
+    for name, module in modules.items():
+        if owned[name] == wanted:
+            return module
+    together = nn.Module()
+    for name, module in modules.items():
+        if owned[name] & wanted:
+            together.add_module(f"tracked_{name}", module)
+            wanted -= owned[name]
+    return together if not wanted else None
+
+
+def _named(state: Mapping[str, Any], names: list[str]) -> _State:
+    """What `Optimizer.state_dict()` gives, with names in the place of numbers."""
+    return {
+        "state": {names[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+    }
+
+
+def _is_same(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    return (
+        own["param_groups"] == theirs["param_groups"]
+        and own["state"].keys() == theirs["state"].keys()
+        and all(
+            values.keys() == theirs["state"][name].keys()
+            and all(value is theirs["state"][name][key] for key, value in values.items())
+            for name, values in own["state"].items()
+        )
+    )
+
+
+def _is_simple(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, DTensor, bool, int, float, str, type(None)))

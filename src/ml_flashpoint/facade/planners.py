@@ -1,0 +1,146 @@
+"""DCP planners of the façade: plans kept between saves, packed items, and no silent differences at loading.
+
+Owns what differs from torch's default planners. What a state dict holds is `tracked_state`'s business.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal, unsafe_globals
+from ml_flashpoint.core.errors import LoadError, SaveError, UnsafeContentError
+
+PACKED = "_flashpoint"
+"""Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
+
+_CAN_CACHE = "enable_plan_caching" in inspect.signature(DefaultSavePlanner.__init__).parameters
+# Where torch's planners keep plans between saves: class-level, by planner. Not all versions have all of them.
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+
+
+class PackedState(bytes):
+    """State of one tracked object on one rank: an archive of ``torch.save``, made when the save began."""
+
+
+class FacadeSavePlanner(DefaultSavePlanner):
+    """Plans one save; the plan is reused by later saves of the same structure.
+
+    Args:
+        cache_key: identity of the façade: plans of others in this process are never taken for its own.
+        safe_globals: further types that may be saved, see `Flashpoint`.
+        error: why this rank cannot save; raised while planning, where DCP tells all ranks.
+    """
+
+    def __init__(self, cache_key: str, safe_globals: Sequence[SafeGlobal] = (), error: Exception | None = None) -> None:
+        super().__init__(**({"enable_plan_caching": True} if _CAN_CACHE else {}))
+        self._cached_plans_key = cache_key
+        self._safe_globals = tuple(safe_globals)
+        self._error = error
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's plan, or nothing where the last one still holds."""
+        if self._error is not None:
+            raise self._error
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: the plans of all ranks."""
+        known = getattr(SavePlanner, "_cached_all_plans", {})
+        if _CAN_CACHE and self._cached_plans_key not in known and not all(plan.usable for plan in all_plans):
+            # Torch would take the missing plans for empty ones, and save a part of the state.
+            raise SaveError("ranks disagree about the plan of the last save", hint="the next save plans anew")
+        return super().create_global_plan(all_plans)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Bytes of an item that is no tensor, refused if it could not be loaded again.
+
+        Raises:
+            UnsafeContentError: it holds a type that loading does not allow.
+        """
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, object)
+        stream = io.BytesIO(object) if isinstance(object, PackedState) else super().transform_object(write_item, object)
+        fqn = write_item.index.fqn
+        name = fqn.rpartition(".")[2] if fqn.startswith(f"{PACKED}.") else fqn.partition(".")[0]
+        try:
+            unsafe = ", ".join(sorted(unsafe_globals(stream, allowed=self._safe_globals)))
+        except Exception as error:
+            raise UnsafeContentError(
+                f"the state of {name!r} cannot be checked, so it could not be loaded: {error}"
+            ) from error
+        if unsafe:
+            raise UnsafeContentError(
+                f"the state of {name!r} holds {unsafe}, which loading would refuse, because such types may run code",
+                hint=f"keep plain values in it, or pass Flashpoint(..., safe_globals=[{unsafe}]) if you trust that",
+            )
+        return stream
+
+
+def forget_plans(cache_key: str) -> None:
+    """Drop what planners with this key keep between saves. After a failure on some rank, no rank may reuse it."""
+    for name in _CACHES:
+        getattr(SavePlanner, name, {}).pop(cache_key, None)
+
+
+class FacadeLoadPlanner(DefaultLoadPlanner):
+    """Loads everything that was saved of the objects that are tracked, or nothing.
+
+    Args:
+        structured: names of tracked objects that were not packed.
+
+    Attributes:
+        packed: the packed items loaded, by key. They were checked by the reader and are not unpickled here.
+        touched: whether tensors may have been written to.
+    """
+
+    def __init__(self, structured: Collection[str]) -> None:
+        super().__init__()
+        self._structured = frozenset(structured)
+        self.packed: dict[str, bytes] = {}
+        self.touched = False
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: check that no tensor of a tracked object stays behind."""
+        wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        assert self.metadata is not None
+        left = [
+            key
+            for key, entry in self.metadata.state_dict_metadata.items()
+            if key not in wanted and key.partition(".")[0] in self._structured and not _is_empty(entry)
+        ]
+        if left:
+            raise LoadError(
+                f"the checkpoint has {len(left)} items that the tracked objects have no place for, such as {left[0]!r}",
+                hint="the model or optimizer differs from the one that was saved",
+            )
+        return super().create_global_plan(global_plan)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Reading starts after this."""
+        self.touched = True
+        return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take in an item that is no tensor; the reader has checked it against the allow-list."""
+        fqn = read_item.dest_index.fqn
+        if fqn.startswith(f"{PACKED}."):
+            self.packed[fqn] = value.getvalue()
+            return
+        super().load_bytes(read_item, value)
+
+
+def _is_empty(entry: object) -> bool:
+    return isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 0

@@ -1,0 +1,227 @@
+"""Saves of a façade, one at a time: begun in the training thread, ended in the background.
+
+Owns the save under way, its outcome and the counters. What is saved, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.errors import DeadlineError, FlashpointError
+from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
+from ml_flashpoint.facade.planners import FacadeSavePlanner, forget_plans
+from ml_flashpoint.facade.sigterm import TerminationGuard
+from ml_flashpoint.facade.tracked_state import TrackedState
+
+_log = logging.getLogger(__name__)
+
+
+class BlockingStager:
+    """Begins saves: the state is copied before :meth:`stage` returns, the rest happens in the background.
+
+    The seam for overlapping the copy with the next forward and backward: another object with this method, which
+    returns before the copy is done and holds the next optimizer step back until then.
+
+    Args:
+        writer: where saves go.
+        group: processes that save together; None without torch.distributed.
+    """
+
+    def __init__(self, writer: MemoryStorageWriter, group: dist.ProcessGroup | None) -> None:
+        self._writer = writer
+        self._group = group
+
+    def stage(self, state: dict[str, Any], version: CheckpointContainerId, planner: FacadeSavePlanner) -> Future[Any]:
+        """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed."""
+        begun = async_save(
+            state,
+            checkpoint_id=str(version),
+            storage_writer=self._writer,
+            planner=planner,
+            process_group=self._group,
+        )
+        assert isinstance(begun, Future)
+        return begun
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """A save under way. ``ended`` is set after its outcome was taken note of."""
+
+    step: int
+    began: float
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking through all of torch in the middle of a save.
+
+    Staging makes tens of thousands of objects that are gone when it returns. Collections meanwhile would take them
+    for old ones, and each few thousand of those make Python collect everything: at 2,000 tensors that was 80% of the
+    time that a save blocks.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class SaveRunner:
+    """See the module. Saves are begun from one thread; reading and waiting may be done from any.
+
+    Args:
+        tracked: what to save.
+        saver: the engine's saver.
+        group: processes that save together; None without torch.distributed.
+        guard: holds signals back while a save is being begun.
+        safe_globals: see `Flashpoint`.
+        deadline_s: seconds to wait for the save before.
+
+    Attributes:
+        last_saved: step of the latest save sealed on all ranks, None before.
+        saves, failures, failures_in_a_row, last_error, blocked_s, blocked_total_s, sealed_s: see `Health`.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedState,
+        saver: DefaultMLFlashpointCheckpointSaver,
+        group: dist.ProcessGroup | None,
+        guard: TerminationGuard,
+        *,
+        safe_globals: tuple[SafeGlobal, ...],
+        deadline_s: float,
+    ) -> None:
+        self._tracked = tracked
+        self._saver = saver
+        self._stager = BlockingStager(MemoryStorageWriter(saver), group)
+        self._guard = guard
+        self._safe_globals = safe_globals
+        self._deadline_s = deadline_s
+        self._plans = f"flashpoint-{id(self):x}-{time.monotonic_ns():x}"
+        self._current: _Save | None = None
+        self._failure: FlashpointError | None = None
+        self.last_saved: int | None = None
+        self.saves = self.failures = self.failures_in_a_row = 0
+        self.last_error: str | None = None
+        self.blocked_s = self.blocked_total_s = self.sealed_s = 0.0
+
+    # ---- beginning ----------------------------------------------------------------------------------------
+
+    def save(self, version: CheckpointContainerId) -> None:
+        """Begin a save, after the one before has ended. Never raises for a save that fails."""
+        began = time.perf_counter()
+        try:
+            if self.await_current(self._deadline_s):
+                with self._guard.deferred(), _no_collection():
+                    self._begin(version, began)
+                return
+            assert self._current is not None
+            unfinished = f"the save of step {self._current.step} is unfinished after {self._deadline_s:.0f} s"
+            self._fail(version, DeadlineError(unfinished, step=version.step, rank=self._saver.rank))
+        finally:
+            self.blocked_s = time.perf_counter() - began
+            self.blocked_total_s += self.blocked_s
+
+    def _begin(self, version: CheckpointContainerId, began: float) -> None:
+        try:
+            future = self._stage(self._tracked.to_save(), version)
+        except Exception as error:
+            try:
+                # The other ranks are saving: they learn that this one cannot by a plan that fails.
+                future = self._stage({}, version, error)
+            except Exception:
+                self._fail(version, error)
+                return
+        self._current = _Save(version.step or 0, began)
+        future.add_done_callback(lambda done, save=self._current: self._end(save, version, done))  # type: ignore[misc]
+
+    def _stage(
+        self, state: dict[str, Any], version: CheckpointContainerId, problem: Exception | None = None
+    ) -> Future[Any]:
+        if problem is not None:
+            # It travels to other ranks: an error of ours survives that, others may not.
+            problem = as_flashpoint_error({-1: problem}, step=version.step or 0, rank=self._saver.rank)
+        return self._stager.stage(state, version, FacadeSavePlanner(self._plans, self._safe_globals, problem))
+
+    # ---- ending -------------------------------------------------------------------------------------------
+
+    def _end(self, save: _Save, version: CheckpointContainerId, future: Future[Any]) -> None:
+        """Called on the thread that carried the save out."""
+        try:
+            error = future.exception()
+            if error is not None:
+                self._fail(version, error)
+                return
+            if self.failures_in_a_row:
+                _log.warning("saves work again from step %d on", save.step)
+            self.failures_in_a_row = 0
+            self.saves += 1
+            self.sealed_s = time.perf_counter() - save.began
+            self.last_saved = save.step
+        finally:
+            save.ended.set()
+
+    def _fail(self, version: CheckpointContainerId, error: BaseException) -> None:
+        failure = as_flashpoint_error(causes_of(error), step=version.step or 0, rank=self._saver.rank)
+        # No rank may go on with a plan that another one may not have.
+        forget_plans(self._plans)
+        text = str(failure)
+        self.failures += 1
+        self.failures_in_a_row += 1
+        # A job that cannot save says so again and again, but not at every step.
+        loud = text != self.last_error or self.failures_in_a_row.bit_count() == 1
+        self.last_error = text
+        self._failure = failure
+        _log.log(
+            logging.ERROR if loud else logging.DEBUG,
+            "the save of step %s failed (%d in a row), training goes on: %s",
+            version.step,
+            self.failures_in_a_row,
+            text,
+        )
+
+    def take_failure(self) -> FlashpointError | None:
+        """The latest failure, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    # ---- waiting ------------------------------------------------------------------------------------------
+
+    def await_current(self, deadline_s: float) -> bool:
+        """Wait until no save is under way on this rank; returns whether that was so in time."""
+        return self._current is None or self._current.ended.wait(deadline_s)
+
+    def settle(self, deadline_s: float) -> bool:
+        """Wait until all saves are sealed and have their copies, or failed; returns whether that was so in time."""
+        give_up = time.monotonic() + deadline_s
+        return self.await_current(deadline_s) and self._saver.wait(max(give_up - time.monotonic(), 1e-3))
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the save under way has taken longer than the deadline."""
+        save = self._current
+        return save is not None and not save.ended.is_set() and time.perf_counter() - save.began > self._deadline_s
+
+    def forget(self) -> None:
+        """Drop what torch keeps between saves. No save may follow."""
+        forget_plans(self._plans)

@@ -1,0 +1,186 @@
+"""Brings the newest loadable version into the tracked objects, on all ranks or on none.
+
+Owns the tries: newest version first, a vote after each, older ones next. Finding, fetching and verifying versions is
+the engine's loader's; what to do when none is left is the façade's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.errors import LoadError
+from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.facade.failures import causes_of, is_misfit, text_of
+from ml_flashpoint.facade.planners import FacadeLoadPlanner
+from ml_flashpoint.facade.tracked_state import TrackedState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a version could not be loaded, the same on every rank.
+
+    Attributes:
+        version: its name.
+        text: the lowest failing rank's reason.
+        misfit: whether, on some rank, the program differs from the one that was saved.
+        touched: whether tensors may have been written to, on some rank.
+    """
+
+    version: str
+    text: str
+    misfit: bool
+    touched: bool
+
+
+@dataclass(slots=True)
+class LoadOutcome:
+    """What was loaded, what was not, and how long it took; see `Recovery` for the times."""
+
+    version: CheckpointContainerId | None = None
+    failures: list[LoadFailure] = field(default_factory=list)
+    detect_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    load_s: float = 0.0
+    fetched_bytes: int = 0
+
+    @property
+    def discarded(self) -> tuple[str, ...]:
+        """Names of the versions that could not be loaded, newest first."""
+        return tuple(failure.version for failure in self.failures)
+
+    def refuse_to_start_anew(self, rank: int) -> None:
+        """Called when nothing was loaded and training would start from nothing.
+
+        Raises:
+            LoadError: there are versions that this would bury, or the tracked objects are half loaded.
+        """
+        hint = "to start anew, use another base container, remove this one, or pass fallback="
+        misfit = next((failure for failure in self.failures if failure.misfit), None)
+        if misfit is not None:
+            raise LoadError(
+                f"version {misfit.version} does not fit what is tracked: {misfit.text}", rank=rank, hint=hint
+            )
+        touched = next((failure for failure in self.failures if failure.touched), None)
+        if touched is not None:
+            raise LoadError(
+                f"no version could be loaded, and {touched.version} was loaded in part: {touched.text}",
+                rank=rank,
+                hint=hint,
+            )
+
+
+class StateLoader:
+    """See the module.
+
+    Args:
+        tracked: where to load to.
+        loader: the engine's loader.
+        ranks: who votes.
+        group: processes that load together; None without torch.distributed.
+        safe_globals: see `Flashpoint`.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedState,
+        loader: DefaultMLFlashpointCheckpointLoader,
+        ranks: RankGroup,
+        group: dist.ProcessGroup | None,
+        *,
+        safe_globals: tuple[SafeGlobal, ...],
+    ) -> None:
+        self._tracked = tracked
+        self._loader = loader
+        self._ranks = ranks
+        self._group = group
+        self._safe_globals = safe_globals
+
+    def load_newest(self, base: CheckpointContainerId) -> LoadOutcome:
+        """Load the newest version of a base container that all ranks can load. Collective."""
+        outcome = LoadOutcome()
+        while (version := self._next_version(base, outcome)) is not None:
+            began = time.perf_counter()
+            failure = self._load(version)
+            outcome.load_s += time.perf_counter() - began
+            if failure is None:
+                outcome.version = version
+                break
+            _log.error("version %s cannot be loaded, trying an older one: %s", version.name, failure.text)
+            outcome.failures.append(failure)
+            self._loader.discard(version)
+        return outcome
+
+    def _next_version(self, base: CheckpointContainerId, outcome: LoadOutcome) -> CheckpointContainerId | None:
+        version = self._loader.get_latest_complete_checkpoint(base)
+        if (report := self._loader.last_recovery) is not None:
+            outcome.detect_s += report.detect_s
+            outcome.plan_s += report.plan_s
+            outcome.fetch_s += report.fetch_s
+            outcome.fetched_bytes += report.fetched_bytes
+        return version
+
+    def _load(self, version: CheckpointContainerId) -> LoadFailure | None:
+        """Load one version. Every rank gets the same answer."""
+        reader = _Reader(path=version, checkpoint_loader=self._loader, safe_globals=self._safe_globals)
+        error: BaseException | None = None
+        try:
+            target = self._tracked.target(reader.read_metadata())
+        except Exception as caught:
+            error = caught
+        if (failure := self._vote(version, error, touched=False)) is not None:
+            return failure
+        if target.saved_by != self._ranks.world_size:
+            _log.warning(
+                "saved by %d ranks, loaded by %d: what each rank has of its own (position in the data, random numbers) "
+                "is that of rank %d here",
+                target.saved_by,
+                self._ranks.world_size,
+                target.source_rank,
+            )
+        planner = FacadeLoadPlanner(target.structured)
+        try:
+            load(target.state, storage_reader=reader, planner=planner, process_group=self._group)
+            self._tracked.apply(target, planner.packed)
+        except (Exception, CheckpointException) as caught:
+            error = caught
+        return self._vote(version, error, touched=planner.touched)
+
+    def _vote(
+        self, version: CheckpointContainerId, error: BaseException | None, *, touched: bool
+    ) -> LoadFailure | None:
+        """What went wrong, if anything did on any rank."""
+        mine = b""
+        if error is not None:
+            self._loader.release()
+            causes = causes_of(error)
+            mine = json.dumps([text_of(causes), is_misfit(causes), touched]).encode()
+        said = [json.loads(blob) for blob in self._ranks.gather(mine) if blob]
+        if not said:
+            return None
+        return LoadFailure(version.name, str(said[0][0]), any(s[1] for s in said), any(s[2] for s in said))
+
+
+class _Reader(MemoryStorageReader):
+    """Reads one checkpoint, whose metadata is wanted twice: to prepare, and by DCP."""
+
+    _metadata: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata

@@ -1,0 +1,258 @@
+"""What a façade tracks: from named objects to one state dict for DCP, and back.
+
+Owns the names, which object is saved how, and the packed items: the state of everything that is neither module
+nor optimizer belongs to one rank, which gets its own back. Saving and loading are DCP's and the engine's.
+
+::
+
+    model.<parameter or buffer>                     modules, sharded as they are
+    optimizer.state.<parameter>.<key>, .param_groups   optimizers
+    _flashpoint.rank-00003.<name>                   an archive of torch.save, for everything else
+    _flashpoint.rank-00003._rng                     the random number generators
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ml_flashpoint.core.errors import InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.facade.module_state import ModuleState
+from ml_flashpoint.facade.optimizer_state import OptimizerState
+from ml_flashpoint.facade.planners import PACKED, PackedState
+from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+
+_log = logging.getLogger(__name__)
+
+_RNG = "_rng"
+_PACKED_KEY = re.compile(rf"{PACKED}\.rank-(\d{{5,}})\.(\w+)")
+_LARGE_PACKED = 64 << 20
+
+
+class Stateful(Protocol):
+    """Anything that can be tracked."""
+
+    def state_dict(self) -> Any:
+        """The state, which later steps may change or replace."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take the state over."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """What one checkpoint is loaded into on this rank.
+
+    Attributes:
+        state: for ``dcp.load``.
+        structured: names of the objects whose state is in it by tensors; the others' is packed.
+        saved_by: number of ranks that saved it.
+        source_rank: the one whose packed state this rank takes.
+    """
+
+    state: dict[str, Any]
+    structured: frozenset[str]
+    saved_by: int
+    source_rank: int
+
+
+class TrackedState:
+    """The tracked objects of one rank. Not thread-safe.
+
+    Args:
+        rank, world_size: of this process.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._modules: dict[str, nn.Module] = {}
+        self._module_states: dict[str, ModuleState] = {}
+        self._optimizers: dict[str, OptimizerState] = {}
+        self._others: dict[str, Stateful] = {}
+        self._warned_large: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of everything tracked."""
+        return (*self._modules, *self._optimizers, *self._others)
+
+    def add(self, name: str, value: object) -> None:
+        """Track one more object.
+
+        Raises:
+            InvalidArgumentError: the name is taken or unusable, or the object has no state or another name.
+        """
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise InvalidArgumentError(
+                "a tracked name must be an identifier without a leading underscore", argument="name", value=name
+            )
+        if name in self.names:
+            raise InvalidArgumentError("this name is tracked already", argument="name", value=name)
+        methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+        if isinstance(value, type) or not all(map(callable, methods)):
+            raise InvalidArgumentError(
+                "must have the methods state_dict and load_state_dict", argument=name, value=value
+            )
+        held = (*self._modules.values(), *(o.optimizer for o in self._optimizers.values()), *self._others.values())
+        if any(value is other for other in held):
+            raise InvalidArgumentError("this object is tracked already, under another name", argument=name, value=value)
+        if isinstance(value, nn.Module):
+            self._modules[name] = value
+            self._module_states[name] = ModuleState(value)
+        elif isinstance(value, Optimizer):
+            self._optimizers[name] = OptimizerState(name, value, self._modules)
+        else:
+            self._others[name] = cast(Stateful, value)
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def to_save(self) -> dict[str, Any]:
+        """The state for ``dcp.save``: references to tensors, and packed copies of everything else.
+
+        Raises:
+            SaveError: an object could not be packed; says which.
+        """
+        state: dict[str, Any] = {}
+        packed: dict[str, PackedState] = {}
+        for name, module in self._module_states.items():
+            if tensors := module.to_save():
+                state[name] = tensors
+        for name, optimizer in self._optimizers.items():
+            structured = optimizer.to_save()
+            if structured is not None:
+                state[name] = structured
+            else:
+                packed[name] = self._pack(name, optimizer.optimizer.state_dict)
+        for name, other in self._others.items():
+            packed[name] = self._pack(name, other.state_dict)
+        packed[_RNG] = self._pack(_RNG, capture_rng_state)
+        state[PACKED] = {_rank_key(self._rank): packed}
+        return state
+
+    def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
+        stream = io.BytesIO()
+        try:
+            torch.save(state_dict(), stream)
+        except Exception as error:
+            raise SaveError(
+                f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}", rank=self._rank
+            ) from error
+        data = PackedState(stream.getbuffer())
+        if len(data) > _LARGE_PACKED and name not in self._warned_large:
+            self._warned_large.add(name)
+            _log.warning(
+                "the state of %r has %d bytes and is saved by torch.save, which is slow: track modules instead",
+                name,
+                len(data),
+            )
+        return data
+
+    def expected_bytes(self) -> int:
+        """Bytes that a rank's part takes when training is under way: what is replicated counts divided by the
+        number of ranks, because each of them saves a share. Optimizers that have not stepped are estimated."""
+        tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
+        tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
+        return sum(_share(tensor, self._world_size) for tensor in tensors)
+
+    # ---- loading ------------------------------------------------------------------------------------------
+
+    def target(self, metadata: Metadata) -> LoadTarget:
+        """What a checkpoint with this metadata is to be loaded into.
+
+        Raises:
+            LoadError: it does not hold what is tracked.
+        """
+        keys = metadata.state_dict_metadata.keys()
+        packed = [(int(match[1]), match[2]) for match in map(_PACKED_KEY.fullmatch, keys) if match is not None]
+        saved_by = len({rank for rank, _ in packed})
+        if not saved_by:
+            raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self._rank)
+        source_rank = self._rank % saved_by
+        packed_names = {name for rank, name in packed if rank == source_rank}
+        structured = {key.partition(".")[0] for key in keys} - {PACKED}
+        self._compare(packed_names | structured)
+        state: dict[str, Any] = {}
+        for name, module in self._module_states.items():
+            if tensors := module.current():
+                state[name] = tensors
+        for name, optimizer in self._optimizers.items():
+            if name in structured:
+                state[name] = optimizer.current(keys)
+        wanted = packed_names & {_RNG, *self._optimizers, *self._others}
+        state[PACKED] = {_rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
+        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank)
+
+    def _compare(self, saved: set[str]) -> None:
+        # A module without any parameter or buffer leaves no trace in a checkpoint.
+        lacking = sorted({*self._optimizers, *self._others} - saved)
+        lacking += sorted(
+            name for name, module in self._module_states.items() if name not in saved and module.current()
+        )
+        if lacking:
+            raise LoadError(
+                f"the checkpoint has no state of {', '.join(map(repr, lacking))}",
+                rank=self._rank,
+                hint="track what was tracked when it was saved",
+            )
+        if extra := sorted(saved - {*self.names, _RNG}):
+            _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
+
+    def apply(self, target: LoadTarget, packed: Mapping[str, bytes]) -> None:
+        """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.
+
+        Args:
+            packed: the packed items, by key.
+
+        Raises:
+            Exception: an object refuses its state. Others may have theirs.
+        """
+        # All are unpickled before any is applied: what fails there leaves the objects as they are.
+        prefix = f"{PACKED}.{_rank_key(target.source_rank)}."
+        states = {key.removeprefix(prefix): self._unpack(data, target) for key, data in packed.items()}
+        for name, module in self._module_states.items():
+            module.load(target.state.get(name, {}))
+        for name, optimizer in self._optimizers.items():
+            if name in target.structured:
+                optimizer.load(target.state[name])
+            else:
+                optimizer.optimizer.load_state_dict(states[name])
+        for name, other in self._others.items():
+            other.load_state_dict(states[name])
+        restore_rng_state(states[_RNG])
+
+    def _unpack(self, data: bytes, target: LoadTarget) -> Any:
+        # The reader let it pass only after checking it against the allow-list, so this makes nothing else.
+        locate = None if target.source_rank == self._rank and torch.cuda.is_available() else _on_this_device
+        return torch.load(io.BytesIO(data), map_location=locate, weights_only=False)
+
+    def fresh_optimizers(self) -> list[OptimizerState]:
+        """Optimizers that have not stepped: what a failed load must leave fresh."""
+        return [optimizer for optimizer in self._optimizers.values() if not optimizer.optimizer.state]
+
+
+def _rank_key(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _on_this_device(storage: Any, location: str) -> Any:
+    # Another rank's devices mean nothing here.
+    if location.startswith("cuda") and torch.cuda.is_available():
+        return storage.cuda(torch.cuda.current_device())
+    return storage
+
+
+def _share(tensor: torch.Tensor, world_size: int) -> int:
+    if isinstance(tensor, DTensor):
+        return int(tensor.to_local().nbytes)
+    return -(-tensor.nbytes // world_size)

@@ -1,0 +1,496 @@
+"""`Flashpoint`: memory-first checkpoints for anyone with a training loop.
+
+Owns the schedule, what a failed save means to the loop, what happens when memory has nothing to load, and the life of
+the engine's parts. Saving and loading are `facade.save_runner`'s and `facade.state_loader`'s, which go through the
+DCP door (`adapter.pytorch`) like anyone else's; what is tracked is `facade.tracked_state`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Literal
+
+import torch.distributed as dist
+
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
+from ml_flashpoint.checkpoint_object_manager.capacity import preflight
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.errors import (
+    CapacityError,
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    JobInUseError,
+    LoadError,
+)
+from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.facade.arguments import (
+    checked_base,
+    checked_bool,
+    checked_globals,
+    checked_integer,
+    checked_seconds,
+    checked_strategy,
+)
+from ml_flashpoint.facade.health import Health, Recovery
+from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+from ml_flashpoint.facade.save_runner import SaveRunner
+from ml_flashpoint.facade.sigterm import TerminationGuard
+from ml_flashpoint.facade.state_loader import StateLoader
+from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+from ml_flashpoint.replication.strategies import ReplicationStrategy
+
+_log = logging.getLogger(__name__)
+
+
+class Flashpoint:
+    """Saves a training loop's state into memory every few steps, and restores it after a crash.
+
+    ::
+
+        with Flashpoint("/dev/shm/mlf-jobs/job-145", every_n_steps=1) as fp:   # after init_process_group, if any
+            fp.track(model=model, optimizer=optimizer, scheduler=scheduler)
+            step = fp.resume()                                                # 0 when fresh
+            for batch in batches(since=step):
+                ...
+                optimizer.step()
+                fp.step()
+
+    Construct it on all ranks, and call its methods in the same order on all of them: construction, `resume`, `step`
+    and `save` are collective. They belong to the training thread; `wait` and everything that only tells may be used
+    from any.
+
+    The state saved is that of all tracked objects, and of the random number generators of Python, NumPy, torch and
+    CUDA. The version of step n holds the state after n steps. Saving copies the state while the loop waits
+    (`Health.blocked_s`) and does everything else in the background; one save at most is under way.
+
+    Args:
+        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
+        every_n_steps: `step` saves at every so many.
+        replication: who holds copies of whose parts; by default pairs of nodes, or nobody on a single node.
+        strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
+            are logged, counted in `health`, and survived.
+        handle_sigterm: on SIGTERM, give the save under way time to be sealed and copied before the handler that was
+            there before, or the default action, has its turn. In the main thread only; undone by `close`.
+        grace_s: seconds at most that SIGTERM is held up.
+        safe_globals: further types that tracked objects may have in their state, as for
+            ``torch.serialization.safe_globals``. Tensors, plain values, containers and NumPy arrays need none.
+        deadline_s: seconds at most that a rank waits for the others, or for an earlier save, while saving or loading.
+            By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable, or differs between ranks.
+        JobInUseError: a live process, or another `Flashpoint` of this one, uses the base container as this rank.
+        FlashpointError: the base container cannot be used, or ranks cannot agree.
+    """
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        *,
+        every_n_steps: int = 1,
+        replication: ReplicationStrategy | None = None,
+        strict: bool = False,
+        handle_sigterm: bool = True,
+        grace_s: float = 20.0,
+        safe_globals: Sequence[SafeGlobal] = (),
+        deadline_s: float | None = None,
+    ) -> None:
+        self._base = checked_base(base)
+        self._every = checked_integer("every_n_steps", every_n_steps, 1)
+        replication = checked_strategy(replication)
+        self._strict = checked_bool("strict", strict)
+        handle_sigterm = checked_bool("handle_sigterm", handle_sigterm)
+        self._grace_s = checked_seconds("grace_s", grace_s)
+        allowed = checked_globals(safe_globals)
+        self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
+
+        self._ranks = rank_group()
+        self._world = _default_group()
+        self._key = _claim(self, os.path.realpath(self._base), self._ranks.rank)
+        try:
+            self._objects = CheckpointObjectManager()
+            self._store = self._open_store()
+            self._agree_on_arguments()
+            self._replication = ReplicationManager(replication)
+            self._replication.initialize(self._objects)
+            self._saver = DefaultMLFlashpointCheckpointSaver(
+                ckpt_obj_manager=self._objects, replication_manager=self._replication
+            )
+            self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
+            # One of its own, so that saves never interleave with the program's collectives, on any device.
+            self._group: dist.ProcessGroup | None = None
+            if self._world is not None:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_s))
+            else:
+                # A single process is what was asked for: torch need not warn about it.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        except BaseException:
+            _release(self, self._key)
+            raise
+
+        self._tracked = TrackedState(self._ranks.rank, self._ranks.world_size)
+        self._guard = TerminationGuard(self._seal_for_termination)
+        self._saves = SaveRunner(
+            self._tracked,
+            self._saver,
+            self._group,
+            self._guard,
+            safe_globals=allowed,
+            deadline_s=self._deadline_s,
+        )
+        self._states = StateLoader(self._tracked, self._loader, self._ranks, self._group, safe_globals=allowed)
+        self._steps = 0
+        self._tracking_ended = False
+        self._closed = False
+        self._resumed_from: int | None = None
+        self._last_recovery: Recovery | None = None
+        if handle_sigterm:
+            self._guard.install()
+
+    def _open_store(self) -> RankStore:
+        store: RankStore | None = None
+        error: FlashpointError | None = None
+        try:
+            store = self._objects.open(self._base, self._ranks.rank)
+        except FlashpointError as caught:
+            error = caught
+        except OSError as caught:
+            error = FlashpointError(
+                f"the base container cannot be used: {caught}", rank=self._ranks.rank, path=str(self._base)
+            )
+        # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
+        if not self._ranks.all_ok(error is None):
+            raise error or FlashpointError(
+                "another rank cannot use its base container; its log says why", rank=self._ranks.rank
+            )
+        assert store is not None
+        return store
+
+    def _agree_on_arguments(self) -> None:
+        said = sorted({int(blob) for blob in self._ranks.gather(str(self._every).encode())})
+        if len(said) > 1:
+            raise InvalidArgumentError(
+                f"differs between ranks: {said}", argument="every_n_steps", value=self._every, rank=self._ranks.rank
+            )
+
+    # ---- what is saved ------------------------------------------------------------------------------------
+
+    def track(self, **named: object) -> Flashpoint:
+        """Say what to save and restore, before `resume` and the first save.
+
+        Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
+        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back; on another
+        number of ranks, rank r takes that of rank r modulo the old number.
+
+        Args:
+            named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
+
+        Returns:
+            This object.
+
+        Raises:
+            InvalidArgumentError: a name is taken or no identifier, or an object has no state.
+            FlashpointError: it is too late.
+        """
+        self._check_open()
+        if self._tracking_ended:
+            raise FlashpointError(
+                "tracking ends with resume() or the first save: what is tracked later could not be restored",
+                rank=self._ranks.rank,
+                hint="call track() before resume()",
+            )
+        for name, value in named.items():
+            self._tracked.add(name, value)
+        return self
+
+    # ---- recovery -----------------------------------------------------------------------------------------
+
+    def resume(self, fallback: Callable[[], int | None] | None = None) -> int:
+        """Restore the newest state that all ranks can load. Collective.
+
+        Versions that turn out to be damaged are left for older ones. Afterwards the filesystem is checked to have room
+        for the checkpoints to come. May be called again during training, to go back to the newest version.
+
+        Args:
+            fallback: called on all ranks when memory has no version to load; loads the state from elsewhere and
+                returns the number of steps done, or None for 0.
+
+        Returns:
+            The number of steps done, which is where to go on; 0 if there is nothing to go on from. `step` counts on
+            from there.
+
+        Raises:
+            LoadError: there are versions that do not fit the tracked objects, and no fallback. Going on from step 0
+                would in the end overwrite them.
+            CapacityError: the filesystem is too small.
+            FlashpointError: ranks lost each other, or their fallbacks returned different steps.
+        """
+        self._check_usable()
+        began = time.perf_counter()
+        if not self._saves.await_current(self._deadline_s):
+            raise DeadlineError("a save is still under way", rank=self._ranks.rank)
+        fresh, generators = self._tracked.fresh_optimizers(), capture_rng_state()
+        outcome = self._states.load_newest(self._base)
+        source: Literal["memory", "fallback", "nothing"] = "memory"
+        if outcome.version is not None:
+            step = self._resumed_from = outcome.version.step or 0
+        else:
+            # What the tries left behind must not show in a training that starts anew.
+            for optimizer in fresh:
+                optimizer.forget()
+            restore_rng_state(generators)
+            if fallback is not None:
+                step, source = self._fall_back(fallback), "fallback"
+            else:
+                outcome.refuse_to_start_anew(self._ranks.rank)
+                step, source = 0, "nothing"
+        self._steps = step
+        self._check_capacity()
+        self._last_recovery = Recovery(
+            step=step,
+            source=source,
+            version=None if outcome.version is None else outcome.version.name,
+            detect_s=outcome.detect_s,
+            plan_s=outcome.plan_s,
+            fetch_s=outcome.fetch_s,
+            load_s=outcome.load_s,
+            total_s=time.perf_counter() - began,
+            fetched_bytes=outcome.fetched_bytes,
+            discarded=outcome.discarded,
+        )
+        _log.info("going on from step %d (%s) after %.2f s", step, source, self._last_recovery.total_s)
+        return step
+
+    def _fall_back(self, fallback: Callable[[], int | None]) -> int:
+        returned = fallback()
+        step = checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
+        steps = [int(blob) for blob in self._ranks.gather(str(step).encode())]
+        if len(set(steps)) > 1:
+            raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=self._ranks.rank)
+        return step
+
+    def _check_capacity(self) -> None:
+        ranks = self._ranks
+        mine = json.dumps([self._tracked.expected_bytes(), sum(self._store.resident_bytes())])
+        said = [json.loads(blob) for blob in ranks.gather(mine.encode())]
+        here = ranks.topology.ranks_of(ranks.node)
+        error: CapacityError | None = None
+        try:
+            preflight(
+                self._store.base,
+                max(said[rank][0] for rank in here),
+                copies=max(len(self._replication.held_by(rank)) for rank in here),
+                ranks_on_node=len(here),
+                held_bytes=sum(said[rank][1] for rank in here),
+            )
+        except CapacityError as caught:
+            error = caught
+        if not ranks.all_ok(error is None):
+            raise error or CapacityError("another node has too little room; its log says how much", rank=ranks.rank)
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """Count a step as done, and save if one is due. Call it after the optimizer's step.
+
+        Returns:
+            The number of steps done.
+
+        Raises:
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+        """
+        self._check_usable()
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._save(self._steps)
+        self._raise_failure()
+        return self._steps
+
+    def save(self, step: int | None = None) -> None:
+        """Save now, whatever the schedule says.
+
+        Args:
+            step: number of steps to save under; by default those done.
+
+        Raises:
+            InvalidArgumentError: ``step`` is no step.
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+        """
+        self._check_usable()
+        self._save(self._steps if step is None else checked_integer("step", step, 0, MAX_STEP))
+        self._raise_failure()
+
+    def _save(self, step: int) -> None:
+        name = CheckpointContainerId.format_version_container(step)
+        self._saves.save(CheckpointContainerId.create_child(self._base, name))
+
+    def _raise_failure(self) -> None:
+        failure = self._saves.take_failure()
+        if self._strict and failure is not None:
+            raise failure
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until every save begun is sealed and has its copies, or has failed.
+
+        Args:
+            deadline_s: seconds at most; by default that of the constructor.
+
+        Returns:
+            Whether that was so in time.
+
+        Raises:
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+        """
+        settled = self._saves.settle(
+            self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
+        )
+        self._raise_failure()
+        return settled
+
+    def _seal_for_termination(self) -> None:
+        if not self._saves.settle(self._grace_s):
+            _log.warning("SIGTERM: the save under way was not sealed and copied within %.0f s", self._grace_s)
+
+    # ---- what became of it --------------------------------------------------------------------------------
+
+    @property
+    def steps_done(self) -> int:
+        """Steps counted so far, those before `resume` included."""
+        return self._steps
+
+    @property
+    def last_saved(self) -> int | None:
+        """Step of the newest version that is sealed on all ranks: saved, or resumed from. None if there is none."""
+        return self._resumed_from if self._saves.last_saved is None else self._saves.last_saved
+
+    @property
+    def last_replicated(self) -> int | None:
+        """Step of the newest version saved by this object of which every copy that the replication strategy asks for
+        was acknowledged, on all ranks. None if there is none, or the strategy asks for no copies."""
+        if not any(self._replication.copies_of(rank) for rank in range(self._ranks.world_size)):
+            return None
+        return self._saver.stats.last_verified
+
+    @property
+    def last_recovery(self) -> Recovery | None:
+        """What the last `resume` did; None before."""
+        return self._last_recovery
+
+    @property
+    def health(self) -> Health:
+        """How saving goes, now."""
+        saves, replication_error = self._saves, self._saver.stats.replication_error
+        own = [part.manifest for part in self._store.held() if part.rank == self._ranks.rank]
+        return Health(
+            saves=saves.saves,
+            failures=saves.failures,
+            last_error=saves.last_error,
+            replication_error=replication_error,
+            blocked_s=saves.blocked_s,
+            blocked_total_s=saves.blocked_total_s,
+            sealed_s=saves.sealed_s,
+            bytes=own[-1].total_size if own and own[-1] is not None else 0,
+            degraded=bool(saves.failures_in_a_row or saves.hangs or replication_error is not None),
+        )
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FlashpointError("this Flashpoint is closed", rank=self._ranks.rank)
+        if _default_group() is not self._world:
+            raise FlashpointError(
+                "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
+                rank=self._ranks.rank,
+                hint="construct it after init_process_group, and close it before destroy_process_group",
+            )
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if not self._tracked.names:
+            raise FlashpointError("nothing is tracked", hint="call track(model=..., optimizer=...) first")
+        self._tracking_ended = True
+
+    def close(self) -> None:
+        """Let saves under way finish, within a deadline, and end. Versions stay for the next run. Idempotent.
+
+        Raises:
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+        """
+        self._close(self._deadline_s)
+        self._raise_failure()
+
+    def _close(self, deadline_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        sealed = self._saves.await_current(deadline_s)
+        if not sealed:
+            _log.warning("closed while a save was under way: it may not be sealed")
+        self._saver.close(exit_deadline_s())
+        self._replication.close()
+        self._loader.release()
+        if sealed:
+            # Else arenas may still be written to: they stay mapped until the process ends.
+            self._objects.close()
+            if self._group is not None and _default_group() is self._world:
+                dist.destroy_process_group(self._group)
+        self._saves.forget()
+        self._guard.remove()
+        _release(self, self._key)
+
+    def __enter__(self) -> Flashpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # The peers may be dead or about to be: they are not waited for as long.
+            self._close(min(exit_deadline_s(), self._deadline_s))
+
+
+# The façades of this process, by base container and rank: files have one owner.
+_live: weakref.WeakValueDictionary[tuple[str, int], Flashpoint] = weakref.WeakValueDictionary()
+_live_lock = threading.Lock()
+
+
+def _claim(new: Flashpoint, base: str, rank: int) -> tuple[str, int]:
+    with _live_lock:
+        if (base, rank) in _live:
+            raise JobInUseError(
+                "another Flashpoint of this process uses this base container",
+                rank=rank,
+                path=base,
+                hint="close it first, or give each job a base container of its own",
+            )
+        _live[base, rank] = new
+    return base, rank
+
+
+def _release(old: Flashpoint, key: tuple[str, int]) -> None:
+    with _live_lock:
+        if _live.get(key) is old:
+            del _live[key]
+
+
+def _default_group() -> object | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -26,6 +26,7 @@ from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import Ch
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.digest import digest_block
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
@@ -230,6 +231,11 @@ def save_two_and_keep_both(report: Report, base: str, size: str, life: int) -> N
     save_steps(report, base, size, [1, 2], life)
 
 
+def digests(data: bytes, block_size: int) -> tuple[str, ...]:
+    """The digests that an object of these bytes must have."""
+    return tuple(digest_block(data[at : at + block_size]) for at in range(0, len(data), block_size))
+
+
 # ---- damage -------------------------------------------------------------------------------------------------
 
 
@@ -407,3 +413,14 @@ def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: i
 def _train() -> None:
     """What keeps ranks at the same step, as training does; fails when a rank is gone."""
     dist.all_reduce(torch.zeros(1))
+
+
+def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int) -> None:
+    """Save steps 1 and 2 with copies, and be killed when the files of step 1 are about to be pruned."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.remove" and "step-1_ckpt" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    team_save(report, rank, size, [1, 2], life)

@@ -309,9 +309,11 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             found = find_local_manifest(store.base, version.name, rank, known.attempt)
             if found is not None:
                 return found
-            return self._remote_manifest(known, rank, known.holders[rank][0], rank_group())
         manifests, errors = read_local_manifests(store.base, version.name)
-        mine = [m for m in manifests if m.rank == rank]
+        # What was recovered is gone from here if the same step was saved again since.
+        mine = [m for m in manifests if m.rank == rank and (known is None or m.attempt > known.attempt)]
+        if not mine and known is not None:
+            return self._remote_manifest(known, rank, known.holders[rank][0], rank_group())
         if not mine:
             raise ObjectNotFoundError(
                 f"this node has no part of it{f' ({errors[0]})' if errors else ''}",

@@ -77,6 +77,7 @@ class MemoryStorageReader(StorageReader):
         self._trust_bytes = trust_bytes
         self._places: dict[Any, ItemPlace] = {}
         self._readers: dict[int, ObjectReader] = {}
+        self._attempt: str | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -87,6 +88,7 @@ class MemoryStorageReader(StorageReader):
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
         self._readers.clear()
+        self._attempt = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -208,6 +210,15 @@ class MemoryStorageReader(StorageReader):
         if reader is None:
             version = self._checked_version()
             manifest = self._loader.read_manifest(version, rank)
+            self._attempt = self._attempt or manifest.attempt
+            if manifest.attempt != self._attempt:
+                raise LoadError(
+                    "the parts of this version are of different saves",
+                    step=version.step,
+                    rank=rank,
+                    path=str(version),
+                    hint="call get_latest_complete_checkpoint() first: it finds those that belong together",
+                )
             reader = self._readers[rank] = self._loader.open_object(version, manifest, manifest.objects[0])
         return reader
 

@@ -1,0 +1,171 @@
+"""The reader by itself: what it reads from, when it is used again, and how it says no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError
+from ml_flashpoint.core.manifest import manifest_name, parse_manifest_name, read_manifest, write_manifest
+from tests.support.dcp import Door
+from tests.support.tensors import assert_same, blank
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((100,), float(step)), "step": step}
+
+
+def _load(door: Door, step: int, reader: MemoryStorageReader | None = None, **options: Any) -> dict[str, Any]:
+    state = blank(_state(step))
+    reader = reader or MemoryStorageReader(checkpoint_loader=door.loader)
+    dcp.load(state, checkpoint_id=door.version(step), storage_reader=reader, **options)
+    return state
+
+
+def test_without_a_recovery_first(door: Door) -> None:
+    door.save(_state(1), 1)
+    assert_same(_load(door, 1), _state(1))
+    assert_same(_load(door, 1, no_dist=True), _state(1))
+
+
+def test_one_reader_serves_several_checkpoints(door: Door) -> None:
+    reader = MemoryStorageReader(path=door.version(1), checkpoint_loader=door.loader)
+    for step in (1, 2, 3):
+        door.save(_state(step), step)
+        assert_same(_load(door, step, reader), _state(step))
+        assert_same(_load(door, step, reader), _state(step))
+        assert reader.checkpoint_id == door.version(step)
+
+
+def test_the_path_given_first_is_used_until_there_is_another(door: Door) -> None:
+    door.save(_state(1), 1)
+    reader = MemoryStorageReader(path=door.version(1), checkpoint_loader=door.loader)
+    state = blank(_state(1))
+    dcp.load(state, storage_reader=reader)
+    assert_same(state, _state(1))
+
+
+def test_a_step_saved_again_after_it_was_recovered(door: Door) -> None:
+    door.save(_state(1), 1)
+    assert door.latest() == 1
+    for value in (2, 3, 4):
+        door.save({"w": torch.full((100,), float(value)), "step": value}, 1)
+        door.settle()
+        assert_same(_load(door, 1), _state(value))
+
+
+def test_loaded_tensors_are_nobodys_but_the_callers(door: Door) -> None:
+    door.save(_state(1), 1)
+    loaded = _load(door, 1)
+    loaded["w"].fill_(7)
+    assert_same(_load(door, 1), _state(1))
+    for step in range(2, 6):
+        door.save(_state(step), step)
+    assert loaded["w"].tolist() == [7.0] * 100
+
+
+def test_a_failed_load_lets_go_of_what_it_opened(door: Door) -> None:
+    for step in (1, 2, 3, 4, 5, 6):
+        door.save(_state(step), step)
+        with pytest.raises(CheckpointException, match=r"(?s)shape"):
+            _load(door, step, planner=_WrongShapes())
+    door.settle()
+    assert len(door.arena_bytes()) == 2  # a part that is still open could not be pruned, nor its arena reused
+
+
+class _WrongShapes(dcp.DefaultLoadPlanner):
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+def test_parts_of_different_saves_are_not_mixed(door: Door) -> None:
+    """Two ranks' parts, of which one was saved again when the job died."""
+    door.save(_state(1), 1)
+    folder = Path(door.version(1))
+    (name,) = (path.name for path in folder.glob("*.manifest"))
+    assert parse_manifest_name(name) is not None
+    ours = read_manifest(folder / name)
+    for rank, attempt in ((0, ours.attempt), (1, f"{ours.attempt}9")):
+        record = ours.objects[0]
+        other = record.name.replace("rank-00000", f"rank-{rank:05d}").replace(ours.attempt, attempt)
+        made = type(ours)(
+            version=ours.version,
+            rank=rank,
+            world_size=2,
+            attempt=attempt,
+            node=ours.node,
+            objects=(type(record)(other, record.size, record.file_size, record.digests, record.block_size),),
+            labels=ours.labels,
+        )
+        if not (folder / other).exists():
+            (folder / other).hardlink_to(folder / record.name)
+        write_manifest(folder, made)
+        assert (folder / manifest_name(rank, attempt)).exists()
+    reader = MemoryStorageReader(path=door.version(1), checkpoint_loader=door.loader)
+    reader.read_metadata(rank=0)
+    reader._reader(0)
+    with pytest.raises(Exception, match="different saves"):
+        reader._reader(1)
+
+
+def test_versions_of_other_doors_are_refused(door: Door) -> None:
+    door.saver.save(CheckpointContainerId(door.version(3)), [("w", torch.ones(100))])
+    with pytest.raises(CheckpointException, match=r"(?s)not saved through DCP"):
+        _load(door, 3)
+
+
+def test_a_version_that_is_not_there(door: Door) -> None:
+    door.save(_state(1), 1)
+    with pytest.raises(CheckpointException, match=r"(?s)step-9_ckpt"):
+        _load(door, 9)
+
+
+def test_a_base_container_without_any_version(door: Door) -> None:
+    assert door.latest() is None
+
+
+def test_arguments_are_checked(door: Door) -> None:
+    with pytest.raises(InvalidArgumentError, match="checkpoint_loader"):
+        MemoryStorageReader(path=door.version(1))
+    with pytest.raises(InvalidArgumentError, match="checkpoint_saver"):
+        MemoryStorageWriter(checkpoint_saver=None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidNameError):
+        MemoryStorageReader(path="relative", checkpoint_loader=door.loader)
+    with pytest.raises(CheckpointException, match=r"(?s)checkpoint_id"):
+        dcp.load({"w": torch.zeros(1)}, storage_reader=MemoryStorageReader(checkpoint_loader=door.loader))
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [("/tmp/job/step-5_ckpt", True), ("/tmp/job/step-5", False), ("step-5_ckpt", False), ("/tmp/job", False)],
+)
+def test_which_ids_are_ours(name: str, valid: bool) -> None:
+    assert MemoryStorageReader.validate_checkpoint_id(name) is valid
+    assert MemoryStorageWriter.validate_checkpoint_id(name) is valid
+
+
+def test_a_damaged_object_is_named(make_door: Callable[..., Door]) -> None:
+    door = make_door()
+    state = {"w": torch.arange(5_000_000.0), "step": 1}
+    door.save(state, 1)
+    path = door.object_path(1)
+    door = make_door()
+    with path.open("r+b") as file:
+        file.seek(8_000_000)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointException, match=rf"(?s)digest.*{path.name}"):
+        dcp.load(
+            blank(state),
+            checkpoint_id=door.version(1),
+            storage_reader=MemoryStorageReader(checkpoint_loader=door.loader),
+        )
+    assert door.latest() is None

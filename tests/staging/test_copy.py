@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
+from ml_flashpoint.staging.copy import copy_all, cpu_clone, cut, typed_view
 from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
 
 every_dtype = pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=dtype_name)
@@ -101,18 +103,28 @@ def test_parameters_and_graphs_are_no_obstacle() -> None:
 
 
 def test_progress_is_told_in_order_and_to_the_end() -> None:
-    sources = [torch.ones(9 << 20, dtype=torch.uint8) for _ in range(5)] + [torch.ones(3)]
-    targets = [torch.zeros_like(source) for source in sources]
+    sources = [torch.ones(size << 20, dtype=torch.uint8) for size in (9, 9, 9, 9, 9, 40, 150, 1)] + [torch.ones(3)]
+    arena = torch.zeros(sum(source.nbytes for source in sources), dtype=torch.uint8)
+    ends = list(itertools.accumulate(source.nbytes for source in sources))
+    targets = [typed_view(arena, e - s.nbytes, e, s.dtype, s.shape) for e, s in zip(ends, sources, strict=True)]
     told: list[int] = []
 
-    def on_copied(count: int) -> None:
-        told.append(count)
-        assert all(bool(target.all()) for target in targets[:count])
+    def on_copied(nbytes: int) -> None:
+        told.append(nbytes)
+        assert bool(arena[: min(nbytes, ends[-2])].all())
 
     copy_all(targets, sources, on_copied)
     assert told == sorted(set(told))
-    assert len(told) > 1
-    assert told[-1] == len(sources)
+    assert len(told) > 5, "the large tensor, too, is told of in pieces"
+    assert told[-1] == arena.nbytes
+
+
+@given(st.lists(st.integers(0, 80 << 20), max_size=30))
+def test_pieces_cover_all_tensors_once_in_order(sizes: list[int]) -> None:
+    pieces = cut(sizes)
+    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(len(sizes)))
+    assert [piece.done for piece in pieces] == [sum(sizes[: piece.stop]) for piece in pieces]
+    assert all(piece.start < piece.stop for piece in pieces)
 
 
 def test_nothing_to_copy_is_fine() -> None:

@@ -33,7 +33,7 @@ from ml_flashpoint.core.object_format import (
     plan_layout,
     with_byte_items,
 )
-from ml_flashpoint.staging.copy import copy_all, typed_view
+from ml_flashpoint.staging.copy import Piece, copy_all, cut, typed_view
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
@@ -128,13 +128,32 @@ class WrittenObject:
         return ObjectRecord(name=name, size=self.size, file_size=self.arena.size, digests=self.digests)
 
 
+_Signature = tuple[list[tuple[str, torch.dtype, torch.Size]], list[str]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A layout, and what it was made for. ``order[i]`` is the place of entry ``i`` among the caller's tensors."""
+    """A layout, and what it was made for.
 
-    signature: object
+    ``order[i]`` is the place of entry ``i`` among the caller's tensors; None if it is the same order.
+    """
+
+    signature: _Signature | None
     layout: Layout
-    order: tuple[int, ...]
+    order: tuple[int, ...] | None
+    pieces: tuple[Piece, ...]
+
+    def in_file_order(self, tensors: Sequence[TensorItem]) -> list[torch.Tensor]:
+        """The caller's tensors in the order of the entries."""
+        if self.order is None:
+            return [tensor for _, tensor in tensors]
+        return [tensors[i][1] for i in self.order]
+
+    def in_callers_order(self, views: Sequence[ArenaTensor]) -> list[ArenaTensor]:
+        """One view an entry, in the order of the caller's tensors."""
+        if self.order is None:
+            return list(views)
+        return [view for _, view in sorted(zip(self.order, views, strict=True), key=lambda pair: pair[0])]
 
 
 class ObjectWriter:
@@ -163,7 +182,7 @@ class ObjectWriter:
             release: takes it back if the copy fails.
             tensors: plain strided tensors on any device. Names are only used to size the header, and must differ.
         """
-        plan = self._planned(self._staged_plan, tensors, ())
+        plan = self._planned(self._staged_plan, tensors, [])
         if self._cache:
             self._staged_plan = plan
         layout = plan.layout
@@ -178,19 +197,22 @@ class ObjectWriter:
                 arena=arena,
             )
             staged.digester = self._copy_and_digest(arena, plan, views, tensors, *staged.interior)
-            staged.views = [view for _, view in sorted(zip(plan.order, views, strict=True), key=lambda pair: pair[0])]
+            staged.views = plan.in_callers_order(views)
         except BaseException:
             release(arena)
             raise
         return staged
 
     def _planned(self, cached: _Cached | None, tensors: Sequence[TensorItem], byte_keys: Sequence[str]) -> _Cached:
-        signature = ([(key, t.dtype, t.shape) for key, t in tensors], byte_keys)
-        if cached is not None and cached.signature == signature:
+        if cached is not None and _is_signature_of(cached.signature, tensors, byte_keys):
             return cached
+        signature = ([(key, t.dtype, t.shape) for key, t in tensors], list(byte_keys))
         layout = plan_layout([(key, t.dtype, tuple(t.shape)) for key, t in tensors], [(key, 0) for key in byte_keys])
         place = {key: index for index, (key, _) in enumerate(tensors)}
-        return _Cached(signature, layout, tuple(place[e.key] for e in layout.tensors))
+        order: tuple[int, ...] | None = tuple(place[e.key] for e in layout.tensors)
+        if order == tuple(range(len(tensors))):
+            order = None
+        return _Cached(signature, layout, order, tuple(cut(e.nbytes for e in layout.tensors)))
 
     def _views(self, arena: Arena, layout: Layout) -> list[ArenaTensor]:
         """The tensors of a layout in an arena, in the order of its entries."""
@@ -219,18 +241,17 @@ class ObjectWriter:
             arena.register_cuda()
         begin, end = first * BLOCK_SIZE, last * BLOCK_SIZE
         digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers())
-        entries = plan.layout.tensors
         done = begin
 
-        def on_copied(count: int) -> None:
+        def on_copied(nbytes: int) -> None:
             nonlocal done
-            reached = min(entries[count - 1].end, end)
+            reached = min(plan.layout.data_start + nbytes, end)
             if reached > done:
                 digester.advance(done - begin, reached - begin)
                 done = reached
 
         try:
-            copy_all(views, [tensors[i][1] for i in plan.order], on_copied)
+            copy_all(views, plan.in_file_order(tensors), on_copied, plan.pieces)
         except BaseException:
             digester.abort()
             raise
@@ -306,7 +327,7 @@ class ObjectWriter:
                 aliases,
             )
             layout = layout_from_entries(_moved(plan.layout.tensors, space - plan.layout.data_start), space, aliases)
-            plan = _Cached(None, layout, plan.order)
+            plan = _Cached(None, layout, plan.order, plan.pieces)
         layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
         arena = acquire(layout.size + self._extra_bytes)
         views = self._views(arena, plan.layout)
@@ -388,6 +409,19 @@ def _view(arena: Arena, entry: Entry) -> torch.Tensor:
 
 def _moved(entries: Iterable[Entry], by: int) -> list[Entry]:
     return [Entry(e.key, e.dtype, e.shape, e.begin + by, e.end + by, e.kind) for e in entries]
+
+
+def _is_signature_of(signature: _Signature | None, tensors: Sequence[TensorItem], byte_keys: Sequence[str]) -> bool:
+    # Compared one by one: a second list of many small tuples would set off the garbage collector.
+    return (
+        signature is not None
+        and len(signature[0]) == len(tensors)
+        and signature[1] == byte_keys
+        and all(
+            known == key and dtype is tensor.dtype and shape == tensor.shape
+            for (known, dtype, shape), (key, tensor) in zip(signature[0], tensors, strict=True)
+        )
+    )
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:

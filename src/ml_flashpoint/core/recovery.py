@@ -64,7 +64,7 @@ class PartRecord:
         validate_segment(self.attempt)
 
     @property
-    def order(self) -> tuple[int, str]:
+    def order(self) -> tuple[str, int]:
         """`(attempt, step)`: what versions are ordered by, oldest first.
 
         In the order in which they were saved, not by step: after going back to an older step, what is saved

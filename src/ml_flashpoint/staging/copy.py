@@ -6,9 +6,12 @@ the layout's business (`core.object_format`); what is done with the bytes afterw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+
+from ml_flashpoint.core.errors import InvalidArgumentError
 
 # The copy is cut into pieces of about this many bytes, so that digests can follow close behind.
 _PIECE = 32 << 20
@@ -35,33 +38,81 @@ def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, sha
     return piece.view(dtype).view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tensors that are copied by one call: those numbered ``start`` up to ``stop``.
+
+    ``done`` is the number of bytes of all tensors up to ``stop``.
+    """
+
+    start: int
+    stop: int
+    done: int
+
+
+def cut(sizes: Iterable[int]) -> list[Piece]:
+    """Cut tensors of these sizes, in bytes, into pieces. A large tensor is a piece of its own."""
+    pieces: list[Piece] = []
+    start = pending = done = count = 0
+    for count, size in enumerate(sizes, 1):
+        if size >= _PIECE and pending:
+            pieces.append(Piece(start, count - 1, done))
+            start, pending = count - 1, 0
+        pending += size
+        done += size
+        if pending >= _PIECE:
+            pieces.append(Piece(start, count, done))
+            start, pending = count, 0
+    if start < count:
+        pieces.append(Piece(start, count, done))
+    return pieces
+
+
 def copy_all(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     on_copied: Callable[[int], None] | None = None,
+    pieces: Sequence[Piece] | None = None,
 ) -> None:
     """Copy every source into its target: same shapes, any devices and strides; dtypes are converted as ``copy_`` does.
 
     Returns when the bytes are there. Sources are read in the order of the current stream of their device.
 
     Args:
-        on_copied: called after each piece with the number of leading targets that are complete. On CUDA it is
-            called once, at the end, since copies complete asynchronously.
+        on_copied: called now and then with the number of leading bytes of all targets that are complete. On CUDA it
+            is called once, at the end, since copies complete asynchronously.
+        pieces: what :func:`cut` made of the targets' sizes, if that is known already.
     """
-    devices = {t.device for pair in zip(targets, sources, strict=True) for t in pair if t.device.type == "cuda"}
-    if devices:
-        _copy_through_streams(targets, sources, devices)
-        if on_copied is not None:
-            on_copied(len(targets))
+    if len(targets) != len(sources):
+        raise InvalidArgumentError("must be as many as the targets", argument="sources", value=len(sources))
+    if pieces is None:
+        pieces = cut(target.nbytes for target in targets)
+    if any(t.is_cuda for t in sources) or any(t.is_cuda for t in targets):
+        _copy_through_streams(targets, sources)
+        if on_copied is not None and pieces:
+            on_copied(pieces[-1].done)
         return
-    start, pending = 0, 0
-    for index, target in enumerate(targets):
-        pending += target.nbytes
-        if pending >= _PIECE or index == len(targets) - 1:
-            _copy(targets[start : index + 1], sources[start : index + 1])
-            start, pending = index + 1, 0
-            if on_copied is not None:
-                on_copied(start)
+    for piece in pieces:
+        if piece.stop - piece.start == 1:
+            _copy_one(targets[piece.start], sources[piece.start], piece.done, on_copied)
+        else:
+            _copy(targets[piece.start : piece.stop], sources[piece.start : piece.stop])
+        if on_copied is not None:
+            on_copied(piece.done)
+
+
+def _copy_one(target: torch.Tensor, source: torch.Tensor, done: int, on_copied: Callable[[int], None] | None) -> None:
+    """One tensor; a large one bit by bit, so that whoever follows has something to do before it is complete."""
+    nbytes = target.nbytes
+    if on_copied is None or nbytes < 2 * _PIECE or not (target.is_contiguous() and source.is_contiguous()):
+        _copy([target], [source])
+        return
+    flat_target, flat_source = target.view(-1), source.view(-1)
+    step = _PIECE // target.element_size()
+    for at in range(0, flat_target.numel(), step):
+        _copy([flat_target[at : at + step]], [flat_source[at : at + step]])
+        if at + step < flat_target.numel():  # the end is told by the caller
+            on_copied(done - nbytes + (at + step) * target.element_size())
 
 
 def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,9 +139,8 @@ def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor,
     return target, source
 
 
-def _copy_through_streams(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], devices: set[torch.device]
-) -> None:
+def _copy_through_streams(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    devices = {t.device for t in (*targets, *sources) if t.is_cuda}
     # A stream of its own per device: the copy waits for what was queued before, and nothing queued after
     # waits for the copy.
     streams = {}

@@ -191,7 +191,7 @@ class Flashpoint:
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
-    def track(self, **named: object) -> Flashpoint:
+    def track(self, /, **named: object) -> Flashpoint:
         """Say what to save and restore, before `resume` and the first save.
 
         Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
 
 _log = logging.getLogger(__name__)
+_DIGITS = re.compile(r"\d+")
 
 
 class BlockingStager:
@@ -48,15 +50,15 @@ class BlockingStager:
 
     def stage(self, state: dict[str, Any], version: CheckpointContainerId, planner: FacadeSavePlanner) -> Future[Any]:
         """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed."""
-        begun = async_save(
+        begun: Any = async_save(
             state,
             checkpoint_id=str(version),
             storage_writer=self._writer,
             planner=planner,
             process_group=self._group,
         )
-        assert isinstance(begun, Future)
-        return begun
+        ended: Future[Any] = getattr(begun, "upload_completion", begun)
+        return ended
 
 
 @dataclass(slots=True, eq=False)
@@ -188,8 +190,9 @@ class SaveRunner:
         text = str(failure)
         self.failures += 1
         self.failures_in_a_row += 1
-        # A job that cannot save says so again and again, but not at every step.
-        loud = text != self.last_error or self.failures_in_a_row.bit_count() == 1
+        # A job that cannot save says so again and again, but not at every step. Steps and paths are in the text.
+        same = self.last_error is not None and _DIGITS.sub("", text) == _DIGITS.sub("", self.last_error)
+        loud = not same or self.failures_in_a_row.bit_count() == 1
         self.last_error = text
         self._failure = failure
         _log.log(

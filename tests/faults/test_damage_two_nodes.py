@@ -12,7 +12,7 @@ import pytest
 
 from ml_flashpoint.core.part_reader import read_local_manifests
 from tests.faults.common import iterations, part_files
-from tests.support.forked import Team, call_team
+from tests.support.forked import Team
 from tests.workers import fault_engine as engine
 
 Damage = Callable[[Path], None]

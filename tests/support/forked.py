@@ -34,6 +34,7 @@ _PRELOADED = [
     "ml_flashpoint.adapter.pytorch.memory_storage_reader",
     "ml_flashpoint.adapter.pytorch.memory_storage_writer",
     "torch.distributed.checkpoint",
+    "ml_flashpoint.flashpoint",
     "tests.support.forked",
 ]
 _QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -72,7 +73,8 @@ def _nothing() -> None: ...
 
 
 class Child:
-    """A process that runs ``function(report, *args)``; ``report(*values)`` sends values to the test.
+    """A process that runs ``function(report, *args)``; ``report(*values)`` sends values to the test, and
+    ``report.listen()`` waits for what the test says with :meth:`say`.
 
     Args:
         function: of a module that can be imported.
@@ -92,7 +94,7 @@ class Child:
         descriptor, name = tempfile.mkstemp(prefix="mlf-child-", suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
-        self._pipe, remote = multiprocessing.Pipe(duplex=False)
+        self._pipe, remote = multiprocessing.Pipe()
         context = _fork_server()
         self._process = context.Process(target=_run, args=(remote, name, dict(env or {}), function, args))
         self._process.start()
@@ -140,6 +142,10 @@ class Child:
         with contextlib.suppress(EOFError, OSError):
             while self._pipe.poll():
                 self.reports.append(self._pipe.recv())
+
+    def say(self, *values: Any) -> None:
+        """Send values to the child."""
+        self._pipe.send(values)
 
     def next_report(self, *wanted: Any, timeout_s: float = DEADLINE_S) -> tuple[Any, ...]:
         """Wait for a report that begins with these values, among those not yet asked for."""
@@ -217,13 +223,25 @@ def _run(
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True)
-    lock = threading.Lock()
-
-    def report(*values: Any) -> None:
-        with lock:
-            pipe.send(values)
-
+    report = Report(pipe)
     report("result", function(report, *args))
+
+
+class Report:
+    """A child's line to the test. Thread-safe but for ``listen``."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def __call__(self, *values: Any) -> None:
+        with self._lock:
+            self._pipe.send(values)
+
+    def listen(self) -> tuple[Any, ...]:
+        """What the test says next."""
+        said: tuple[Any, ...] = self._pipe.recv()
+        return said
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:

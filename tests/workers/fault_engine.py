@@ -7,15 +7,19 @@ load can tell bytes of one save from those of any other. Functions here run in c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import random
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,10 @@ from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLo
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.digest import digest_block
 from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.replication.replication_manager import ReplicationManager
-
-Report = Callable[..., None]
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.replication.replication_manager import ReplicationManager, _StoreBackend
+from ml_flashpoint.replication.transfer_service import TransferService
+from tests.support.forked import Report
 
 SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
 """Bytes of the tensors of a state."""
@@ -424,3 +429,80 @@ def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int)
 
     sys.addaudithook(hook)
     team_save(report, rank, size, [1, 2], life)
+
+
+# ---- bad peers ----------------------------------------------------------------------------------------------
+
+
+def team_obey(report: Report, rank: int, size: str) -> None:
+    """Do what the test says, one thing after the other, and report when it is done and how long it took."""
+    engine = Rank(base_here(), replicate=True)
+    engine.saver.stats  # the saver is made by all ranks together
+    garbler: Garbler | None = None
+    report("ready")
+    while True:
+        match report.listen():
+            case ("save", step, life):
+                began = time.monotonic()
+                engine.save(size, step, life)
+                report("sealed", step, time.monotonic() - began)
+            case ("wait", deadline_s):
+                report("settled", engine.saver.wait(deadline_s))
+            case ("stats",):
+                report("stats", asdict(engine.saver.stats))
+            case ("garble", seed):
+                assert engine.replication is not None
+                address = engine.replication.address_of(rank)
+                engine.replication.close()
+                garbler = Garbler(address, seed)
+                report("garbling")
+            case ("serve",):
+                assert garbler is not None
+                garbler.close()
+                backend = _StoreBackend(engine.objects)
+                service = TransferService(
+                    rank_group().secret, backend, host=garbler.address[0], port=garbler.address[1]
+                )
+                service.start()
+                report("serving")
+            case ("end",):
+                break
+    # No farewell to peers: some of them may be gone.
+    report("result", None)
+    os._exit(0)
+
+
+class Garbler:
+    """Listens where a service was, and answers whoever connects with noise, silence or a closed door."""
+
+    def __init__(self, address: tuple[str, int], seed: int) -> None:
+        self.address = address
+        self._random = random.Random(seed)
+        self._listener = socket.create_server(address)
+        self._closed = False
+        self._kept: list[socket.socket] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = self._listener.accept()
+                if self._closed:
+                    peer.close()
+                    return
+                match self._random.choice(["noise", "noise", "silence", "close"]):
+                    case "noise":
+                        with contextlib.suppress(OSError):
+                            peer.sendall(self._random.randbytes(self._random.randrange(1, 100_000)))
+                        self._kept.append(peer)
+                    case "silence":
+                        self._kept.append(peer)
+                    case "close":
+                        peer.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for peer in self._kept:
+            peer.close()

@@ -22,6 +22,7 @@ import re
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -82,6 +83,8 @@ class RankStore:
         self._parts: dict[tuple[str, int], HeldPart] = {}
         self._next_arena = 0
         self._spare_advances = 0
+        # A late copy may come after the verdict, but not after this many more of them.
+        self._rejected: deque[str] = deque(maxlen=64)
         self._adopt()
 
     @property
@@ -182,7 +185,9 @@ class RankStore:
     def commit(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
         """Link the arenas under the names in ``manifest``, then write the manifest: the part exists from then on."""
         publish(self.base, manifest, [arena.path for arena in arenas])
-        return self.register(manifest, arenas)
+        part = self.register(manifest, arenas)
+        self._drop_rejected()
+        return part
 
     def register(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
         """Take note of a part that was committed from these arenas (by :meth:`commit` or a helper process)."""
@@ -199,7 +204,10 @@ class RankStore:
             self._parts[(part.attempt, part.rank)] = part
             self._in_use.update(arenas)
             if replaced is not None:
-                self._retire([a for a in replaced.arenas if a not in arenas])
+                if replaced.version != part.version:
+                    unpublish(self.base, replaced.version, part.rank, part.attempt, replaced.names)
+                replaced.doomed = True
+                self._bury(replaced)
         return part
 
     def held(self) -> list[HeldPart]:
@@ -217,18 +225,40 @@ class RankStore:
         with self._lock:
             if self._parts.get((part.attempt, part.rank)) is not part:
                 return
-            if part.pins:
-                part.doomed = True
-                return
-            del self._parts[(part.attempt, part.rank)]
-            unpublish(self.base, part.version, part.rank, part.attempt, part.names)
-            self._retire(part.arenas)
+            part.doomed = True
+            self._bury(part)
 
-    def _retire(self, arenas: Sequence[Arena]) -> None:
-        for arena in arenas:
-            if arena in self._in_use:
+    def _bury(self, part: HeldPart) -> None:
+        """Remove a doomed part once nobody reads it; of one that was replaced, what its successor does not use."""
+        if part.pins:
+            return
+        key = (part.attempt, part.rank)
+        successor = self._parts.get(key)
+        if successor is part:
+            del self._parts[key]
+            unpublish(self.base, part.version, part.rank, part.attempt, part.names)
+            successor = None
+        for arena in part.arenas:
+            if arena in self._in_use and (successor is None or arena not in successor.arenas):
                 self._in_use.remove(arena)
                 self._free.append(arena)
+
+    def reject(self, attempt: str) -> None:
+        """Take note that ``attempt`` will never be verified. Other ranks' copies of it are then only kept until
+        there is a newer one of that rank, or copies would pile up for as long as nothing can be verified."""
+        with self._lock:
+            self._rejected.append(attempt)
+        self._drop_rejected()
+
+    def _drop_rejected(self) -> None:
+        with self._lock:
+            if not self._rejected:
+                return
+            copies = [part for part in self.held() if part.rank != self.rank]
+            newest = {part.rank: part.attempt for part in copies}
+            for part in copies:
+                if part.attempt in self._rejected and part.attempt < newest[part.rank]:
+                    self.drop(part)
 
     def advance(self, attempt: str) -> None:
         """Drop every part older than ``attempt``, which is verified on every rank and copy."""
@@ -279,8 +309,8 @@ class RankStore:
         finally:
             with self._lock:
                 part.pins -= 1
-                if part.doomed and not part.pins:
-                    self.drop(part)
+                if part.doomed:
+                    self._bury(part)
 
     # ---- life ---------------------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ class PendingSave:
     settled: threading.Event = field(default_factory=threading.Event)
     """Set when the queue is done with it, verified or not."""
     verified: bool = False
+    verified_elsewhere: bool = False
+    """Set when the agreement broke off: other ranks may have learned that it is verified, and have pruned."""
     dropped: bool = False
 
     def resolve(self, part: HeldPart | None, store: RankStore | None, error: BaseException | None = None) -> None:
@@ -108,7 +110,9 @@ class CommitQueue:
     def drop(self, save: PendingSave) -> bool:
         """Give up a resolved save that is not being replicated now, to reuse its arena. Returns whether it was."""
         with self._changed:
-            if save is self._current or save.verified or save.dropped or not save.resolved.is_set():
+            if save is self._current or save.dropped or not save.resolved.is_set():
+                return False
+            if save.verified or save.verified_elsewhere:
                 return False
             save.dropped = True
         if save.part is not None and save.store is not None:
@@ -165,14 +169,20 @@ class CommitQueue:
             ready = self._replicate(save)
         elif save.error is not None:
             self.stats.failed += 1
-        if self._agree(save, ready):
+        agreed = self._agree(save, ready)
+        save.verified_elsewhere = agreed is None
+        if agreed:
             save.verified = True
             self.stats.last_verified = save.step
-            if save.store is not None:
-                save.store.advance(save.attempt)
-                if not self._swept and self._group.is_node_leader:
-                    here = self._group.topology.ranks_of(self._group.node)
-                    self._swept = save.store.sweep_departed(here, save.attempt)
+        if save.store is None or agreed is None:
+            return
+        if not agreed:
+            save.store.reject(save.attempt)
+            return
+        save.store.advance(save.attempt)
+        if not self._swept and self._group.is_node_leader:
+            here = self._group.topology.ranks_of(self._group.node)
+            self._swept = save.store.sweep_departed(here, save.attempt)
 
     def _await_seal(self, save: PendingSave) -> None:
         give_up = time.monotonic() + self._seal_deadline_s()
@@ -210,25 +220,31 @@ class CommitQueue:
             self.stats.replicated_bytes += part.manifest.total_size
         return True
 
-    def _agree(self, save: PendingSave, ready: bool) -> bool:
-        """Whether this save is verified on all ranks."""
+    def _agree(self, save: PendingSave, ready: bool) -> bool | None:
+        """Whether this save is verified on all ranks; None if only others can know."""
         if not self._group.distributed:
             return ready
         if not self._agreeing:
-            return False
+            return False  # for certain: nothing is verified without this rank
+        step = save.step if ready and save.step is not None else -1
         try:
-            lowest, negated, ready_all = self._group.agree_min((save.sequence, -save.sequence, int(ready)))
+            agreed = self._group.agree_min((int(ready), save.sequence, -save.sequence, step, -step))
         except FlashpointError as error:
             self._agreeing = False
             # Expected when the job ends while saves are under way; the versions that exist stay.
             log = _log.debug if self._closing else _log.error
             log("ranks cannot agree any more, so no version is pruned from now on: %s", error)
-            return False
-        if lowest != -negated:
+            return None
+        ready_all, sequence, negated_sequence, lowest_step, negated_step = agreed
+        # Of ranks that are not ready the step is unknown, and nothing depends on it.
+        if sequence != -negated_sequence or (ready_all and lowest_step != -negated_step):
             _log.error(
-                "ranks are at different saves (%d to %d): every rank must save at the same steps",
-                lowest,
-                -negated,
+                "ranks are at different saves (numbers %d to %d, steps %d to %d), which makes no version: "
+                "every rank must save at the same steps",
+                sequence,
+                -negated_sequence,
+                lowest_step,
+                -negated_step,
             )
             return False
         return bool(ready_all)

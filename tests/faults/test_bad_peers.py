@@ -1,0 +1,156 @@
+"""A peer that hangs, vanishes or sends garbage: saves go on at full speed, the log says so once, and copies are
+made again as soon as it is back."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faults.common import files_of
+from tests.support.forked import Child, Team, call_team, wait_until
+from tests.workers import fault_engine as engine
+
+DEADLINE_S = 1.0
+ENVIRONMENT = {"FLASHPOINT_TRANSFER_DEADLINE_S": str(DEADLINE_S), "FLASHPOINT_COLLECTIVE_DEADLINE_S": "60"}
+# A save waits for no peer; what is left is a busy machine.
+PROMPT_S = 2.0
+
+
+def team(root: Path, **environment: str) -> Team:
+    made = Team(engine.team_obey, root, 2, "small", env=ENVIRONMENT | environment)
+    for child in made.ranks:
+        child.next_report("ready")
+    return made
+
+
+def save(child: Child, *steps: int) -> None:
+    for step in steps:
+        child.say("save", step, 0)
+        (_, _, seconds) = child.next_report("sealed", step)
+        assert seconds < PROMPT_S, child.failure(f"the save of step {step} took {seconds:.1f} s")
+
+
+def settle(*children: Child) -> None:
+    for child in children:
+        child.say("wait", 30)
+    for child in children:
+        assert child.next_report("settled") == ("settled", True), child.failure("saves did not settle")
+
+
+def stats(child: Child) -> dict[str, object]:
+    child.say("stats")
+    return dict(child.next_report("stats")[1])
+
+
+def versions(root: Path, node: int) -> set[str]:
+    return {name.split("/")[0] for name in files_of(root / f"node-{node}" / "job")}
+
+
+@pytest.mark.slow
+def test_a_peer_that_hangs_and_comes_back(tmpfs: Path) -> None:
+    with team(tmpfs) as ranks:
+        one, other = ranks.ranks
+        for child in (one, other):
+            save(child, 1, 2)
+        settle(one, other)
+        other.stop()
+        save(one, 3, 4)
+        wait_until(lambda: "replication fails" in one.log, "an error in the log", DEADLINE_S + 2)
+        save(one, *range(5, 15))
+        assert stats(one)["last_verified"] == 2
+        assert "step-2_ckpt" in versions(tmpfs, 0), "the verified version must stay"
+        other.go_on()
+        save(other, *range(3, 15))
+        settle(one, other)
+        for child in (one, other):
+            save(child, 15, 16)
+        settle(one, other)
+        assert [stats(child)["last_verified"] for child in (one, other)] == [16, 16]
+        assert stats(one)["replication_error"] is None
+        assert one.log.count("replication fails") == 1, one.log
+        assert one.log.count("replication works again") == 1, one.log
+        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-16_ckpt"}
+        assert len(list(tmpfs.glob("node-*/job/.flashpoint/*/arena-*"))) <= 12
+
+
+@pytest.mark.slow
+def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
+    with team(tmpfs) as ranks:
+        one, other = ranks.ranks
+        for child in (one, other):
+            save(child, 1, 2)
+        settle(one, other)
+        other.kill()
+        shutil.rmtree(tmpfs / "node-1")
+        save(one, *range(3, 20))
+        settle(one)
+        found = stats(one)
+        assert (found["last_sealed"], found["last_verified"]) == (19, 2)
+        assert "step-2_ckpt" in versions(tmpfs, 0)
+        assert one.log.count("replication fails") == 1, one.log
+        assert one.log.count("cannot agree") == 1, one.log
+        assert len(list(tmpfs.glob("node-0/job/.flashpoint/*/arena-*"))) <= 6
+    assert call_team(engine.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
+    with team(tmpfs) as ranks:
+        for child in ranks.ranks:
+            save(child, 3, 4)
+        settle(*ranks.ranks)
+        assert [stats(child)["last_verified"] for child in ranks.ranks] == [4, 4]
+        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-4_ckpt"}
+
+
+@pytest.mark.slow
+def test_a_peer_that_sends_garbage_and_recovers(tmpfs: Path, rng: random.Random) -> None:
+    with team(tmpfs) as ranks:
+        one, other = ranks.ranks
+        for child in (one, other):
+            save(child, 1, 2)
+        settle(one, other)
+        other.say("garble", rng.randrange(1 << 32))
+        other.next_report("garbling")
+        for step in range(3, 12):
+            for child in (one, other):
+                save(child, step)
+        settle(one, other)
+        # The garbler has no copies of its peer's parts, but its peer takes in its own.
+        assert stats(one)["last_verified"] == 2
+        assert "step-2_ckpt" in versions(tmpfs, 0)
+        assert one.log.count("replication fails") == 1, one.log
+        other.say("serve")
+        other.next_report("serving")
+        for child in (one, other):
+            save(child, 12, 13)
+        settle(one, other)
+        assert [stats(child)["last_verified"] for child in (one, other)] == [13, 13]
+        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-13_ckpt"}
+
+
+def test_ranks_that_save_at_different_steps_prune_nothing(tmpfs: Path) -> None:
+    with team(tmpfs) as ranks:
+        one, other = ranks.ranks
+        for child in (one, other):
+            save(child, 1, 2)
+        settle(one, other)
+        save(one, 3)
+        save(other, 30)
+        settle(one, other)
+        assert "different saves" in one.log, one.log
+        assert {"step-2_ckpt"} <= versions(tmpfs, 0) & versions(tmpfs, 1)
+    assert call_team(engine.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
+
+
+def test_a_rank_that_saves_less_often_delays_only_the_pruning(tmpfs: Path) -> None:
+    with team(tmpfs) as ranks:
+        one, other = ranks.ranks
+        for child in (one, other):
+            save(child, 1, 2)
+        settle(one, other)
+        save(one, *range(3, 9))
+        assert "step-2_ckpt" in versions(tmpfs, 0)
+        save(other, *range(3, 9))
+        settle(one, other)
+        assert [stats(child)["last_verified"] for child in (one, other)] == [8, 8]
+        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-8_ckpt"}

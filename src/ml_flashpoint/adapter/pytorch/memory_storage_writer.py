@@ -12,9 +12,8 @@ import io
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
+from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.state_dict_stager import (
     TensorLeaves,
     is_plain_strided,
@@ -41,12 +41,10 @@ from ml_flashpoint.core.checkpoint_saver import (
     MLFlashpointCheckpointSaver,
 )
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NotStagedError, SaveError
+from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.staging.copy import cpu_clone
-
-if TYPE_CHECKING:
-    from _collections_abc import dict_items
 
 _log = logging.getLogger(__name__)
 
@@ -62,33 +60,6 @@ class _Save(threading.local):
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
-
-
-class StagedStateDict(dict[str, Any]):
-    """A staged state. Whoever reads it, or pickles it for another process, is who saves it: DCP does not say, when
-    it writes, which staged state that is of."""
-
-    def __init__(self, state: dict[str, Any], ticket: SaveTicket, save: _Save) -> None:
-        super().__init__(state)
-        self._ticket, self._save = ticket, save
-        weakref.finalize(self, _abandon, ticket).atexit = False
-
-    def items(self) -> dict_items[str, Any]:
-        self._take_on()
-        return super().items()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self._take_on()
-        return dict, (dict(self),)
-
-    def _take_on(self) -> None:
-        self._ticket.worker = threading.current_thread()
-        self._save.staged = self._ticket
-
-
-def _abandon(ticket: SaveTicket) -> None:
-    # Only noted: this runs wherever the garbage is collected, under whatever locks.
-    ticket.abandoned = True
 
 
 class MemoryStorageWriter(StorageWriter):
@@ -125,6 +96,8 @@ class MemoryStorageWriter(StorageWriter):
         self._cache_staged = cache_staged_state_dict
         self._save = _Save()
         self._omission = Omission()
+        self._stager_thread: int | None = None
+        self._in_flight: SaveTicket | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # To a saving process: the saver becomes one that carries the save whose state was pickled just before.
@@ -161,6 +134,8 @@ class MemoryStorageWriter(StorageWriter):
         saver = self._saver
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
+        self._stager_thread = threading.get_ident()
+        self._await_previous()
         ticket = saver.begin()
         leaves, needed, copies = TensorLeaves(), list[int](), list[torch.Tensor]()
         try:
@@ -185,7 +160,19 @@ class MemoryStorageWriter(StorageWriter):
             replacements[index] = staged
         self._omission.watch(ticket, whole=whole)
         saver.offer(ticket)
-        return StagedStateDict(leaves.rebuild(replacements), ticket, self._save)
+        self._in_flight = ticket
+        return StagedStateDict(leaves.rebuild(replacements), ticket, self._take_on)
+
+    def _take_on(self, ticket: SaveTicket) -> None:
+        self._save.staged = ticket
+
+    def _await_previous(self) -> None:
+        """Let the asynchronous save before end: DCP's collectives of two saves on one group would be mixed up, and
+        its own tutorial does not wait. Alone, a rank has no collectives."""
+        ticket, self._in_flight = self._in_flight, None
+        if ticket is None or self._saver.world_size == 1 or wait_until_over(ticket, seal_deadline_s()):
+            return
+        _log.error("an asynchronous save is still under way after %.0f s; going on beside it", seal_deadline_s())
 
     def _copy(
         self, saver: DefaultMLFlashpointCheckpointSaver, ticket: SaveTicket, tensors: list[TensorItem]
@@ -206,6 +193,8 @@ class MemoryStorageWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         save = self._save
+        if threading.get_ident() == self._stager_thread:
+            self._await_previous()
         if save.ticket is not None:
             # This thread's last save was neither sealed nor failed: its plan failed on another rank.
             self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))

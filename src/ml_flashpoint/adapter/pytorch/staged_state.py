@@ -1,0 +1,70 @@
+"""A staged state: how it is told which thread saves it, and when that is over.
+
+DCP says neither. It stages on one thread, then saves what was staged on another one, or sends it with the writer
+to another process, and reports to the caller alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items
+
+    from ml_flashpoint.core.save_ticket import SaveTicket
+
+_POLL_S = 0.002
+
+
+class StagedStateDict(dict[str, Any]):
+    """A staged state. Whoever reads it, or pickles it for another process, is who saves it.
+
+    Args:
+        on_taken: called by the thread that takes it on.
+    """
+
+    def __init__(self, state: dict[str, Any], ticket: SaveTicket, on_taken: Callable[[SaveTicket], None]) -> None:
+        super().__init__(state)
+        self._ticket, self._on_taken = ticket, on_taken
+        weakref.finalize(self, _abandon, ticket).atexit = False
+
+    def items(self) -> dict_items[str, Any]:
+        self._take_on()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._take_on()
+        return dict, (dict(self),)
+
+    def _take_on(self) -> None:
+        self._ticket.worker = threading.current_thread()
+        self._on_taken(self._ticket)
+
+
+def _abandon(ticket: SaveTicket) -> None:
+    # Only noted: this runs wherever the garbage is collected, under whatever locks.
+    ticket.abandoned = True
+
+
+def wait_until_over(ticket: SaveTicket, deadline_s: float) -> bool:
+    """Wait until nobody saves a staged state any more: its thread has ended, or the state is gone.
+
+    Returns:
+        Whether that was within ``deadline_s`` seconds.
+    """
+    give_up = time.monotonic() + deadline_s
+    while not ticket.abandoned:
+        worker = ticket.worker
+        if worker is threading.current_thread() or (worker is not None and not worker.is_alive()):
+            break
+        if time.monotonic() > give_up:
+            return False
+        if worker is None:
+            time.sleep(_POLL_S)
+        else:
+            worker.join(_POLL_S)
+    return True

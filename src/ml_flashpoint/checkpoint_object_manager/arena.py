@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,17 @@ class Arena:
     def contains(self, address: int, nbytes: int) -> bool:
         """Whether the ``nbytes`` bytes at ``address`` lie in this mapping."""
         return self.address <= address and address + nbytes <= self.address + self.size
+
+    def view(self, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Bytes ``begin:end`` as a contiguous tensor; no copy. ``begin`` must be aligned to the dtype's size.
+
+        Its storage begins where it does. A DTensor around a tensor with a storage offset looks to torch as if it
+        had memory of its own, which it then tries to pickle.
+        """
+        if begin == end:
+            return torch.empty(tuple(shape), dtype=dtype)
+        piece = torch.frombuffer(self._mmap, dtype=torch.uint8, count=end - begin, offset=begin)
+        return piece.view(dtype).view(tuple(shape))
 
     def prefault(self, begin: int = 0, end: int | None = None) -> None:
         """Fault pages in, off the GIL, so that no later copy pays for it. Content is not changed."""

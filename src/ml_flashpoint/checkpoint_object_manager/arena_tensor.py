@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.staging.copy import cpu_clone, typed_view
+from ml_flashpoint.staging.copy import cpu_clone
 
 _mapped: dict[Path, Arena] = {}
 _lock = threading.Lock()
@@ -80,4 +80,4 @@ ForkingPickler.register(ArenaTensor, _by_place)
 
 def _rebuild(path: str, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> ArenaTensor:
     arena = mapped_arena(Path(path))
-    return ArenaTensor.wrap(typed_view(arena.tensor, begin, end, dtype, shape), arena.path, begin, end)
+    return ArenaTensor.wrap(arena.view(begin, end, dtype, shape), arena.path, begin, end)

@@ -1,8 +1,8 @@
-"""Savers: from tensors and bytes to a committed part of a version.
+"""The trainer's saver: it stages, seals, and has what it sealed replicated.
 
-Owns the life of one save on this rank: its attempt, its arena, its seal, what happens when it fails, and the
-rule for which arena may be taken when all are in use. Copying and layout are `object_writer`'s; what follows
-the seal (copies, agreement, pruning) is `commit_queue`'s.
+Owns which saves of this rank are under way, their attempts and arenas, what happens when one fails, and the rule
+for which arena may be taken when all are in use. Copying and layout are `object_writer`'s; what follows the seal
+(copies, agreement, pruning) is `commit_queue`'s.
 
 A save may be staged in one place and sealed in another: later, on another thread, or in another process, to
 which saver and ticket travel by pickle and where the saver is a :class:`HandedOffSaver`.
@@ -17,37 +17,32 @@ import shutil
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import (
     RankStore,
-    UnlockedStore,
-    publish,
-    with_slack,
 )
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
 from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
-from ml_flashpoint.core.manifest import Manifest, manifest_name, object_name, read_manifest
+from ml_flashpoint.core.manifest import Manifest, manifest_name, read_manifest
 from ml_flashpoint.core.object_writer import (
-    BytesItem,
     ObjectWriter,
     StagedObject,
     TensorItem,
 )
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
+from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver
+from ml_flashpoint.core.saving_process import HandedOffSaver, HandOff
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
@@ -60,157 +55,12 @@ _FAULT_RATE = 1 << 30
 _NOTICE_POLL_S = 0.002
 _ABANDONED_POLL_S = 0.1
 
-
-class _Store(Protocol):
-    """What a save needs of a store."""
-
-    @property
-    def base(self) -> Path: ...
-    def acquire(self, size: int, *, exact: bool = False) -> Arena: ...
-    def release(self, arena: Arena) -> None: ...
-
-
-class MLFlashpointCheckpointSaver(ABC):
-    """What a door needs to save. The calls of one save come in the order begin, stage (optional), write, seal;
-    or, when any of them raises, fail.
-
-    Attributes:
-        rank, world_size, node: of this process in the job.
-    """
-
-    rank: int
-    world_size: int
-    node: str
-    _writer: ObjectWriter
-
-    @abstractmethod
-    def begin(self) -> SaveTicket:
-        """Start a save. Every rank must begin the same saves in the same order."""
-
-    @abstractmethod
-    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
-        """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
-
-    @abstractmethod
-    def _store(self, base: CheckpointContainerId) -> _Store: ...
-
-    @abstractmethod
-    def _acquire(self, ticket: SaveTicket, store: _Store, size: int) -> Arena: ...
-
-    def _release(self, store: _Store, arena: Arena) -> None:
-        store.release(arena)
-
-    @abstractmethod
-    def _arena_of(self, staged: StagedObject) -> Arena: ...
-
-    @abstractmethod
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None: ...
-
-    def write(
-        self,
-        ticket: SaveTicket,
-        version: CheckpointContainerId,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem] = (),
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        """Make this rank's object of ``version``. Tensors that were staged are not copied again.
-
-        Args:
-            tensors: names and plain strided tensors on any device; names are unique.
-            byte_items: names and contents of what is no tensor.
-            metadata: further strings for the object's header.
-
-        Raises:
-            InvalidArgumentError: ``version`` is no version of a base container.
-            CapacityError: no room.
-            SaveError: staging failed earlier, or a tensor of the plan was not staged.
-        """
-        if ticket.error is not None:
-            raise SaveError(f"staging failed: {ticket.error}", step=version.step, rank=self.rank) from ticket.error
-        if version.step is None:
-            raise InvalidArgumentError(
-                "must end in step-<n>_ckpt",
-                argument="version",
-                value=str(version),
-                hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
-            )
-        ticket.version = version
-        if ticket.pending is not None:
-            ticket.pending.step = version.step
-        store = self._store(version.parent)
-        staged = ticket.staged
-        arena = self._arena_of(staged) if staged is not None else None
-        if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
-            # Staged for another base container: its bytes are as good as any other tensor.
-            staged = arena = None
-        taken: list[Arena] = []
-
-        def acquire(size: int) -> Arena:
-            taken.append(self._acquire(ticket, store, size))
-            return taken[-1]
-
-        try:
-            ticket.filled = self._writer.fill(
-                acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata
-            )
-        except BaseException:
-            for each in taken:
-                self._release(store, each)
-            raise
-
-    def seal(
-        self,
-        ticket: SaveTicket,
-        *,
-        extra: Sequence[BytesItem] = (),
-        labels: Mapping[str, str] | None = None,
-    ) -> Manifest:
-        """Commit what was written. The part exists when this returns.
-
-        Args:
-            extra: further items for the object, known only now.
-            labels: short strings for the manifest.
-
-        Raises:
-            SaveError, CapacityError: nothing of the part is visible.
-        """
-        if ticket.filled is None or ticket.version is None:
-            raise SaveError("nothing was written to seal", rank=self.rank)
-        written = self._writer.finish(ticket.filled, extra)
-        manifest = Manifest(
-            version=ticket.version.name,
-            rank=self.rank,
-            world_size=self.world_size,
-            attempt=ticket.attempt,
-            node=self.node,
-            objects=(written.record(object_name(self.rank, ticket.attempt)),),
-            labels=dict(labels or {}),
-        )
-        self._commit(ticket, manifest, written.arena)
-        return manifest
-
-    def save(
-        self,
-        version: CheckpointContainerId,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem] = (),
-        *,
-        labels: Mapping[str, str] | None = None,
-    ) -> Manifest:
-        """A whole save in one call: returns when this rank's part is sealed.
-
-        Raises:
-            FlashpointError: it failed; nothing of it is left and older versions are as before.
-        """
-        ticket = self.begin()
-        try:
-            self.write(ticket, version, tensors, byte_items)
-            return self.seal(ticket, labels=labels)
-        except BaseException as error:
-            self.fail(ticket, error)
-            raise
+__all__ = [
+    "DEFAULT_BUFFER_BYTES",
+    "DefaultMLFlashpointCheckpointSaver",
+    "HandedOffSaver",
+    "MLFlashpointCheckpointSaver",
+]
 
 
 class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
@@ -373,7 +223,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         with self._lock:
             return [t for t in self._saves if _holds_arena(t)]
 
-    def _acquire(self, ticket: SaveTicket, store: _Store, size: int) -> Arena:
+    def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
         """An arena for a save: a free one if there is, else a new one while few are in use, else one taken from
         an older save that cannot be the version to recover."""
         assert isinstance(store, RankStore)
@@ -531,92 +381,6 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             _log.info("closed before the last saves were verified; they are sealed on this node")
         if self._notices is not None:
             shutil.rmtree(self._notices.directory, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class HandOff:
-    """A save on its way to another process: unpickled there, it is a :class:`HandedOffSaver`."""
-
-    rank: int
-    world_size: int
-    node: str
-    ticket: SaveTicket
-    notices: NoticeBoard
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HandedOffSaver, (self.rank, self.world_size, self.node, self.ticket, self.notices)
-
-
-class HandedOffSaver(MLFlashpointCheckpointSaver):
-    """A saver in another process: it writes and seals the one save that came with it, and posts a notice.
-
-    It owns no arenas: it fills the one that was staged, or makes a new one, which the trainer takes over.
-    """
-
-    def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, notices: NoticeBoard) -> None:
-        self.rank, self.world_size, self.node = rank, world_size, node
-        self._ticket: SaveTicket | None = ticket
-        self._spare = ticket.spare_path
-        self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
-        self._notices = notices
-        self._writer = _process_writer()
-        notices.sign(ticket.attempt)
-
-    def begin(self) -> SaveTicket:
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
-            raise SaveError("this process was handed one save and has done it", rank=self.rank)
-        return ticket
-
-    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
-        base = str(ticket.version.parent) if ticket.version is not None else ""
-        version = ticket.version.name if ticket.version is not None else ""
-        others = None if ticket.others is None else tuple(ticket.others)
-        notice = Notice(base, version, others=others, error=f"{type(error).__name__}: {error}")
-        self._notices.post(ticket.attempt, notice)
-        if ticket.filled is not None and ticket.version is not None:
-            self._release(self._store(ticket.version.parent), ticket.filled.arena)
-
-    def _store(self, base: CheckpointContainerId) -> UnlockedStore:
-        return UnlockedStore(Path(str(base)), self.rank)
-
-    def _acquire(self, ticket: SaveTicket, store: _Store, size: int) -> Arena:
-        path, self._spare = self._spare, None
-        if path is None or not path.is_relative_to(store.base):
-            return store.acquire(size)
-        arena = mapped_arena(path)
-        if size > arena.size:
-            arena.grow(with_slack(size))
-        return arena
-
-    def _release(self, store: _Store, arena: Arena) -> None:
-        if arena.path not in self._lent:
-            store.release(arena)
-
-    def _arena_of(self, staged: StagedObject) -> Arena:
-        return mapped_arena(staged.arena_path)
-
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
-        assert ticket.version is not None
-        publish(Path(str(ticket.version.parent)), manifest, [arena.path])
-        notice = Notice(
-            str(ticket.version.parent),
-            manifest.version,
-            arenas=(str(arena.path),),
-            others=None if ticket.others is None else tuple(ticket.others),
-        )
-        self._notices.post(ticket.attempt, notice)
-
-
-_writer_of_process: ObjectWriter | None = None
-
-
-def _process_writer() -> ObjectWriter:
-    # The saver comes anew with every save; what it learned about the layout should not.
-    global _writer_of_process
-    if _writer_of_process is None:
-        _writer_of_process = ObjectWriter()
-    return _writer_of_process
 
 
 def _holds_arena(ticket: SaveTicket) -> bool:

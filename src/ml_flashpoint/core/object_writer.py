@@ -33,7 +33,7 @@ from ml_flashpoint.core.object_format import (
     plan_layout,
     with_byte_items,
 )
-from ml_flashpoint.staging.copy import Piece, copy_all, cut, typed_view
+from ml_flashpoint.staging.copy import Piece, copy_all, cut
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
@@ -220,7 +220,7 @@ class ObjectWriter:
         if cached is not None and cached[0] is layout and cached[1] == arena.address:
             return cached[2]
         views = [
-            ArenaTensor.wrap(typed_view(arena.tensor, e.begin, e.end, e.dtype, e.shape), arena.path, e.begin, e.end)
+            ArenaTensor.wrap(arena.view(e.begin, e.end, e.dtype, e.shape), arena.path, e.begin, e.end)
             for e in layout.tensors
         ]
         if self._cache:
@@ -404,7 +404,7 @@ def _complete_digests(arena: Arena, size: int, filled: FilledObject) -> tuple[st
 
 
 def _view(arena: Arena, entry: Entry) -> torch.Tensor:
-    return typed_view(arena.tensor, entry.begin, entry.end, entry.dtype, entry.shape)
+    return arena.view(entry.begin, entry.end, entry.dtype, entry.shape)
 
 
 def _moved(entries: Iterable[Entry], by: int) -> list[Entry]:

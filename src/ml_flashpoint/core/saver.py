@@ -1,0 +1,171 @@
+"""What every saver is: from tensors and bytes to a committed part of a version, in a few calls.
+
+Owns the order of those calls and what is common to savers in the trainer (`checkpoint_saver`) and in a saving
+process (`saving_process`). Where arenas come from and what a commit entails is theirs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.core.manifest import Manifest, object_name
+from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, StagedObject, TensorItem
+from ml_flashpoint.core.save_ticket import SaveTicket
+
+
+class ArenaSource(Protocol):
+    """What a save needs of a store."""
+
+    @property
+    def base(self) -> Path: ...
+    def acquire(self, size: int, *, exact: bool = False) -> Arena: ...
+    def release(self, arena: Arena) -> None: ...
+
+
+class MLFlashpointCheckpointSaver(ABC):
+    """What a door needs to save. The calls of one save come in the order begin, stage (optional), write, seal;
+    or, when any of them raises, fail.
+
+    Attributes:
+        rank, world_size, node: of this process in the job.
+    """
+
+    rank: int
+    world_size: int
+    node: str
+    _writer: ObjectWriter
+
+    @abstractmethod
+    def begin(self) -> SaveTicket:
+        """Start a save. Every rank must begin the same saves in the same order."""
+
+    @abstractmethod
+    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
+
+    @abstractmethod
+    def _store(self, base: CheckpointContainerId) -> ArenaSource: ...
+
+    @abstractmethod
+    def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena: ...
+
+    def _release(self, store: ArenaSource, arena: Arena) -> None:
+        store.release(arena)
+
+    @abstractmethod
+    def _arena_of(self, staged: StagedObject) -> Arena: ...
+
+    @abstractmethod
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None: ...
+
+    def write(
+        self,
+        ticket: SaveTicket,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make this rank's object of ``version``. Tensors that were staged are not copied again.
+
+        Args:
+            tensors: names and plain strided tensors on any device; names are unique.
+            byte_items: names and contents of what is no tensor.
+            metadata: further strings for the object's header.
+
+        Raises:
+            InvalidArgumentError: ``version`` is no version of a base container.
+            CapacityError: no room.
+            SaveError: staging failed earlier, or a tensor of the plan was not staged.
+        """
+        if ticket.error is not None:
+            raise SaveError(f"staging failed: {ticket.error}", step=version.step, rank=self.rank) from ticket.error
+        if version.step is None:
+            raise InvalidArgumentError(
+                "must end in step-<n>_ckpt",
+                argument="version",
+                value=str(version),
+                hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
+            )
+        ticket.version = version
+        if ticket.pending is not None:
+            ticket.pending.step = version.step
+        store = self._store(version.parent)
+        staged = ticket.staged
+        arena = self._arena_of(staged) if staged is not None else None
+        if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
+            # Staged for another base container: its bytes are as good as any other tensor.
+            staged = arena = None
+        taken: list[Arena] = []
+
+        def acquire(size: int) -> Arena:
+            taken.append(self._acquire(ticket, store, size))
+            return taken[-1]
+
+        try:
+            ticket.filled = self._writer.fill(
+                acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata
+            )
+        except BaseException:
+            for each in taken:
+                self._release(store, each)
+            raise
+
+    def seal(
+        self,
+        ticket: SaveTicket,
+        *,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Commit what was written. The part exists when this returns.
+
+        Args:
+            extra: further items for the object, known only now.
+            labels: short strings for the manifest.
+
+        Raises:
+            SaveError, CapacityError: nothing of the part is visible.
+        """
+        if ticket.filled is None or ticket.version is None:
+            raise SaveError("nothing was written to seal", rank=self.rank)
+        written = self._writer.finish(ticket.filled, extra)
+        manifest = Manifest(
+            version=ticket.version.name,
+            rank=self.rank,
+            world_size=self.world_size,
+            attempt=ticket.attempt,
+            node=self.node,
+            objects=(written.record(object_name(self.rank, ticket.attempt)),),
+            labels=dict(labels or {}),
+        )
+        self._commit(ticket, manifest, written.arena)
+        return manifest
+
+    def save(
+        self,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """A whole save in one call: returns when this rank's part is sealed.
+
+        Raises:
+            FlashpointError: it failed; nothing of it is left and older versions are as before.
+        """
+        ticket = self.begin()
+        try:
+            self.write(ticket, version, tensors, byte_items)
+            return self.seal(ticket, labels=labels)
+        except BaseException as error:
+            self.fail(ticket, error)
+            raise

@@ -1,0 +1,107 @@
+"""Saving in another process, to which a save travels by pickle.
+
+Owns the saver there. It has no store and no way to call the trainer: it fills the arena that came along, commits
+the part, and leaves a notice (`save_ticket`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
+from ml_flashpoint.checkpoint_object_manager.rank_store import UnlockedStore, publish, with_slack
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
+from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket
+from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """A save on its way to another process: unpickled there, it is a :class:`HandedOffSaver`."""
+
+    rank: int
+    world_size: int
+    node: str
+    ticket: SaveTicket
+    notices: NoticeBoard
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HandedOffSaver, (self.rank, self.world_size, self.node, self.ticket, self.notices)
+
+
+class HandedOffSaver(MLFlashpointCheckpointSaver):
+    """A saver in another process: it writes and seals the one save that came with it, and posts a notice.
+
+    It owns no arenas: it fills the one that was staged, or makes a new one, which the trainer takes over.
+    """
+
+    def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, notices: NoticeBoard) -> None:
+        self.rank, self.world_size, self.node = rank, world_size, node
+        self._ticket: SaveTicket | None = ticket
+        self._spare = ticket.spare_path
+        self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
+        self._notices = notices
+        self._writer = _process_writer()
+        notices.sign(ticket.attempt)
+
+    def begin(self) -> SaveTicket:
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            raise SaveError("this process was handed one save and has done it", rank=self.rank)
+        return ticket
+
+    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        base = str(ticket.version.parent) if ticket.version is not None else ""
+        version = ticket.version.name if ticket.version is not None else ""
+        others = None if ticket.others is None else tuple(ticket.others)
+        notice = Notice(base, version, others=others, error=f"{type(error).__name__}: {error}")
+        self._notices.post(ticket.attempt, notice)
+        if ticket.filled is not None and ticket.version is not None:
+            self._release(self._store(ticket.version.parent), ticket.filled.arena)
+
+    def _store(self, base: CheckpointContainerId) -> UnlockedStore:
+        return UnlockedStore(Path(str(base)), self.rank)
+
+    def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
+        path, self._spare = self._spare, None
+        if path is None or not path.is_relative_to(store.base):
+            return store.acquire(size)
+        arena = mapped_arena(path)
+        if size > arena.size:
+            arena.grow(with_slack(size))
+        return arena
+
+    def _release(self, store: ArenaSource, arena: Arena) -> None:
+        if arena.path not in self._lent:
+            store.release(arena)
+
+    def _arena_of(self, staged: StagedObject) -> Arena:
+        return mapped_arena(staged.arena_path)
+
+    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
+        assert ticket.version is not None
+        publish(Path(str(ticket.version.parent)), manifest, [arena.path])
+        notice = Notice(
+            str(ticket.version.parent),
+            manifest.version,
+            arenas=(str(arena.path),),
+            others=None if ticket.others is None else tuple(ticket.others),
+        )
+        self._notices.post(ticket.attempt, notice)
+
+
+_writer_of_process: ObjectWriter | None = None
+
+
+def _process_writer() -> ObjectWriter:
+    # The saver comes anew with every save; what it learned about the layout should not.
+    global _writer_of_process
+    if _writer_of_process is None:
+        _writer_of_process = ObjectWriter()
+    return _writer_of_process

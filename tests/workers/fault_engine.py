@@ -97,7 +97,8 @@ class Rank:
         return self.check(size, found)
 
     def check(self, size: str, version: CheckpointContainerId) -> tuple[int, int]:
-        rank = self.saver.rank
+        """Compare this rank's part; where fewer ranks saved it than there are now, one of theirs."""
+        rank = self.saver.rank % self.loader.read_manifest(version, 0).world_size
         manifest = self.loader.read_manifest(version, rank)
         reader = self.loader.open_object(version, manifest, manifest.objects[0])
         said = json.loads(bytes(reader.bytes_of("note")))
@@ -381,6 +382,7 @@ def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
     """Load and check the latest version, on all ranks."""
     engine = Rank(base_here(), replicate=True)
     found = engine.load(size)
+    _train()  # as long as others may still read from here
     engine.close()
     return found
 
@@ -437,7 +439,7 @@ def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int)
 def team_obey(report: Report, rank: int, size: str) -> None:
     """Do what the test says, one thing after the other, and report when it is done and how long it took."""
     engine = Rank(base_here(), replicate=True)
-    engine.saver.stats  # the saver is made by all ranks together
+    engine.saver.wait(0.1)  # the saver is made by all ranks together
     garbler: Garbler | None = None
     report("ready")
     while True:
@@ -506,3 +508,48 @@ class Garbler:
         self._listener.close()
         for peer in self._kept:
             peer.close()
+
+
+# ---- leftovers ----------------------------------------------------------------------------------------------
+
+
+def hold(report: Report, base: str) -> None:
+    """Open the base container and stay, until told to go."""
+    rank = Rank(base)
+    rank.objects.open(base, 0)
+    report("open")
+    report.listen()
+    rank.close()
+
+
+def open_base(report: Report, base: str) -> str:
+    """Open the base container; the error if it cannot be."""
+    try:
+        Rank(base).objects.open(base, 0)
+    except FlashpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "open"
+
+
+def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> tuple[int, int] | None:
+    """Load, save these steps, and wait until they are verified."""
+    engine = Rank(base_here(), replicate=True)
+    found = engine.load(size)
+    for step in steps:
+        _train()
+        engine.save(size, step, life)
+        if not engine.saver.wait(30):
+            raise AssertionError("the copies were not made in time")
+    engine.close()
+    return found
+
+
+def team_load_and_seal(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
+    """Load, and save so that nothing gets verified: the other ranks are told other steps."""
+    engine = Rank(base_here(), replicate=True)
+    report("loaded", engine.load(size))
+    for step in steps:
+        engine.save(size, step + rank, life)
+    engine.saver.wait(30)
+    report("sealed")
+    threading.Event().wait()

@@ -14,8 +14,8 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
@@ -35,6 +35,7 @@ from ml_flashpoint.core.recovery import (
     NodeInventory,
     PartRecord,
     RecoveryPlan,
+    complete_versions,
     plan_recovery,
 )
 from ml_flashpoint.replication.replication_manager import IncomingCopy, ReplicationManager
@@ -153,11 +154,13 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             plan_s += planned - gathered
             if plan is None:
                 break
-            count, found, error = self._carry_out(plan, store, group)
-            fetched += count
-            done = self._vote(plan, group, found, error, damaged)
+            share = self._carry_out(plan, store, group)
+            fetched += share.count
+            done, protected = self._vote(plan, group, share, damaged)
             fetch_s += time.monotonic() - planned
             if done:
+                if protected:
+                    _forget_others(store, plan.version, inventories, group.run_id)
                 break
         version = plan.version.version if plan is not None else None
         self._recovered = plan.version if plan is not None else None
@@ -195,36 +198,35 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             blob = NodeInventory(group.node, tuple(parts)).to_json()
         return [NodeInventory.from_json(found) for found in group.gather(blob) if found]
 
-    def _carry_out(
-        self, plan: RecoveryPlan, store: RankStore, group: RankGroup
-    ) -> tuple[int, list[Damage], FlashpointError | None]:
-        """This rank's share of a plan: ``(bytes fetched, parts found damaged, why this rank votes no)``."""
+    def _carry_out(self, plan: RecoveryPlan, store: RankStore, group: RankGroup) -> _Share:
+        """This rank's share of a plan."""
         version = plan.version
-        found: list[Damage] = []
-        count = 0
+        share = _Share(protected=plan.same_topology)
         for fetch in plan.fetches:
             if fetch.target_rank != store.rank:
                 continue
             needed = fetch.part_rank == store.rank
             try:
-                count += self._fetch_part(version, fetch.part_rank, fetch.source_node, store, group)
+                share.count += self._fetch_part(version, fetch.part_rank, fetch.source_node, store, group)
             except FlashpointError as error:
+                share.protected = False
                 if isinstance(error, (DamagedError, ObjectNotFoundError)):
-                    found.append((fetch.source_node, version.version, version.attempt, fetch.part_rank))
+                    share.damage.append((fetch.source_node, version.version, version.attempt, fetch.part_rank))
                 if needed:
                     _log.warning("cannot fetch the part of rank %d: %s", fetch.part_rank, error)
-                    return count, found, error
+                    share.error = error
+                    return share
                 # A copy for the next loss: good to have, and no reason to lose this recovery.
                 _log.warning("cannot restore the copy of rank %d: %s", fetch.part_rank, error)
         if not plan.same_topology:
-            return count, found, None
+            return share
         try:
             self._verify_own(version, store)
         except FlashpointError as error:
             _log.warning("the part of rank %d is damaged: %s", store.rank, error)
-            found.append((group.node, version.version, version.attempt, store.rank))
-            return count, found, error
-        return count, found, None
+            share.damage.append((group.node, version.version, version.attempt, store.rank))
+            share.error = error
+        return share
 
     def _verify_own(self, version: CompleteVersion, store: RankStore) -> None:
         manifest = find_local_manifest(store.base, version.version, store.rank, version.attempt)
@@ -260,31 +262,32 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             self._verified.add((version.version, version.attempt, record.name))
         return manifest.total_size
 
-    def _vote(
-        self,
-        plan: RecoveryPlan,
-        group: RankGroup,
-        found: list[Damage],
-        error: FlashpointError | None,
-        damaged: set[Damage],
-    ) -> bool:
-        """Share what was found. True: all ranks go on with the plan's version. Else ``damaged`` or the excluded
-        versions have grown, so that the next plan differs."""
+    def _vote(self, plan: RecoveryPlan, group: RankGroup, share: _Share, damaged: set[Damage]) -> tuple[bool, bool]:
+        """Share what was found.
+
+        Returns:
+            Whether all ranks go on with the plan's version; if not, ``damaged`` or the excluded versions have
+            grown, so that the next plan differs. And whether every copy of it is in its place, so that it
+            survives what the strategy claims.
+        """
         before = len(damaged)
-        blob = json.dumps([error is None, found]).encode() if found or error is not None else b""
-        unanimous = True
+        blob = b""
+        if share.damage or share.error is not None or not share.protected:
+            blob = json.dumps([share.error is None, share.protected, share.damage]).encode()
+        unanimous = protected = True
         for said in group.gather(blob):
             if said:
-                ok, parts = json.loads(said)
+                ok, all_copies, parts = json.loads(said)
                 unanimous = unanimous and bool(ok)
+                protected = protected and bool(all_copies)
                 damaged.update((str(n), str(v), str(a), int(r)) for n, v, a, r in parts)
         if unanimous:
-            return True
+            return True, protected
         if len(damaged) == before:
             # Nothing to be replaced, so the version itself is out of reach.
             _log.error("version %s cannot be recovered, stepping back", plan.version.version)
             self._excluded.add((plan.version.version, plan.version.attempt))
-        return False
+        return False, False
 
     def discard(self, version: CheckpointContainerId) -> None:
         if self._recovered is not None and self._recovered.version == version.name:
@@ -412,6 +415,36 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             except FlashpointError as error:
                 failure = error
         raise failure or ObjectNotFoundError("no holder is reachable", rank=rank, step=version.step)
+
+
+@dataclass(slots=True)
+class _Share:
+    """What became of one rank's share of a plan.
+
+    Attributes:
+        count: bytes fetched.
+        damage: parts found damaged.
+        error: why this rank votes no.
+        protected: whether this rank has all the copies that the strategy asks of it.
+    """
+
+    count: int = 0
+    damage: list[Damage] = field(default_factory=list)
+    error: FlashpointError | None = None
+    protected: bool = True
+
+
+def _forget_others(
+    store: RankStore, version: CompleteVersion, inventories: Sequence[NodeInventory], run_id: str
+) -> None:
+    """Prune what a recovered version, verified on all ranks and with all its copies, makes useless: what is
+    older, and what an earlier run began and did not complete. Without this, a job that crashes again and again
+    before its first verified save would fill the memory."""
+    store.advance(version.attempt)
+    complete = {found.attempt for found in complete_versions(inventories)}
+    for part in store.held():
+        if part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id):
+            store.drop(part)
 
 
 def _part_record(manifest: Manifest) -> PartRecord:

@@ -1,0 +1,153 @@
+"""What dead processes and departed ranks leave behind: taken over or swept, and never another process's."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.common import files_of, iterations
+from tests.support.forked import Child, Team, call, call_team
+from tests.workers import fault_engine as engine
+
+
+def arenas(root: Path) -> list[Path]:
+    return sorted(root.glob("**/.flashpoint/rank-*/arena-*"))
+
+
+def ranks_of(base: Path) -> list[str]:
+    return sorted(path.name for path in (base / ".flashpoint").iterdir())
+
+
+class TestOneOwner:
+    def test_a_second_live_process_is_refused(self, tmpfs: Path) -> None:
+        base = str(tmpfs / "job")
+        with Child(engine.hold, base) as holder:
+            holder.next_report("open")
+            began = time.monotonic()
+            with Child(engine.open_base, base, env={"FLASHPOINT_LOCK_DEADLINE_S": "0.3"}) as second:
+                said = second.result()
+            assert said.startswith("JobInUseError"), said
+            assert f"pid {holder.pid}" in said
+            assert f"{base}/.flashpoint/rank-00000" in said
+            assert time.monotonic() - began < 10
+            holder.say("go")
+            holder.join()
+        assert call(engine.open_base, base) == "open"
+
+    def test_the_lock_of_a_dying_process_is_waited_for(self, tmpfs: Path) -> None:
+        base = str(tmpfs / "job")
+        with Child(engine.hold, base) as holder:
+            holder.next_report("open")
+            holder.stop()  # it hangs, with its lock
+            with Child(engine.open_base, base) as second:
+                time.sleep(0.2)
+                assert second.alive
+                holder.kill()
+                assert second.result() == "open"
+
+
+class TestDepartedRanks:
+    def test_their_memory_is_given_back_once_a_version_is_verified_without_them(self, tmpfs: Path) -> None:
+        base = tmpfs / "node-0" / "job"
+        call_team(engine.team_save, tmpfs, 3, "small", [1, 2], 0, placement=[0, 0, 0])
+        assert ranks_of(base) == ["rank-00000", "rank-00001", "rank-00002"]
+        assert call_team(engine.team_load, tmpfs, 1, "small") == [(2, 0)]
+        assert ranks_of(base) == ["rank-00000", "rank-00001", "rank-00002"], "nothing is verified without them yet"
+        call_team(engine.team_save, tmpfs, 1, "small", [3], 1)
+        assert ranks_of(base) == ["rank-00000"]
+        assert len(files_of(base)) == 2
+        assert call_team(engine.team_load, tmpfs, 1, "small") == [(3, 1)]
+
+    def test_those_that_still_live_are_left_alone(self, tmpfs: Path) -> None:
+        base = tmpfs / "node-0" / "job"
+        with Team(engine.team_obey, tmpfs, 2, "small", placement=[0, 0]) as team:
+            for child in team.ranks:
+                child.say("save", 1, 0)
+            for child in team.ranks:
+                child.next_report("sealed")
+                child.say("wait", 30)
+                child.next_report("settled")
+            team[0].kill()
+            before = {path: path.read_bytes() for path in base.glob("step-1_ckpt/rank-00001-*")}
+            call_team(engine.team_save, tmpfs, 1, "small", [2, 3], 1)
+            assert {path: path.read_bytes() for path in base.glob("step-1_ckpt/*")} == before
+        call_team(engine.team_save, tmpfs, 1, "small", [4], 2)
+        assert ranks_of(base) == ["rank-00000"]
+        assert {name.split("/")[0] for name in files_of(base)} == {"step-4_ckpt"}
+
+    @pytest.mark.slow
+    def test_any_change_of_ranks_and_nodes(self, tmpfs: Path, rng: random.Random) -> None:
+        step, size = 0, "tiny"
+        holders = [0, 1]
+        for life in iterations(25):
+            world = rng.randrange(1, 4)
+            # One of the nodes that have the latest version is there still, or it could not be found.
+            placement = [rng.choice(holders), *(rng.randrange(2) for _ in range(world - 1))]
+            rng.shuffle(placement)
+            holders = placement
+            steps = [step + 1, step + 2][: rng.randrange(1, 3)]
+            found = call_team(engine.team_load_and_save, tmpfs, world, size, steps, life, placement=placement)
+            assert {each[0] if each else 0 for each in found} == {step}, found
+            step = steps[-1]
+            for node in set(placement):
+                base = tmpfs / f"node-{node}" / "job"
+                assert {name.split("/")[0] for name in files_of(base)} == {f"step-{step}_ckpt"}
+                here = [rank for rank in range(world) if placement[rank] == node]
+                assert ranks_of(base) == [f"rank-{rank:05d}" for rank in here]
+                assert len(arenas(base)) <= 6 * len(here)
+        # A node without ranks keeps what it has: it may be needed, and nobody is there to sweep.
+
+
+def test_a_base_container_without_its_arenas_loads_and_is_pruned(tmpfs: Path) -> None:
+    """As a copy of the folder has it: hard links are files of their own there."""
+    base = tmpfs / "job"
+    call(engine.save_steps, str(base), "small", [1, 2], 3)
+    for arena in arenas(base):
+        arena.unlink()
+    assert call(engine.load, str(base), "small") == (2, 3)
+    call(engine.save_steps, str(base), "small", [3], 4)
+    assert call(engine.load, str(base), "small") == (3, 4)
+    assert len(files_of(base)) == 2
+
+
+def test_what_is_not_ours_in_the_base_container_stays(tmpfs: Path) -> None:
+    base = tmpfs / "job"
+    foreign = [base / "notes.txt", base / "step-1_ckpt" / "notes.txt", base / "step-x" / ".a.tmp"]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    call(engine.save_steps, str(base), "small", [1, 2], 0)
+    call(engine.save_steps, str(base), "small", [3], 0)
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+
+
+@pytest.mark.slow
+def test_a_job_that_never_verifies_does_not_fill_the_memory(tmpfs: Path) -> None:
+    """It crashes before its first verified save, again and again."""
+    call_team(engine.team_save, tmpfs, 2, "small", [1, 2], 0)
+    counts = []
+    for life in range(1, 6):
+        with Team(engine.team_load_and_seal, tmpfs, 2, "small", [10 * life, 10 * life + 2], life) as team:
+            assert [child.next_report("loaded")[1] for child in team.ranks] == [(2, 0), (2, 0)]
+            for child in team.ranks:
+                child.next_report("sealed")
+        counts.append(len(arenas(tmpfs)))
+    assert max(counts) <= counts[0] + 2, counts
+    assert call_team(engine.team_load_and_save, tmpfs, 2, "small", [100, 101], 9) == [(2, 0), (2, 0)]
+    for node in (0, 1):
+        assert {n.split("/")[0] for n in files_of(tmpfs / f"node-{node}" / "job")} == {"step-101_ckpt"}
+
+
+def test_nothing_stays_in_shared_memory(tmpfs: Path, rng: random.Random) -> None:
+    """Whatever is killed, all that is left in memory lies in the base container."""
+    before = set(os.listdir("/dev/shm"))
+    for life in range(5):
+        with Child(engine.save_for_ever, str(tmpfs / "job"), "small", 100 * life, life) as child:
+            child.next_report("loaded")
+            time.sleep(rng.random() * 0.05)
+    ours = {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name or "flashpoint" in name}
+    assert not ours

@@ -58,7 +58,6 @@ def copy_alone(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[
     sources = [state[e.key] for e in layout.tensors]
     yield measure(name, "ours: copy into the arena alone", lambda _: copy_all(views, sources), memcpy)
     store.release(arena)
-    del views
     store.close()
     shutil.rmtree(base)
 
@@ -125,7 +124,7 @@ def loads(name: str, state: State, memcpy: Memcpy, engine: Engine) -> Iterator[R
 
     yield measure(name, "ours: load, held mapping", load, memcpy, note="verified earlier in this process")
     assert all(torch.equal(target[key], state[key]) for key in state)
-    del target
+    target.clear()
     # The other process must find the arenas unlocked.
     engine.writer.close()
     engine.objects.close()

@@ -54,7 +54,7 @@ def saves_and_loads(name: str, state: State, memcpy: Memcpy, folder: Path) -> It
         lambda _: dcp.load(target, storage_reader=dcp.FileSystemReader(saved)),
         memcpy,
     )
-    del target
+    target.clear()
     yield from async_save(name, state, memcpy, path)
     path(0)
 

@@ -553,3 +553,24 @@ def team_load_and_seal(report: Report, rank: int, size: str, steps: list[int], l
     engine.saver.wait(30)
     report("sealed")
     threading.Event().wait()
+
+
+def discard_and_load(report: Report, base: str, size: str) -> list[tuple[int, int] | None]:
+    """Load one version after the other, discarding each."""
+    rank = Rank(base)
+    found = []
+    while True:
+        version = rank.loader.get_latest_complete_checkpoint(base)
+        found.append(rank.check(size, version) if version is not None else None)
+        if version is None:
+            rank.close()
+            return found
+        rank.loader.discard(version)
+
+
+def load_and_save(report: Report, base: str, size: str, step: int) -> None:
+    """Load, then save one step, and be gone before it is verified."""
+    rank = Rank(base)
+    rank.load(size)
+    rank.save(size, step, 0)
+    rank.close()

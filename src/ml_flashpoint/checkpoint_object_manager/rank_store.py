@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
@@ -85,6 +85,7 @@ class RankStore:
         self._spare_advances = 0
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
+        self._useless: list[HeldPart] = []
         self._adopt()
 
     @property
@@ -107,6 +108,9 @@ class RankStore:
             CapacityError: there is none and no room for one.
         """
         with self._lock:
+            for part in self._useless:
+                self.drop(part)
+            self._useless.clear()
             if exact:
                 fitting = [a for a in self._free if a.size == size]
             else:
@@ -266,6 +270,11 @@ class RankStore:
             if superseded(part.attempt, attempt):
                 self.drop(part)
         self._trim()
+
+    def drop_before_next_save(self, parts: Iterable[HeldPart]) -> None:
+        """Drop these parts, and no longer those named before, as soon as an arena is needed."""
+        with self._lock:
+            self._useless = list(parts)
 
     def _trim(self) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
 from ml_flashpoint.core.knobs import transfer_deadline_s
@@ -37,6 +37,7 @@ from ml_flashpoint.core.recovery import (
     RecoveryPlan,
     complete_versions,
     plan_recovery,
+    superseded,
 )
 from ml_flashpoint.replication.replication_manager import IncomingCopy, ReplicationManager
 from ml_flashpoint.replication.small_fetch import fetch_blocks, fetch_manifest
@@ -159,8 +160,9 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             done, protected = self._vote(plan, group, share, damaged)
             fetch_s += time.monotonic() - planned
             if done:
-                if protected:
-                    _forget_others(store, plan.version, inventories, group.run_id)
+                # Not at once: what is loaded now may turn out unusable, and be discarded for an older version.
+                superseded_here = _superseded(store, plan.version, inventories, group.run_id) if protected else []
+                store.drop_before_next_save(superseded_here)
                 break
         version = plan.version.version if plan is not None else None
         self._recovered = plan.version if plan is not None else None
@@ -292,6 +294,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
     def discard(self, version: CheckpointContainerId) -> None:
         if self._recovered is not None and self._recovered.version == version.name:
             self._excluded.add((self._recovered.version, self._recovered.attempt))
+            self._store_of(version).drop_before_next_save([])
         self.release()
 
     # ---- reading ------------------------------------------------------------------------------------------
@@ -434,17 +437,19 @@ class _Share:
     protected: bool = True
 
 
-def _forget_others(
+def _superseded(
     store: RankStore, version: CompleteVersion, inventories: Sequence[NodeInventory], run_id: str
-) -> None:
-    """Prune what a recovered version, verified on all ranks and with all its copies, makes useless: what is
-    older, and what an earlier run began and did not complete. Without this, a job that crashes again and again
-    before its first verified save would fill the memory."""
-    store.advance(version.attempt)
+) -> list[HeldPart]:
+    """Parts that a recovered version, verified on all ranks and with all its copies, makes useless: what is older,
+    and what an earlier run began and did not complete. If they stayed, a job that crashes again and again before
+    its first verified save would fill the memory."""
     complete = {found.attempt for found in complete_versions(inventories)}
-    for part in store.held():
-        if part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id):
-            store.drop(part)
+    return [
+        part
+        for part in store.held()
+        if superseded(part.attempt, version.attempt)
+        or (part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id))
+    ]
 
 
 def _part_record(manifest: Manifest) -> PartRecord:

@@ -251,7 +251,7 @@ class Channel:
         sent = 0
         moved_at = time.monotonic()
         while sent < len(view):
-            with view[sent : sent + wire.CHUNK_BYTES] as piece:
+            with view[sent : sent + wire.SEND_CHUNK_BYTES] as piece:
                 try:
                     count = self._sock.send(piece, socket.MSG_NOSIGNAL)
                 except BlockingIOError:  # SO_SNDTIMEO: nothing could be sent for a slice
@@ -273,7 +273,7 @@ class Channel:
         received = 0
         moved_at = time.monotonic()
         while received < len(into):
-            with into[received : received + wire.CHUNK_BYTES] as piece:
+            with into[received : received + wire.RECEIVE_CHUNK_BYTES] as piece:
                 try:
                     count = self._sock.recv_into(piece, 0, socket.MSG_WAITALL)
                 except BlockingIOError:  # SO_RCVTIMEO: nothing arrived for a slice

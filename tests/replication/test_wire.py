@@ -265,9 +265,7 @@ def test_secrets_are_long_enough_and_never_shown() -> None:
 # --- Errors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "error_type", [ObjectNotFoundError, DigestMismatchError, JobInUseError, ReplicationError]
-)
+@pytest.mark.parametrize("error_type", [ObjectNotFoundError, DigestMismatchError, JobInUseError, ReplicationError])
 def test_errors_keep_their_type_and_context(error_type: type[FlashpointError]) -> None:
     sent = error_type("gone", step=5, rank=3, node="n1", path="/base/x", hint="look elsewhere")
     received = wire.error_of_frame(wire.error_frame(sent))
@@ -298,9 +296,7 @@ def test_any_error_text_fits_into_a_frame(character: str) -> None:
     assert wire.error_of_frame(decoded).message.startswith(f"the peer refused: {character * 1000}")
 
 
-@given(
-    st.dictionaries(st.sampled_from(["error", "message", "step", "rank", "node", "path", "hint"]), scalars)
-)
+@given(st.dictionaries(st.sampled_from(["error", "message", "step", "rank", "node", "path", "hint"]), scalars))
 @settings(max_examples=200)
 def test_malformed_refusals_are_protocol_errors(content: dict[str, str | int | bool | None]) -> None:
     try:

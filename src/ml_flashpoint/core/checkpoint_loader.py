@@ -292,6 +292,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         return False, False
 
     def discard(self, version: CheckpointContainerId) -> None:
+        """See `MLFlashpointCheckpointLoader.discard`."""
         if self._recovered is not None and self._recovered.version == version.name:
             self._excluded.add((self._recovered.version, self._recovered.attempt))
             self._store_of(version).drop_before_next_save([])
@@ -346,6 +347,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         return ObjectReader(manifest, record, fetch=self._fetch_blocks, path=f"{version.name}/{record.name}")
 
     def release(self) -> None:
+        """See `MLFlashpointCheckpointLoader.release`."""
         self._open.close()
         self._open = contextlib.ExitStack()
 

@@ -124,6 +124,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     # ---- the calls of one save ----------------------------------------------------------------------------
 
     def begin(self) -> SaveTicket:
+        """Start a save; see the base class."""
         with self._lock:
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
@@ -174,6 +175,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             return ticket
 
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        """Give a save up; see the base class."""
         pending = ticket.pending
         store = self._objects.store
         with self._lock:

@@ -23,9 +23,17 @@ class ArenaSource(Protocol):
     """What a save needs of a store."""
 
     @property
-    def base(self) -> Path: ...
-    def acquire(self, size: int, *, exact: bool = False) -> Arena: ...
-    def release(self, arena: Arena) -> None: ...
+    def base(self) -> Path:
+        """The base container."""
+        ...
+
+    def acquire(self, size: int, *, exact: bool = False) -> Arena:
+        """Take an arena of at least ``size`` bytes."""
+        ...
+
+    def release(self, arena: Arena) -> None:
+        """Give an arena back."""
+        ...
 
 
 class MLFlashpointCheckpointSaver(ABC):

@@ -51,12 +51,14 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         notices.sign(ticket.attempt)
 
     def begin(self) -> SaveTicket:
+        """Start a save; see the base class."""
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             raise SaveError("this process was handed one save and has done it", rank=self.rank)
         return ticket
 
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+        """Give a save up; see the base class."""
         base = str(ticket.version.parent) if ticket.version is not None else ""
         version = ticket.version.name if ticket.version is not None else ""
         others = None if ticket.others is None else tuple(ticket.others)

@@ -85,6 +85,7 @@ class MemoryStorageReader(StorageReader):
         return str(self._version) if self._version is not None else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load, of ``checkpoint_id`` if there is one."""
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
         self._readers.clear()
@@ -92,6 +93,7 @@ class MemoryStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether an id names a version of a base container."""
         try:
             return CheckpointContainerId(checkpoint_id).step is not None
         except FlashpointError:
@@ -132,15 +134,18 @@ class MemoryStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take note of where the items of a checkpoint are, from its metadata."""
         places = metadata.storage_data
         if not isinstance(places, dict) or not all(isinstance(p, ItemPlace) for p in places.values()):
             raise DamagedError("the checkpoint's metadata does not say where its items are", path=self.checkpoint_id)
         self._places = places
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

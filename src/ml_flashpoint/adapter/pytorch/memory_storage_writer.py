@@ -192,6 +192,7 @@ class MemoryStorageWriter(StorageWriter):
     # ---- StorageWriter ------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save on the calling thread; one that it left unfinished is given up."""
         save = self._save
         if threading.get_ident() == self._stager_thread:
             self._await_previous()
@@ -204,23 +205,28 @@ class MemoryStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether an id names a version of a base container."""
         try:
             return CheckpointContainerId(checkpoint_id).step is not None
         except FlashpointError:
             return False
 
     def storage_meta(self) -> StorageMeta | None:
+        """What DCP tells planners about this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take note of the calling rank's role in this save."""
         self._save.is_coordinator = is_coordinator
         self._save.use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan as it is."""
         self._save.own_tensors = tensor_names(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Leave the plans as they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -33,6 +33,7 @@ class StagedStateDict(dict[str, Any]):
         weakref.finalize(self, _abandon, ticket).atexit = False
 
     def items(self) -> dict_items[str, Any]:
+        """The items, for whoever plans the save, which takes it on."""
         self._take_on()
         return super().items()
 

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -780,6 +781,37 @@ def test_sigterm_seals_the_save_in_flight_and_ends(base: Path, how: str) -> None
     if how == "within":
         tracked["self"] = training.SignalsItself()
     assert resumed(base, **tracked) == 3
+
+
+def test_sigterm_ends_a_process_whose_main_thread_hangs(base: Path) -> None:
+    with Child(training.hang_in_native_code, str(base)) as child:
+        child.next_report("hangs")
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(20) == -signal.SIGTERM
+    assert resumed(base, big=nn.Linear(4096, 4096)) == 1
+
+
+def test_sigterm_for_a_forked_child_is_its_own(base: Path) -> None:
+    with Child(training.fork_while_saving, str(base)) as child:
+        (_, took) = child.next_report("took")
+        assert took < 5
+        assert child.result() == (-signal.SIGTERM, True)
+
+
+def test_an_event_loop_keeps_its_signals(base: Path) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with ours, theirs:
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            with Flashpoint(base):
+                pass
+            assert signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) == theirs.fileno()
+        finally:
+            signal.set_wakeup_fd(before)
+    with Flashpoint(base):
+        assert signal.set_wakeup_fd(-1) != -1
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_sigterm_is_chained_to_the_handler_before(base: Path) -> None:

@@ -7,6 +7,7 @@ DCP door (`adapter.pytorch`) like anyone else's; what is tracked is `facade.trac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -122,16 +123,20 @@ class Flashpoint:
 
         self._ranks = rank_group()
         self._world = _default_group()
-        self._key = _claim(self, os.path.realpath(self._base), self._ranks.rank)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._key = _claim(self, os.path.realpath(self._base), self._ranks.rank)
+            undo.callback(_release, self, self._key)
             self._objects = CheckpointObjectManager()
+            undo.callback(self._objects.close)
             self._store = self._open_store()
             self._agree_on_arguments()
             self._replication = ReplicationManager(replication)
+            undo.callback(self._replication.close)
             self._replication.initialize(self._objects)
             self._saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self._objects, replication_manager=self._replication
             )
+            undo.callback(self._saver.close)
             self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
             # One of its own, so that saves never interleave with the program's collectives, on any device.
             self._group: dist.ProcessGroup | None = None
@@ -140,12 +145,10 @@ class Flashpoint:
             else:
                 # A single process is what was asked for: torch need not warn about it.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-        except BaseException:
-            _release(self, self._key)
-            raise
+            undo.pop_all()
 
         self._tracked = TrackedState(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(self._seal_for_termination)
+        self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
         self._saves = SaveRunner(
             self._tracked,
             self._saver,
@@ -363,9 +366,9 @@ class Flashpoint:
         self._raise_failure()
         return settled
 
-    def _seal_for_termination(self) -> None:
-        if not self._saves.settle(self._grace_s):
-            _log.warning("SIGTERM: the save under way was not sealed and copied within %.0f s", self._grace_s)
+    def _seal_for_termination(self, deadline_s: float) -> None:
+        if not self._saves.settle(deadline_s):
+            _log.warning("SIGTERM: the save under way was not sealed and copied within %.0f s", deadline_s)
 
     # ---- what became of it --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ of a `tests.support.cluster.Cluster`; its functions are for children of `tests.s
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import logging
 import os
@@ -75,7 +76,8 @@ class Job:
             fully_shard(self.model[4])
             fully_shard(self.model)
         elif kind == "ddp":
-            self.model = DistributedDataParallel(self.model)
+            # Else DDP lays gradients out anew after the first step of a process, which changes the order of sums.
+            self.model = DistributedDataParallel(self.model, find_unused_parameters=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
         self.data = Data()
@@ -219,6 +221,35 @@ def terminate_with_handler(report: Report, base: str) -> list[str]:
     os.kill(os.getpid(), signal.SIGTERM)
     said.append("closed")
     return said
+
+
+def hang_in_native_code(report: Report, base: str) -> None:
+    """Hangs where no Python handler runs, right after a save has begun."""
+    big = nn.Linear(4096, 4096)
+    fp = Flashpoint(base, grace_s=30)
+    fp.track(big=big).step()
+    report("hangs")
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
+    """Forks a child, and ends it by SIGTERM; its exit status, and whether saving goes on here."""
+    with Flashpoint(base, grace_s=30) as fp:
+        fp.track(big=nn.Linear(2048, 2048)).step()
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        _, status = os.waitpid(pid, 0)
+        report("took", time.monotonic() - began)
+        time.sleep(1.5)  # longer than it takes to find that the main thread does not respond
+        fp.step()
+        return os.waitstatus_to_exitcode(status), fp.wait()
 
 
 # ---- as a rank of a cluster -----------------------------------------------------------------------------------

@@ -1,40 +1,59 @@
 """SIGTERM: time for the save in flight to be sealed, then whatever would have happened anyway.
 
 Owns the handler, its chaining and its removal. What there is to wait for is the façade's to say.
+
+Python runs handlers in the main thread, between two instructions, so a main thread that hangs in native code (a
+collective that waits for a dead peer) would never get to it, and a launcher would have to wait for its own deadline to
+kill a process that dies at once without us. Where the default action is what comes next, a thread therefore
+watches for signals, and takes that action if the main thread does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 _log = logging.getLogger(__name__)
 
+# A main thread that has not run its handler after so many seconds is in native code.
+_RESPONSE_S = 1.0
+_BUSY_POLL_S = 0.05
+
+_responded = threading.Event()
+"""Set by any guard's handler: the main thread lives. Of the process, since guards may be chained."""
+
+_writers: set[int] = set()
+"""What signals are written to for the watching threads."""
+
 
 class TerminationGuard:
     """Calls ``seal`` when SIGTERM comes, then the handler that was there before, or the default action.
 
-    Install it in the main thread; elsewhere it does nothing, as only the main thread may set handlers. A second
-    SIGTERM while ``seal`` runs is not held up.
+    Install it in the main thread; elsewhere it does nothing, as only the main thread may set handlers. A second SIGTERM
+    while ``seal`` runs is not held up. Children made by a fork are not held up either.
 
     Args:
-        seal: waits, for a bounded time, until nothing is under way. Called in the main thread, between any two
-            instructions of the program except inside :meth:`deferred`.
+        seal: waits, at most for the seconds that it is given, until nothing is under way.
+        grace_s: seconds that SIGTERM is held up at most.
     """
 
-    def __init__(self, seal: Callable[[], None]) -> None:
+    def __init__(self, seal: Callable[[float], None], grace_s: float) -> None:
         self._seal = seal
+        self._grace_s = grace_s
         self._earlier: Callable[[int, FrameType | None], object] | int | None = None
-        self._installed = False
+        self._pid = 0
         self._closed = False
         self._sealing = False
         self._busy = False
         self._pending: tuple[int, FrameType | None] | None = None
+        self._wakeup: int | None = None
 
     def install(self) -> None:
         """Take SIGTERM over, if this is the main thread and the present handler can be chained to."""
@@ -46,19 +65,25 @@ class TerminationGuard:
             _log.info("SIGTERM has a handler that was not installed from Python: it is left alone")
             return
         self._earlier = earlier
+        self._pid = os.getpid()
         signal.signal(signal.SIGTERM, self._on_signal)
-        self._installed = True
+        if earlier == signal.SIG_DFL:
+            self._start_watching()
 
     def remove(self) -> None:
         """Restore the earlier handler. If another one was installed on top since, it stays, and ours passes on."""
         self._closed = True
-        if (
-            self._installed
-            and threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) == self._on_signal
-        ):
+        if not self._is_mine() or threading.current_thread() is not threading.main_thread():
+            return
+        self._stop_watching()
+        if self._is_installed():
             signal.signal(signal.SIGTERM, self._earlier)
-            self._installed = False
+
+    def _is_mine(self) -> bool:
+        return self._pid == os.getpid()
+
+    def _is_installed(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -75,24 +100,87 @@ class TerminationGuard:
                 pending, self._pending = self._pending, None
                 self._on_signal(*pending)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._busy:
-            self._pending = number, frame
-            return
-        if not self._closed and not self._sealing:
-            self._sealing = True
-            try:
-                self._seal()
-            except Exception:
-                _log.exception("sealing on SIGTERM failed")
-            finally:
-                self._sealing = False
-        self._chain(number, frame)
+    # ---- in the main thread -------------------------------------------------------------------------------
 
-    def _chain(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        _responded.set()
+        if self._is_mine():
+            if self._busy:
+                self._pending = number, frame
+                return
+            if not self._closed and not self._sealing:
+                self._sealing = True
+                self._seal_within(self._grace_s)
+                self._sealing = False
         earlier = self._earlier
         if callable(earlier):
             earlier(number, frame)
         elif earlier == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _take_default_action()
+
+    def _seal_within(self, deadline_s: float) -> None:
+        try:
+            self._seal(deadline_s)
+        except Exception:
+            _log.exception("sealing on SIGTERM failed")
+
+    # ---- beside a main thread that hangs ------------------------------------------------------------------
+
+    def _start_watching(self) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if taken != -1:  # an event loop's
+            signal.set_wakeup_fd(taken)
+            os.close(reader)
+            os.close(writer)
+            return
+        self._wakeup = writer
+        _writers.add(writer)
+        threading.Thread(target=self._watch, args=(reader,), name="flashpoint-sigterm", daemon=True).start()
+
+    def _stop_watching(self) -> None:
+        if self._wakeup is None:
+            return
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in (-1, self._wakeup):  # somebody's who came later
+            signal.set_wakeup_fd(taken)
+        os.close(self._wakeup)
+        _writers.discard(self._wakeup)
+        self._wakeup = None
+
+    def _watch(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as signals:
+            while numbers := signals.read(64):
+                if signal.SIGTERM in numbers:
+                    self._act_unless_main_thread_does()
+
+    def _act_unless_main_thread_does(self) -> None:
+        give_up = time.monotonic() + self._grace_s
+        responded = _responded.wait(_RESPONSE_S)
+        while self._busy and not responded and time.monotonic() < give_up:
+            responded = _responded.wait(_BUSY_POLL_S)
+        if not responded and not self._closed and self._is_installed():
+            self._seal_within(max(give_up - time.monotonic(), _BUSY_POLL_S))
+            if not _responded.is_set():
+                _log.warning("SIGTERM: the main thread hangs in native code, ending the process")
+                _take_default_action()
+        _responded.clear()
+
+
+def _take_default_action() -> None:
+    # Not `signal.signal`, which is for the main thread only.
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _forget_watchers() -> None:
+    # A forked child shares the pipe: what is sent to the child must not reach the parent's watcher.
+    if _writers:
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in (-1, *_writers):
+            signal.set_wakeup_fd(taken)
+        _writers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_watchers)

@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -255,4 +256,6 @@ def _on_this_device(storage: Any, location: str) -> Any:
 def _share(tensor: torch.Tensor, world_size: int) -> int:
     if isinstance(tensor, DTensor):
         return int(tensor.to_local().nbytes)
+    if isinstance(tensor, ShardedTensor):
+        return sum(shard.tensor.nbytes for shard in tensor.local_shards())
     return -(-tensor.nbytes // world_size)

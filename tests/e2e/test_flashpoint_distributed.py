@@ -1,0 +1,213 @@
+"""The façade on several ranks and nodes: sharded, replicated, killed, replaced, fewer, more, at odds."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster, run_ranks
+from tests.support.forked import Team, call_team
+from tests.workers import distributed_training as worker
+
+TWO_NODES = (0, 0, 1, 1)
+KINDS = ["fsdp2", "ddp"]
+
+
+def train(
+    root: Path, kind: str, steps: int, placement: tuple[int, ...] = TWO_NODES, seed: int = 0
+) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = call_team(
+        worker.train, root, len(placement), kind, steps, seed, placement=placement
+    )
+    return results
+
+
+def undisturbed(root: Path, kind: str, steps: int, world_size: int = 4) -> list[dict[str, str]]:
+    results: list[dict[str, str]] = call_team(worker.undisturbed, root, world_size, kind, steps)
+    return results
+
+
+# ---- the same run, whatever happens ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_run_is_the_undisturbed_run(tmpfs: Path, kind: str) -> None:
+    first = train(tmpfs, kind, 5)
+    assert [r["recovery"]["step"] for r in first] == [0] * 4
+    assert [r["replicated"] for r in first] == [5] * 4
+    second = train(tmpfs, kind, 9, seed=1)
+    assert [r["recovery"]["step"] for r in second] == [5] * 4
+    assert [r["recovery"]["fetched_bytes"] for r in second] == [0] * 4
+    assert [r["digests"] for r in second] == undisturbed(tmpfs, kind, 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lost_node_is_replaced_from_its_peer(tmpfs: Path, kind: str) -> None:
+    train(tmpfs, kind, 4)
+    shutil.rmtree(tmpfs / "node-0")
+    second = train(tmpfs, kind, 6, seed=1)
+    assert [r["recovery"]["step"] for r in second] == [4] * 4
+    assert all(r["recovery"]["fetched_bytes"] > 0 for r in second[:2])
+    shutil.rmtree(tmpfs / "node-1")
+    third = train(tmpfs, kind, 8, seed=2)
+    assert [r["recovery"]["step"] for r in third] == [6] * 4
+    assert [r["digests"] for r in third] == undisturbed(tmpfs, kind, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
+    steps, chance = 40, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    expected = run_ranks(tmpfs / "reference", "training", 4, args=["--without", "--kind", kind, "--steps", steps])
+    with Cluster(
+        tmpfs,
+        "training",
+        nodes=2,
+        ranks_per_node=2,
+        args=["--kind", kind, "--steps", steps, "--pace", 0.05],
+        torchrun=True,
+        max_restarts=10,
+    ) as cluster:
+        cluster.wait_for_report(rank=0, step=chance.randrange(4, 9))
+        cluster.kill_rank(chance.randrange(4))
+        cluster.wait_for_report(rank=0, step=chance.randrange(14, 18), timeout_s=120)
+        node = chance.randrange(2)
+        cluster.kill_node(node)
+        cluster.start_node(node)
+        cluster.wait_for_report(rank=0, step=chance.randrange(24, 30), timeout_s=120)
+        cluster.kill_rank(chance.randrange(4))
+        cluster.wait(timeout_s=240, check=False)
+        for rank in range(4):
+            reports = cluster.reports(rank)
+            (digests,) = [r["digests"] for r in reports if "digests" in r]
+            assert digests == expected[rank][0]["digests"]
+            resumed = [r["resumed"] for r in reports if "resumed" in r]
+            assert len(resumed) >= 4, "killed three times"
+            steps_seen = [r["step"] for r in reports if "step" in r]
+            assert len(steps_seen) - steps <= 3 * 3, "few steps are done twice"
+
+
+# ---- another number of ranks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_and_more_ranks(tmpfs: Path, kind: str) -> None:
+    before = train(tmpfs, kind, 3)
+    for placement in ((0, 1), (0, 0, 1, 1), (0,), (1, 0, 1)):
+        after = train(tmpfs, kind, 0, placement, seed=3)
+        assert {r["recovery"]["step"] for r in after} == {3}
+        for result in after:
+            assert result["found"] == before[0]["shared"]
+
+
+def test_fewer_ranks_save_and_more_go_on(tmpfs: Path) -> None:
+    train(tmpfs, "fsdp2", 3)
+    two = train(tmpfs, "fsdp2", 6, (0, 1), seed=4)
+    assert [r["replicated"] for r in two] == [6, 6]
+    four = train(tmpfs, "fsdp2", 9, seed=5)
+    assert [r["found"] for r in four] == [two[0]["shared"]] * 4
+    assert [r["replicated"] for r in four] == [9] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lost_node_without_a_spare(tmpfs: Path, kind: str) -> None:
+    before = train(tmpfs, kind, 3)
+    shutil.rmtree(tmpfs / "node-1")
+    after = train(tmpfs, kind, 5, (0, 0), seed=2)
+    assert [r["found"] for r in after] == [before[0]["shared"]] * 2
+    assert {r["recovery"]["step"] for r in after} == {3}
+
+
+def test_replicated_state_is_shared_out(tmpfs: Path) -> None:
+    (alone,) = train(tmpfs / "one", "ddp", 3, (0,))
+    several = train(tmpfs / "four", "ddp", 3)
+    assert max(r["bytes"] for r in several) < alone["bytes"]
+
+
+# ---- ranks at odds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_rank_that_cannot_save_fails_the_save_on_all(tmpfs: Path, strict: bool) -> None:
+    results = call_team(worker.count, tmpfs, 2, 5, {1: 3}, strict)
+    for result in results:
+        assert (result["failures"], result["saves"]) == (1, 4)
+        assert "RuntimeError: cannot be saved now" in result["error"]
+        assert [(step, kind) for step, kind, _ in result["raised"]] == ([(3, "SaveError")] if strict else [])
+    assert call_team(worker.recount, tmpfs, 2, {}) == [(5, 5, ())] * 2
+
+
+def test_rank_that_cannot_load_makes_all_step_back(tmpfs: Path) -> None:
+    call_team(worker.count, tmpfs, 2, 1, {}, True)
+    for node in ("node-0", "node-1"):
+        shutil.copytree(tmpfs / node / "job" / "step-1_ckpt", tmpfs / node / "kept")
+    call_team(worker.count, tmpfs, 2, 2, {}, True)
+    for node in ("node-0", "node-1"):
+        (tmpfs / node / "kept").rename(tmpfs / node / "job" / "step-1_ckpt")
+    assert call_team(worker.recount, tmpfs, 2, {1: 2}) == [(1, 1, ("step-2_ckpt",))] * 2
+
+
+def test_structure_that_changes_on_one_rank(tmpfs: Path) -> None:
+    for result in call_team(worker.grow_on_one_rank, tmpfs, 2):
+        assert result["found"] == result["saved"] == 6, result["error"]
+        assert result["values"] == [6.0]
+        assert result["failures"] <= 1, result["error"]
+
+
+def test_arguments_that_differ(tmpfs: Path) -> None:
+    said = call_team(worker.construct, tmpfs, 2, {1: {"every_n_steps": 5}})
+    assert all("InvalidArgumentError: differs between ranks: [1, 5]" in each for each in said)
+
+
+def test_base_that_one_rank_cannot_use(tmpfs: Path) -> None:
+    (tmpfs / "file").write_text("no directory")
+    said = call_team(worker.construct, tmpfs, 2, {1: {"base": str(tmpfs / "file")}})
+    assert "another rank cannot use its base container" in said[0]
+    assert "cannot be used" in said[1]
+
+
+def test_fallbacks_that_disagree(tmpfs: Path) -> None:
+    assert call_team(worker.fall_back, tmpfs, 2, [7, 7]) == ["7", "7"]
+    assert all("different steps on different ranks: [7, 8]" in s for s in call_team(worker.fall_back, tmpfs, 2, [7, 8]))
+
+
+def test_batch_normalization_is_that_of_rank_0(tmpfs: Path) -> None:
+    results = call_team(worker.norm_of_ddp, tmpfs, 3)
+    saved = [before for before, _ in results]
+    assert saved[0] != saved[1] != saved[2]
+    assert [after for _, after in results] == [saved[0]] * 3
+
+
+# ---- peers that die or hang -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_training_goes_on_without_its_peer(tmpfs: Path, how: signal.Signals) -> None:
+    deadline_s = 2.0
+    kinds = ("TRANSFER", "COLLECTIVE", "SEAL")
+    env = {f"FLASHPOINT_{kind}_DEADLINE_S": str(deadline_s) for kind in kinds}
+    with Team(worker.go_on_alone, tmpfs, 2, deadline_s, env=env) as team:
+        team[0].next_report("step", 5)
+        os.kill(team[1].pid, how)
+        (_, before, *_) = team[0].next_report("step")
+        slowest, failures, degraded = 0.0, 0, False
+        while failures < 5:
+            (_, step, took, failures, degraded) = team[0].next_report("step")
+            slowest = max(slowest, took)
+        assert degraded
+        assert step > before
+        assert slowest < 3 * deadline_s
+
+
+def test_sigterm_waits_for_a_missing_peer_no_longer_than_its_grace(tmpfs: Path) -> None:
+    with Team(worker.terminate_alone, tmpfs, 2, 1.0) as team:
+        (_, at) = team[0].next_report("terminating")
+        assert team[0].wait() == -signal.SIGTERM
+        assert 0.5 < time.monotonic() - at < 20

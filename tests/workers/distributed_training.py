@@ -1,0 +1,191 @@
+"""The job of `tests.workers.training` on several ranks, and ranks that misbehave.
+
+Owns what one rank does; functions are for `tests.support.forked.Team`. They return what the test compares.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.errors import FlashpointError
+from tests.workers import training
+from tests.workers.training import Job
+
+Report = Callable[..., None]
+
+
+def base() -> Path:
+    """The base container on this rank's node."""
+    return Path(os.environ["FLASHPOINT_TEST_BASE"])
+
+
+def undisturbed(report: Report, rank: int, kind: str, steps: int) -> dict[str, str]:
+    torch.set_num_threads(1)
+    return training.undisturbed(steps, kind)
+
+
+def train(report: Report, rank: int, kind: str, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Resumes, trains up to `steps`, and tells what was found and what came of it."""
+    torch.set_num_threads(1)
+    job = Job(kind, seed)
+    with Flashpoint(base(), strict=True, deadline_s=60) as fp:
+        step = fp.track(**job.tracked).resume()
+        recovery = fp.last_recovery
+        assert recovery is not None
+        found = job.digests(shared=True) if step else {}
+        while step < steps:
+            job.step()
+            step = fp.step()
+            report("step", step)
+        assert fp.wait()
+        replicated, bytes_saved = fp.last_replicated, fp.health.bytes
+    return {
+        "recovery": asdict(recovery),
+        "found": found,
+        "shared": job.digests(shared=True),
+        "digests": job.digests(),
+        "replicated": replicated,
+        "bytes": bytes_saved,
+    }
+
+
+class Counter:
+    """Counts; refuses to be saved, or to be restored, when told to."""
+
+    def __init__(self, fails_at: int = -1, refuses: int = -1) -> None:
+        self.value = 0
+        self._fails_at, self._refuses = fails_at, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.value == self._fails_at:
+            raise RuntimeError("cannot be saved now")
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["value"] == self._refuses:
+            raise RuntimeError("cannot be restored")
+        self.value = state["value"]
+
+
+def count(report: Report, rank: int, steps: int, fails_at: dict[int, int], strict: bool) -> dict[str, Any]:
+    """Counts and saves; rank r fails to be saved at the value of ``fails_at[r]``."""
+    counter, model = Counter(fails_at.get(rank, -1)), nn.Linear(8, 8)
+    raised = []
+    with Flashpoint(base(), strict=strict, deadline_s=30) as fp:
+        fp.track(counter=counter, model=model)
+        for _ in range(steps):
+            counter.value += 1
+            try:
+                fp.step()
+                fp.wait()
+            except FlashpointError as error:
+                raised.append((counter.value, type(error).__name__, str(error)))
+        health = fp.health
+        return {"failures": health.failures, "saves": health.saves, "error": health.last_error, "raised": raised}
+
+
+def recount(report: Report, rank: int, refuses: dict[int, int]) -> tuple[int, int, tuple[str, ...]]:
+    """Resumes; rank r refuses the value of ``refuses[r]``."""
+    counter = Counter(refuses=refuses.get(rank, -1))
+    with Flashpoint(base(), deadline_s=30) as fp:
+        step = fp.track(counter=counter, model=nn.Linear(8, 8)).resume()
+        assert fp.last_recovery is not None
+        return step, counter.value, fp.last_recovery.discarded
+
+
+def grow_on_one_rank(report: Report, rank: int) -> dict[str, Any]:
+    """The structure of the state changes on rank 1 only, in mid-training. Then all is restored."""
+
+    def grow(model: nn.Module) -> None:
+        if rank == 1:
+            model.register_buffer("extra", torch.zeros(50_000))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(n, n) for n in (30, 20, 40)))
+    with Flashpoint(base(), deadline_s=30) as fp:
+        fp.track(model=model)
+        for step in range(1, 7):
+            if step == 4:
+                grow(model)
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.fill_(step)
+            fp.step()
+            fp.wait()
+        health, saved = fp.health, fp.last_saved
+    fresh = nn.Sequential(*(nn.Linear(n, n) for n in (30, 20, 40)))
+    grow(fresh)
+    with Flashpoint(base(), deadline_s=30) as fp:
+        found = fp.track(model=fresh).resume()
+    values = sorted({float(v) for t in fresh.state_dict().values() for v in t.flatten().tolist()})
+    return {"failures": health.failures, "error": health.last_error, "saved": saved, "found": found, "values": values}
+
+
+def construct(report: Report, rank: int, options: dict[int, dict[str, Any]]) -> str:
+    """Constructs a façade with arguments of this rank's own; returns the error."""
+    try:
+        with Flashpoint(**{"base": base(), "deadline_s": 30, **options.get(rank, {})}):
+            return "constructed"
+    except FlashpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fall_back(report: Report, rank: int, steps: list[int]) -> str:
+    """Falls back to a step of this rank's own."""
+    with Flashpoint(base(), deadline_s=30) as fp:
+        try:
+            return str(fp.track(counter=Counter()).resume(lambda: steps[rank]))
+        except FlashpointError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def go_on_alone(report: Report, rank: int, deadline_s: float) -> None:
+    """Saves step after step, reporting each; without any collective of its own. Never ends."""
+    counter = Counter()
+    fp = Flashpoint(base(), deadline_s=deadline_s)
+    fp.track(counter=counter, model=nn.Linear(8, 8)).resume()
+    while True:
+        began = time.monotonic()
+        counter.value += 1
+        fp.step()
+        health = fp.health
+        report("step", counter.value, time.monotonic() - began, health.failures, health.degraded)
+        time.sleep(0.02)
+
+
+def terminate_alone(report: Report, rank: int, grace_s: float) -> None:
+    """Rank 0 begins a save that rank 1 takes no part in, and gets SIGTERM."""
+    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60)
+    fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
+    if rank == 0:
+        fp.step()
+        report("terminating", time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+
+def norm_of_ddp(report: Report, rank: int) -> tuple[list[float], list[float]]:
+    """What a rank's batch normalization has for a mean before saving, and after restoring."""
+    job = Job("ddp")
+    with Flashpoint(base(), deadline_s=30) as fp:
+        fp.track(**job.tracked)
+        for _ in range(2):
+            job.step()
+        saved = [float(v) for v in job.model.module[1].running_mean]  # type: ignore[index,union-attr]
+        dist.barrier()
+        fp.save(2)
+    fresh = Job("ddp", seed=9)
+    with Flashpoint(base(), deadline_s=30) as fp:
+        fp.track(**fresh.tracked).resume()
+    return saved, [float(v) for v in fresh.model.module[1].running_mean]  # type: ignore[index,union-attr]

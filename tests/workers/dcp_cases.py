@@ -1,0 +1,435 @@
+"""Runs test cases of the DCP door on all ranks, one after the other, and reports how each of them ended.
+
+Arguments: names of cases, as `name` or `name:mode`; see CASES. A case that fails on one rank while others go on
+shows there as a timeout of the process group, and what comes after it may fail, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.core.object_format import ParsedHeader, parse_header
+from tests.support.dcp import RESULT_TIMEOUT_S, Door
+from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner
+from tests.support.sharded import Training, check, full_state, numbered, plain_state, sharded_state
+from tests.support.tensors import assert_same, blank
+from tests.support.worker import base_path, rank, report, world_size
+
+CASES: dict[str, Callable[[Door, str], None]] = {}
+MIB = 1 << 20
+
+
+def case(function: Callable[[Door, str], None]) -> Callable[[Door, str], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (world_size(),))
+
+
+def _header(door: Door, step: int) -> ParsedHeader:
+    """What this rank's object of a version says, on disk."""
+    data = door.object_path(step, rank()).read_bytes()
+    return parse_header(data, len(data))
+
+
+def _tensor_bytes(door: Door, step: int) -> int:
+    return sum(entry.nbytes for entry in _header(door, step).layout.tensors)
+
+
+def _total(value: int) -> int:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+# -- structures --------------------------------------------------------------------------------------------------
+
+
+@case
+def sharded(door: Door, mode: str) -> None:
+    mesh = _mesh()
+    for step in (1, 2, 3):
+        door.save_by(mode, sharded_state(step, mesh), step)
+        check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
+        assert_same(door.load(blank(full_state(0)), step), full_state(step))
+
+
+def _train(door: Door, mode: str, kind: str, planner: Callable[[], Any] = DefaultSavePlanner) -> None:
+    training = Training(kind)
+    for step in (1, 2, 3):
+        training.step(step)
+        door.save_by(mode, training.state() | {"step": step}, step, planner=planner())
+        expected = training.whole()
+        other = Training(kind, seed=9)
+        other.step(99)
+        state = other.state() | {"step": 0}
+        door.load(state, step)
+        other.load(state)
+        assert state["step"] == step
+        check(other.whole(), expected)
+    training.step(4)
+    other.step(4)
+    check(other.whole(), training.whole())
+
+
+@case
+def ddp(door: Door, mode: str) -> None:
+    _train(door, mode, "ddp")
+
+
+@case
+def fsdp(door: Door, mode: str) -> None:
+    _train(door, mode, "fsdp")
+
+
+@case
+def hsdp(door: Door, mode: str) -> None:
+    _train(door, mode, "hsdp")
+
+
+@case
+def tensor_parallel(door: Door, mode: str) -> None:
+    _train(door, mode, "tp")
+
+
+@case
+def fsdp_and_tensor_parallel(door: Door, mode: str) -> None:
+    _train(door, mode, "fsdp+tp")
+
+
+@case
+def submesh(door: Door, mode: str) -> None:
+    """A DTensor on some of the ranks only."""
+    mesh = DeviceMesh("cpu", [world_size() - 1])
+    for step in (1, 2):
+        inside = rank() == world_size() - 1
+        local = numbered(step, 4, 3) if inside else torch.empty(0)
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+        state = {"part": tensor, "plain": plain_state(step)}
+        door.save_by(mode, state, step)
+        loaded = door.load({"part": torch.zeros(4, 3), "plain": blank(plain_state(0))}, step)
+        assert_same(loaded, {"part": numbered(step, 4, 3), "plain": plain_state(step)})
+
+
+# -- planners ----------------------------------------------------------------------------------------------------
+
+
+@case
+def cached_plans(door: Door, mode: str) -> None:
+    mesh = _mesh()
+    for step in range(1, 7):
+        state = sharded_state(step, mesh)
+        if step == 5:
+            state["more"] = numbered(step, 12)
+        door.save_by(mode, state, step, planner=DefaultSavePlanner(enable_plan_caching=True))
+        expected = full_state(step) | ({"more": numbered(step, 12)} if step == 5 else {})
+        assert_same(door.load(blank(expected), step), expected)
+
+
+@case
+def lowest_rank(door: Door, mode: str) -> None:
+    for step in range(1, 5):
+        door.save_by(mode, plain_state(step), step, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+        assert_same(door.load(blank(plain_state(0)), step), plain_state(step))
+        assert (_tensor_bytes(door, step) > 0) == (rank() == 0)
+
+
+@case
+def planners_take_turns(door: Door, mode: str) -> None:
+    """Each kind distributes otherwise; what the others' plans taught must not be used against one."""
+    failed = 0
+    for step in range(1, 13):
+        planner = [
+            DefaultSavePlanner(),
+            CastingPlanner(),
+            DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            RenamingPlanner(),
+            DefaultSavePlanner(flatten_state_dict=False),
+        ][step % 5]
+        try:
+            door.save_by(mode, plain_state(step), step, planner=planner)
+        except CheckpointException:
+            failed += 1
+            continue
+        prefix = RenamingPlanner.PREFIX if step % 5 == 3 else ""
+        load_planner = DefaultLoadPlanner(flatten_state_dict=False) if step % 5 == 4 else None
+        loaded = door.load({f"{prefix}bias": torch.zeros(17)}, step, planner=load_planner)
+        expected = numbered(step, 17)
+        assert_same(loaded, {f"{prefix}bias": expected.bfloat16().float() if step % 5 == 1 else expected})
+    # Twice a rank, since none knows why another one failed: then only what all of them leave to others is left out.
+    assert failed <= (0 if mode == "sync" else 2 * world_size()), failed
+
+
+# -- what other ranks write --------------------------------------------------------------------------------------
+
+
+@case
+def others_are_not_staged(door: Door, mode: str) -> None:
+    """Once the plan is known, an arena holds this rank's share and nothing else."""
+
+    def state(step: int) -> dict[str, Any]:
+        return {f"w{i}": numbered(step, 64, 1024) for i in range(16)} | {"mine": torch.full((1000,), float(step))}
+
+    whole = sum(tensor.nbytes for tensor in state(0).values())
+    used = {}
+    for step in range(1, 6):
+        door.save_by(mode, state(step), step)
+        assert_same(door.load(blank(state(0)), step), state(step))
+        header = _header(door, step)
+        used[step] = header.layout.size - header.layout.data_start
+        door.settle()  # what a saving process says is heard a moment after its answer
+        assert _total(_tensor_bytes(door, step)) == whole, "a tensor was written by no rank or by several"
+    gaps = sum(end - begin for begin, end in _header(door, 5).layout.gaps)
+    assert gaps < 1024, gaps
+    assert max(used.values()) < 1.1 * whole / world_size() + 65536, used
+    assert max(door.arena_bytes(rank())) < 1.1 * whole / world_size() + 65536, door.arena_bytes(rank())
+
+
+@case
+def a_rank_changes_its_structure(door: Door, mode: str) -> None:
+    """Which can change what all the others have to write. At most the save in which it happens may be lost."""
+    failed: list[int] = []
+    mesh = _mesh()
+    for step in range(1, 25):
+        extra: dict[str, Any] = {}
+        if rank() == step // 4 % world_size() and step >= 4:
+            extra = {f"only_here_{i}": numbered(step, 40 * (i + 1), 10) for i in range(step // 4)}
+        state = {"plain": plain_state(step), "more": {f"w{i}": numbered(step, 11, i + 1) for i in range(9)}}
+        state["dtensor"] = distribute_tensor(numbered(step, 8, 4), mesh, [Shard(0)])
+        try:
+            door.save_by(mode, state | extra, step)
+        except CheckpointException as error:
+            if "NotStagedError" not in str(error):
+                raise
+            failed.append(step)
+            continue
+        expected = {key: value for key, value in state.items() if key != "dtensor"}
+        expected["dtensor"] = numbered(step, 8, 4)
+        assert_same(door.load(blank(expected), step), expected)
+        if extra:
+            loaded = blank(extra)
+            reader = MemoryStorageReader(checkpoint_loader=door.loader)
+            dcp.load(loaded, checkpoint_id=door.version(step), storage_reader=reader, no_dist=True)
+            assert_same(loaded, extra)
+        dist.barrier()
+    assert not any(later - earlier == 1 for earlier, later in itertools.pairwise(failed)), failed
+    assert not failed or mode != "sync"
+    assert len(failed) <= 6, failed
+    assert _total(len(failed)) == len(failed) * world_size()
+
+
+@case
+def all_ranks_change_their_structure(door: Door, mode: str) -> None:
+    for step in range(1, 13):
+        state = plain_state(step) | {f"more{i}": numbered(step, 30, i + 1) for i in range(step % 4)}
+        if step % 3 == 0:
+            state["weight"] = numbered(step, 30, 40)
+        door.save_by(mode, state, step)
+        assert_same(door.load(blank(state), step), state)
+
+
+@case
+def memory_stays_at_two_versions(door: Door, mode: str) -> None:
+    state = {f"w{i}": torch.full((256, 1024), float(rank())) for i in range(8)}
+    state |= {f"rank{rank()}_{i}": torch.full((256, 1024), float(i)) for i in range(8)}
+    for step in range(1, 11):
+        door.save_by(mode, state, step)
+        # A save that comes before the last one is verified everywhere takes a third arena rather than wait long.
+        door.settle()
+        dist.barrier()
+    arenas = door.arena_bytes(rank())
+    share = _total(_tensor_bytes(door, 10)) / world_size()
+    copies = len(door.replication.held_by(rank())) if door.replication.initialized else 0
+    assert sum(arenas) < 2 * (1 + copies) * share * 1.1 + 4 * 65536, (arenas, share, copies)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+@case
+def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
+    step = 0
+    for method in ("create_local_plan", "create_global_plan", "resolve_data"):
+        for where in range(world_size()):
+            if method == "create_global_plan" and where != 0:
+                continue
+            step += 1
+            planner = FailingPlanner(method, ranks=(where,), rank=rank())
+            with pytest.raises(CheckpointException, match=f"the planner fails in {method}"):
+                door.save_by(mode, sharded_state(step, _mesh()), step, planner=planner)
+            began = time.monotonic()
+            step += 1
+            door.save_by(mode, sharded_state(step, _mesh()), step)
+            check(door.load(blank(sharded_state(0, _mesh())), step), full_state(step))
+            door.settle()
+            assert time.monotonic() - began < 20, "a save that failed holds the later ones up"
+    assert len(door.arena_bytes(rank())) <= 4, door.arena_bytes(rank())
+    assert door.saver.stats.last_verified == step
+
+
+# -- ways of calling ---------------------------------------------------------------------------------------------
+
+
+@case
+def without_collectives(door: Door, mode: str) -> None:
+    for step in (1, 2, 3):
+        state = plain_state(step) | {"rank": rank(), f"own{rank()}": numbered(step, rank() + 1)}
+        door.save_by(mode, state, step, use_collectives=False)
+        dist.barrier()
+        loaded = door.load(blank(state), step)
+        assert_same(loaded, state)
+
+
+@case
+def each_rank_for_itself(door: Door, mode: str) -> None:
+    for step in (1, 2, 3):
+        state = plain_state(step) | {"rank": rank(), f"own{rank()}": numbered(step, rank() + 1)}
+        door.save_by(mode, state, step, no_dist=True)
+        dist.barrier()
+        assert_same(door.load(blank(state), step, no_dist=True), state)
+
+
+@case
+def a_step_saved_twice(door: Door, mode: str) -> None:
+    mesh = _mesh()
+    for value in (1, 2, 3):
+        door.save_by(mode, sharded_state(value, mesh), 5)
+        check(door.load(blank(sharded_state(0, mesh)), 5), full_state(value))
+
+
+@case
+def without_waiting(door: Door, mode: str) -> None:
+    """As the tutorial does: the next save is started although the last one may be under way."""
+    mesh = _mesh()
+    # Not the group on which states are made meanwhile: their collectives would meet those of the saving thread.
+    options = {"async_checkpointer_type": AsyncCheckpointerType[mode.upper()], "process_group": dist.new_group()}
+    futures = []
+    for step in range(1, 9):
+        state = sharded_state(step, mesh)
+        futures.append(door.async_save(state, step, **options))
+        state["plain"]["weight"].zero_()
+        state["sharded"]["rows"].to_local().zero_()
+    for future in futures:
+        future.result(RESULT_TIMEOUT_S)
+    check(door.load(blank(sharded_state(0, mesh)), 8), full_state(8))
+    state = sharded_state(10, mesh)
+    door.async_save(sharded_state(9, mesh), 9, **options)
+    door.save(state, 10)
+    check(door.load(blank(sharded_state(0, mesh)), 10), full_state(10))
+
+
+@case
+def changes_after_async_save(door: Door, mode: str) -> None:
+    mesh = _mesh()
+    for step in (1, 2, 3, 4):
+        state = sharded_state(step, mesh)
+        future = door.async_save(state, step, async_checkpointer_type=AsyncCheckpointerType[mode.upper()])
+        for tensor in state["sharded"].values():
+            tensor.to_local().fill_(-1)
+        for tensor in (state["plain"]["weight"], state["plain"]["list"][0]):
+            tensor.fill_(-1)
+        state["plain"]["list"][2] = "changed"
+        future.result(RESULT_TIMEOUT_S)
+        check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
+
+
+@case
+def everything_in_turn(door: Door, mode: str) -> None:
+    """All ways of saving through one writer."""
+    mesh = _mesh()
+    for step in range(1, 10):
+        way = ("sync", "thread", "process")[(step + (0 if mode == "sync" else 1)) % 3]
+        door.save_by(way, sharded_state(step, mesh), step, planner=DefaultSavePlanner(enable_plan_caching=step > 5))
+        check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
+
+
+# -- other world sizes -------------------------------------------------------------------------------------------
+
+
+def save_for_others(root: Path) -> None:
+    """Saves what `load_from_others` loads, and leaves it."""
+    door = Door(root / "sharded")
+    for step in (1, 2):
+        door.save(sharded_state(step, _mesh()), step)
+    door.settle()
+    dist.barrier()
+    door.close()
+    door = Door(root / "trained")
+    training = Training("fsdp")
+    training.step(1)
+    door.save(training.state(), 1)
+    if rank() == 0:
+        torch.save(training.whole(), root.parent.parent / "expected.pt")
+    else:
+        training.whole()
+    door.settle()
+    dist.barrier()
+    door.close()
+
+
+def load_from_others(root: Path) -> None:
+    door = Door(root / "sharded")
+    mesh = _mesh()
+    check(door.load(blank(sharded_state(0, mesh)), 2), full_state(2))
+    assert_same(door.load(blank(full_state(0)), 2), full_state(2))
+    door.save(sharded_state(3, mesh), 3)
+    assert_same(door.load(blank(full_state(0)), 3), full_state(3))
+    door.close()
+    door = Door(root / "trained")
+    expected = torch.load(root.parent.parent / "expected.pt")
+    training = Training("fsdp", seed=9)
+    training.step(99)
+    state = training.state()
+    door.load(state, 1)
+    training.load(state)
+    check(training.whole(), expected)
+    whole = {"model": blank(expected["model"])}
+    assert_same(door.load(whole, 1), {"model": expected["model"]})
+    door.close()
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    meeting = dist.new_group(timeout=timedelta(seconds=120))
+    for name in names:
+        began = time.monotonic()
+        error = None
+        function, _, mode = name.partition(":")
+        try:
+            if function in ("save_for_others", "load_from_others"):
+                globals()[function](base_path())
+            else:
+                door = Door(base_path() / name.replace(":", "-"))
+                CASES[function](door, mode)
+                dist.barrier()
+                door.close()
+        except BaseException:
+            error = traceback.format_exc()
+        report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
+        dist.barrier(meeting)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

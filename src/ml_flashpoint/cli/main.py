@@ -110,7 +110,8 @@ def demo(
     rank, then SIGKILL to every process of one node, whose memory is deleted and whose place a new node takes.
 
     Exit code: 0 if the faults were real, each recovery came from memory, and weights and optimizer are in the end
-    those of the fault-free run, bit for bit; 1 if anything of it does not hold; 130 if interrupted.
+    those of the fault-free run, bit for bit; 1 if anything of it does not hold; 2 if torch is missing; 130 if
+    interrupted.
     """
     from ml_flashpoint.cli.demo.command import run_demo
 

@@ -5,6 +5,7 @@ Owns the exit code, and that nothing is left behind however it ends.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
@@ -35,6 +36,9 @@ def run_demo(*, steps: int, seed: int, as_json: bool = False, keep: bool = False
         as_json: Print the result as JSON on standard output, and the progress on standard error.
         keep: Leave the folders of both runs behind, with the output of their processes.
     """
+    if importlib.util.find_spec("torch") is None:
+        print("flashpoint demo needs torch: pip install 'ml-flashpoint[pytorch]'", file=sys.stderr)
+        return output.USAGE
     sweep_roots()
     console = output.console(stderr=as_json)
     make_display = LiveDisplay if output.is_terminal(stderr=as_json) else Display

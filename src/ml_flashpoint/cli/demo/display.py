@@ -20,6 +20,9 @@ from ml_flashpoint.cli.base_view import format_bytes, format_ranks
 from ml_flashpoint.cli.demo.record import PHASES
 from ml_flashpoint.cli.demo.verdict import Check
 
+LOST = "lost"
+"""State of a node that does not exist any more."""
+
 _SHOWN_NOTES = 12
 _LINES_A_RUN = 8
 _BAR = 24
@@ -53,10 +56,10 @@ class Display:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def begin(self, run: str) -> None:
+    def begin(self, run: str, about: str) -> None:
         """A run begins."""
         self._shown_step = 0
-        self.note(f"== {run} ==")
+        self.note(f"{run}: {about}")
 
     def node(self, name: str, state: str) -> None:
         """A node is in a new state."""
@@ -111,21 +114,19 @@ class LiveDisplay(Display):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def begin(self, run: str) -> None:
+    def begin(self, run: str, about: str) -> None:
         """A run begins."""
-        self._run = run
+        self._run = f"{run}: {about}"
         self._nodes.clear()
         self._node_of.clear()
         self._loss = None
-        self.note(run, "bold")
+        self.note(self._run, "bold")
 
     def node(self, name: str, state: str) -> None:
         """A node is in a new state."""
         row = self._nodes.setdefault(name, _NodeRow(state))
         row.state = state
-        if state != "training":
-            style = "red" if "kill" in state or "lost" in state else "cyan"
-            self.note(f"{name}: {state}", style)
+        self.note(f"{name}: {state}", "bold red" if state == LOST else "cyan")
 
     def step(self, node: str, said: dict[str, Any]) -> None:
         """A rank has made a step."""
@@ -169,11 +170,17 @@ def _or_dash(step: int | None) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.1f} ms"
 
 
 def _lost(fault: dict[str, Any]) -> str:
     return "?" if fault["lost_steps"] is None else str(fault["lost_steps"])
+
+
+def _fault_title(fault: dict[str, Any]) -> str:
+    return f"{fault['victim']} {'killed' if fault['kind'] == 'rank' else 'lost'}"
 
 
 def _run_line(run: dict[str, Any]) -> str:
@@ -186,8 +193,8 @@ def _run_line(run: dict[str, Any]) -> str:
 def _fault_line(fault: dict[str, Any]) -> str:
     phases = ", ".join(f"{phase[:-2]} {_seconds(fault[phase])}" for phase in PHASES)
     return (
-        f"{fault['victim']} lost after step {fault['last_step']}: went on from step {fault['resumed_step']}"
-        f" ({_lost(fault)} steps lost); restart {_seconds(fault['restart_s'])}, {phases};"
+        f"{_fault_title(fault)} after step {fault['last_step']}: went on from step {fault['resumed_step']},"
+        f" steps lost: {_lost(fault)}; restart {_seconds(fault['restart_s'])}, {phases};"
         f" training again after {_seconds(fault['total_s'])}; {format_bytes(fault['fetched_bytes'])} from peers"
     )
 
@@ -207,7 +214,7 @@ def _runs_table(summaries: list[dict[str, Any]]) -> Table:
 
 
 def _faults_table(faults: list[dict[str, Any]]) -> Table:
-    table = Table("", *(f"{fault['victim']} lost" for fault in faults), title="what the faults cost")
+    table = Table("", *(_fault_title(fault) for fault in faults), title="what the faults cost")
     rows = (
         ("after step", lambda fault: str(fault["last_step"])),
         ("went on from step", lambda fault: str(fault["resumed_step"])),

@@ -35,7 +35,6 @@ _SHM = Path("/dev/shm")
 _FOLDER = re.compile(r"flashpoint-demo-(\d+)-(\d+)-.+")
 _MARK = "FLASHPOINT_DEMO_RUN"
 _DEATH_DEADLINE_S = 20.0
-_MAX_RESTARTS = 8
 # A dead agent is noticed in 2 s, not in torch's 15.
 _RENDEZVOUS = {
     "is_host": "0",
@@ -80,15 +79,17 @@ class Nodes:
         args: Arguments of the job; `{base}` stands for the node's base container.
         count: How many nodes make the job.
         ranks: Ranks on each.
+        restarts: How often each agent starts its ranks again when one fails.
     """
 
-    def __init__(self, root: Path, module: str, args: Sequence[str], *, count: int, ranks: int) -> None:
+    def __init__(self, root: Path, module: str, args: Sequence[str], *, count: int, ranks: int, restarts: int) -> None:
         self.root = root
         self.lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._module = module
         self._args = args
         self._count = count
         self._ranks = ranks
+        self._restarts = restarts
         self._mark = secrets.token_hex(8)
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
@@ -118,6 +119,7 @@ class Nodes:
             self._agents[node] = subprocess.Popen(
                 self._agent_argv(node),
                 env=self._environment(node),
+                cwd=self.root,  # Python would import what lies around where the demo was started
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -176,7 +178,7 @@ class Nodes:
             "rdzv-id": self._mark,
             "rdzv-conf": ",".join(f"{name}={value}" for name, value in _RENDEZVOUS.items()),
             "local-addr": _HOST,
-            "max-restarts": _MAX_RESTARTS,
+            "max-restarts": self._restarts,
             "monitor-interval": 0.1,
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
@@ -299,9 +301,11 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    # Ignored and not just blocked here: another thread would take the signal, and the handler runs in this one.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ml_flashpoint.cli.base_view import NotABaseContainerError, format_bytes, read_base
-from ml_flashpoint.cli.demo.display import Display
+from ml_flashpoint.cli.demo.display import LOST, Display
 from ml_flashpoint.cli.demo.nodes import Nodes
 from ml_flashpoint.cli.demo.record import Injected, RunRecord
 from ml_flashpoint.cli.demo.reports import parse
@@ -31,7 +31,9 @@ _STALL_S = 120.0
 _EXIT_S = 60.0
 _TICK_S = 0.1
 _LONGEST_DELAY_S = 0.15
-_SHOWN_LINES = 60
+_SHOWN_LINES = 40
+# One is what it takes, unless the rendezvous does not know yet that a node is gone.
+_RESTARTS_A_FAULT = 3
 
 
 class DemoError(FlashpointError):
@@ -57,11 +59,12 @@ class Fault:
 
 def plan_faults(steps: int, seed: int) -> list[Fault]:
     """A rank in the second quarter of the steps or so, a node in the last third; which and when, by the seed."""
-    chance = random.Random(seed)
 
     def fault(kind: Literal["rank", "node"], victims: int, eighth: int) -> Fault:
+        chance = random.Random(f"{kind} {seed}")
+        victim, delay_s = chance.randrange(victims), chance.uniform(0, _LONGEST_DELAY_S)
         step = max(3, eighth * steps // 8) + chance.randrange(max(1, steps // 5))
-        return Fault(kind, chance.randrange(victims), step, chance.uniform(0, _LONGEST_DELAY_S))
+        return Fault(kind, victim, step, delay_s)
 
     return [fault("rank", NODES * RANKS_PER_NODE, 2), fault("node", NODES, 5)]
 
@@ -84,7 +87,8 @@ class Run:
         self._display = display
         self._faults = deque(faults)
         args = ["--base", "{base}", "--steps", str(steps), "--seed", str(seed)]
-        self._nodes = Nodes(root, JOB, args, count=NODES, ranks=RANKS_PER_NODE)
+        restarts = _RESTARTS_A_FAULT * len(faults)
+        self._nodes = Nodes(root, JOB, args, count=NODES, ranks=RANKS_PER_NODE, restarts=restarts)
         self._names = [f"node-{number}" for number in range(NODES)]
         self._pid_of: dict[int, int] = {}
         self._lost: set[str] = set()
@@ -97,7 +101,8 @@ class Run:
         Raises:
             DemoError: It failed, or nothing happened for too long.
         """
-        self._display.begin(f"{self.record.name} run")
+        plan = [f"{fault.kind} killed after step {fault.step}" for fault in self._faults] or ["nothing is killed"]
+        self._display.begin(f"{self.record.name} run", ", ".join(plan))
         began = time.monotonic()
         with self._log, self._nodes:
             for node in self._names:
@@ -133,7 +138,8 @@ class Run:
             if said is not None:
                 self._hear(said)
             if time.monotonic() > give_up:
-                raise self._error(f"the job did not end within {_EXIT_S:.0f} s of its result")
+                left = [node for node in self._names if self._nodes.ended(node) is None]
+                raise self._error(f"{', '.join(left)} did not end within {_EXIT_S:.0f} s of the result")
         for node in self._names:
             if node not in self._lost and self._nodes.ended(node) != 0:
                 raise self._error(f"the agent of {node} ended with exit code {self._nodes.ended(node)}")
@@ -162,14 +168,15 @@ class Run:
         match said["event"]:
             case "started":
                 self._pid_of[rank] = said["pid"]
-                self._display.node(node, "started")
+                self._display.note(f"rank {rank} runs on {node}, pid {said['pid']}")
             case "resumed" if said["step"]:
                 source = f", {format_bytes(said['fetched_bytes'])} from peers" if said["fetched_bytes"] else ""
                 self._display.note(f"rank {rank} goes on from step {said['step']}, from memory{source}", "green")
-            case "step":
+            # Not from processes that were killed, or whose peers were: they may have more to say than was read then.
+            case "step" if self._pid_of.get(rank) == said["pid"]:
                 self._display.step(node, said)
-                # Only a process that runs now: others may have more to say than was read when they were killed.
-                if self._faults and said["step"] >= self._faults[0].step and self._pid_of.get(rank) == said["pid"]:
+                everyone = len(self._pid_of) == self.record.ranks
+                if self._faults and everyone and said["step"] >= self._faults[0].step:
                     self._strike(self._faults.popleft())
 
     def _strike(self, fault: Fault) -> None:
@@ -179,20 +186,23 @@ class Run:
             self._strike_rank(fault.victim)
         else:
             self._strike_node(self._names[fault.victim])
+        self._pid_of.clear()
 
     def _strike_rank(self, rank: int) -> None:
         pid = self._pid_of[rank]
         at = time.monotonic()
         gone = self._nodes.kill_rank(pid)
         self.record.faults.append(Injected("rank", f"rank {rank}", at, (pid,), gone))
-        self._display.note(f"SIGKILL to rank {rank} (pid {pid})", "bold red")
+        self._display.note(f"SIGKILL to rank {rank}, pid {pid}", "bold red")
+        self._restarting()
 
     def _strike_node(self, node: str) -> None:
         at = time.monotonic()
         lost = self._nodes.kill_node(node)
         gone = not self._nodes.folder(node).exists()
         self._lost.add(node)
-        self._display.node(node, "lost")
+        self._display.node(node, LOST)
+        self._restarting()
         self._display.note(
             f"SIGKILL to all {len(lost.pids)} processes of {node}, and {format_bytes(lost.bytes)} of memory deleted",
             "bold red",
@@ -203,9 +213,18 @@ class Run:
         self._nodes.start([spare])
         self.record.faults.append(Injected("node", node, at, lost.pids, gone, lost.bytes, spare))
 
+    def _restarting(self) -> None:
+        for node in self._names:
+            if node not in self._lost:
+                self._display.node(node, "restarting")
+
     def _error(self, message: str) -> DemoError:
-        shown = "\n".join(self._output[-_SHOWN_LINES:])
-        return DemoError(f"{self.record.name} run: {message}; the last output of its processes:\n{shown}")
+        # What came first tells why it all began, what came last why it did not end.
+        shown = self._output
+        if len(shown) > 2 * _SHOWN_LINES:
+            shown = [*shown[:_SHOWN_LINES], "...", *shown[-_SHOWN_LINES:]]
+        output = "\n".join(shown)
+        return DemoError(f"{self.record.name} run: {message}; what its processes printed:\n{output}")
 
 
 def _verify(base: Path) -> bool:

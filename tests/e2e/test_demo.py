@@ -1,0 +1,158 @@
+"""`flashpoint demo` as anybody runs it: it proves what it says, notices when that does not hold, and cleans up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.cluster import REPOSITORY
+
+pytestmark = pytest.mark.timeout(400)
+
+SHM = Path("/dev/shm")
+FOLDERS = "flashpoint-demo-*"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = set(SHM.glob(FOLDERS))
+    processes = set(_demo_processes())
+    yield
+    assert set(SHM.glob(FOLDERS)) <= before
+    assert set(_demo_processes()) <= processes
+
+
+def _demo_processes() -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "FLASHPOINT_DEMO_RUN" in process.environ():
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _argv(*args: str, job: str | None = None) -> list[str]:
+    if job is None:
+        return [sys.executable, "-m", "ml_flashpoint.cli.main", "demo", *args]
+    return [sys.executable, "-m", "tests.workers.demo_of", job, *args]
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _run(*args: str, job: str | None = None) -> tuple[int, Any, str]:
+    """Exit code, JSON and progress."""
+    done = subprocess.run(
+        _argv("--json", *args, job=job), capture_output=True, text=True, env=_environment(), timeout=380, check=False
+    )
+    result = json.loads(done.stdout)
+    print(result["error"], done.stderr, sep="\n")  # pytest shows it if the test fails
+    return done.returncode, result, done.stderr
+
+
+def test_the_job_survives_and_ends_with_the_same_weights() -> None:
+    code, result, progress = _run("--steps", "16", "--seed", "3")
+    assert code == 0
+    assert (result["ok"], result["error"], result["steps"], result["seed"]) == (True, None, 16, 3)
+    assert all(check["ok"] for check in result["checks"])
+    claims = [check["claim"] for check in result["checks"]]
+    assert claims[-1] == "final weights equal to the fault-free run: bit for bit"
+    assert len(claims) == 11
+
+    calm, faulted = result["runs"]
+    assert (calm["steps"], calm["saves"], calm["faults"]) == (16, 16, [])
+    assert faulted["saves"] >= 16
+    for run in (calm, faulted):
+        assert 0 < run["blocked_median_ms"] <= run["blocked_max_ms"]
+        assert run["wall_s"] > 0
+    rank, node = faulted["faults"]
+    assert (rank["kind"], node["kind"]) == ("rank", "node")
+    assert (len(rank["killed_pids"]), len(node["killed_pids"])) == (1, 3)
+    assert not set(rank["killed_pids"]) & set(node["killed_pids"])
+    assert node["lost_bytes"] > 1 << 20
+    assert (node["victim"], node["replacement"]) == ("node-0", "node-2")
+    for fault in (rank, node):
+        assert 0 < fault["replicated_step"] <= fault["resumed_step"] <= fault["last_step"] < 16
+        assert fault["lost_steps"] == fault["last_step"] - fault["resumed_step"]
+        phases = sum(fault[f"{phase}_s"] for phase in ("restart", "detect", "plan", "fetch", "load"))
+        assert all(fault[f"{phase}_s"] > 0 for phase in ("restart", "detect", "plan", "fetch", "load"))
+        assert phases <= fault["total_s"] + 0.5
+    assert rank["resumed_step"] < node["resumed_step"]
+    assert rank["fetched_bytes"] == 0
+    # Half the weights and both moments of each, in 32 bits, and little else.
+    assert 391_008 // 2 * 3 * 4 < node["fetched_bytes"] < 4 * 391_008 * 4
+
+    assert re.search(r"SIGKILL to rank 1, pid \d+", progress)
+    assert re.search(r"SIGKILL to all 3 processes of node-0, and [\d.]+ MiB of memory deleted", progress)
+    assert "\x1b" not in progress
+
+
+def test_a_recovery_that_is_wrong_by_one_batch_is_noticed() -> None:
+    code, result, _ = _run("--steps", "10", job="tests.workers.sabotaged_demo_job")
+    assert code == 1
+    assert (result["ok"], result["error"]) == (False, None)
+    failed = {check["claim"]: check["why_not"] for check in result["checks"] if not check["ok"]}
+    assert "tensors differ" in failed["final weights equal to the fault-free run: bit for bit"]
+    assert "every step had the loss of the fault-free run" in failed
+    assert "position is 8 instead of 10" in failed["random numbers and places in the data as in the fault-free run"]
+    # What was not sabotaged still holds.
+    assert len(failed) == 3
+
+
+def test_a_job_that_fails_fails_the_demo_and_shows_why() -> None:
+    code, result, progress = _run("--steps", "10", job="tests.workers.broken_demo_job")
+    assert code == 1
+    assert (result["ok"], result["runs"]) == (False, [])
+    assert "the job fails as it was told to" in result["error"]
+    assert "the job fails as it was told to" in progress
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        _argv("--steps", "400"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            # The one while processes start, the other while they train.
+            if ("node-1: starting" if number == signal.SIGINT else "rank 3 runs") in line:
+                break
+        assert process.poll() is None
+        os.kill(process.pid, number)
+        rest = process.stdout.read()
+    assert process.wait(60) == 130, rest
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+
+
+def test_folders_of_killed_demos_are_swept_and_of_live_ones_kept() -> None:
+    from ml_flashpoint.cli.demo.nodes import make_root, remove_root, sweep_roots
+
+    script = "from ml_flashpoint.cli.demo.nodes import make_root; print(make_root()); print(make_root(keep=True))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    left, kept = map(Path, done.stdout.split())
+    mine = make_root()
+    try:
+        assert left.is_dir()
+        sweep_roots()
+        assert not left.exists()
+        assert kept.is_dir()
+        assert mine.is_dir()
+    finally:
+        remove_root(mine)
+        remove_root(kept)

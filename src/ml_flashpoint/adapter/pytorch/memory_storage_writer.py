@@ -137,9 +137,9 @@ class MemoryStorageWriter(StorageWriter):
         self._stager_thread = threading.get_ident()
         self._await_previous()
         ticket = saver.begin()
-        leaves, needed, copies = TensorLeaves(), list[int](), list[torch.Tensor]()
+        leaves, needed, copies = TensorLeaves({}), list[int](), list[torch.Tensor]()
         try:
-            leaves = TensorLeaves.of(state_dict)
+            leaves = TensorLeaves(state_dict)
             if leaves.error is not None:
                 raise leaves.error
             needed = self._omission.needed(leaves)

@@ -38,7 +38,8 @@ class Omission:
             self._structure, self._others, self._failures = structure, frozenset(), 0
         if not self._others or _ambiguous(leaves):
             return list(range(len(leaves.tensors)))
-        return [i for i, paths in enumerate(leaves.paths) if not self._others.issuperset(paths)]
+        others = self._others
+        return sorted({i for path, i in zip(leaves.paths, leaves.indices, strict=True) if path not in others})
 
     def watch(self, ticket: SaveTicket, *, whole: bool) -> None:
         """Learn from a save of the state given last, once its outcome is known.
@@ -101,8 +102,7 @@ def left_to_others(planner: SavePlanner, own: frozenset[str] | None, final: Save
 
 def _ambiguous(leaves: TensorLeaves) -> bool:
     """Whether a name stands for two places: ``a.b`` and b in a. A planner that does not flatten tells them apart."""
-    names = [path for paths in (*leaves.paths, leaves.others) for path in paths]
-    return len(set(names)) != len(names)
+    return len({*leaves.paths, *leaves.others}) != len(leaves.paths) + len(leaves.others)
 
 
 def _byte_names(plan: SavePlan) -> set[str]:

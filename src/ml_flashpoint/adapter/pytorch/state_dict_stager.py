@@ -7,8 +7,7 @@ apart and put together again. Where the copies go is the caller's business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # type
 from torch.distributed.tensor import DTensor
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-Build = Callable[[list[torch.Tensor]], Any]
+_COPY = -1
 
 
 def is_plain_strided(tensor: torch.Tensor) -> bool:
@@ -28,109 +26,131 @@ def is_plain_strided(tensor: torch.Tensor) -> bool:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, detached, whose memory says what its elements are: no collective under way, no lazy conjugate."""
+    """A tensor without history whose memory says what its elements are: no collective under way, no lazy conjugate."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
-    tensor = tensor.detach()
-    return tensor.resolve_conj().resolve_neg() if is_plain_strided(tensor) else tensor
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if is_plain_strided(tensor) and (tensor.is_conj() or tensor.is_neg()):
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
 
 
-@dataclass(slots=True)
 class TensorLeaves:
     """The plain tensors of a state dict, and how to build it anew around others.
 
+    Few objects are made for each tensor, and none that Python's garbage collector looks at: states have tens of
+    thousands of them, and its passes over all objects of the process would take longer than the copy.
+
+    Args:
+        state_dict: a nested state dict of mappings, lists and tuples. It must stay as it is until :meth:`rebuild`.
+
     Attributes:
-        tensors: the tensors, detached; each memory once.
-        paths: all places of each tensor, for example ``optim.state.0.exp_avg``: DCP's names, when it flattens.
+        tensors: the tensors, without history; each memory once.
+        paths: the place of each tensor, for example ``optim.state.0.exp_avg``: DCP's names, when it flattens.
+        indices: for each of these places, which of ``tensors`` is there.
         others: places of everything else.
         error: the first value that could not be copied, and so is None in what is built; or None.
     """
 
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    paths: list[list[str]] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    error: Exception | None = None
-    _root: Build = field(default=lambda new: {})
-    _known: dict[tuple[Any, ...], int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, state_dict: Mapping[str, Any]) -> TensorLeaves:
-        """Find the tensors of a nested state dict of mappings, lists and tuples."""
-        leaves = cls()
-        leaves._root = leaves._take(state_dict, None)
-        return leaves
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.paths: list[str] = []
+        self.indices: list[int] = []
+        self.others: list[str] = []
+        self.error: Exception | None = None
+        self._first_paths: list[str] = []
+        # For each leaf, in the order met: which tensor it is, or that it is the next of the copies.
+        self._leaves: list[int] = []
+        self._copies: list[Any] = []
+        self._by_address: dict[int, int] = {}
+        self._more_by_address: dict[int, list[int]] = {}
+        self._state = state_dict
+        self._collect(state_dict, None)
 
     @property
     def names(self) -> list[str]:
         """A name for each tensor, as the format takes it; unique."""
-        return _unique([storable_name(paths[0]) for paths in self.paths])
+        return _unique([storable_name(path) for path in self._first_paths])
 
     @property
     def structure(self) -> tuple[object, ...]:
         """Equal for two states exactly if they have the same places with the same kinds of tensors."""
-        return self.paths, self.others, [(t.dtype, t.shape) for t in self.tensors]
+        tensors = self.tensors
+        return self.paths, self.indices, self.others, [t.dtype for t in tensors], [t.shape for t in tensors]
 
-    def rebuild(self, replacements: list[torch.Tensor]) -> dict[str, Any]:
-        """The state dict with ``replacements[i]`` in the place of ``tensors[i]``.
+    def rebuild(self, replacements: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The state dict with ``replacements[i]`` in the place of ``tensors[i]``; to be called once.
 
-        Values that are neither tensors nor immutable are copied, so that the result does not change any more.
+        Values that are neither tensors nor immutable were copied, so that the result does not change any more.
         """
-        built = self._root(replacements)
+        built = self._build(self._state, iter(self._leaves), iter(self._copies), replacements)
         assert isinstance(built, dict)
         return built
 
-    def _take(self, value: Any, path: str | None) -> Build:
+    def _collect(self, value: Any, path: str | None) -> None:
         if isinstance(value, torch.Tensor):
-            return self._take_tensor(value, path or "")
-        if isinstance(value, Mapping):
-            items = [(key, self._take(item, _joined(path, key))) for key, item in value.items()]
-            return lambda new: {key: build(new) for key, build in items}
-        if type(value) in (list, tuple):
-            parts = [self._take(item, _joined(path, index)) for index, item in enumerate(value)]
-            kind = type(value)
-            return lambda new: kind(build(new) for build in parts)
-        # The copy is made now: what the training changes later must not show up in the checkpoint.
-        return self._keep(value if isinstance(value, _IMMUTABLE) else self._copied(value, copy.deepcopy), path or "")
-
-    def _take_tensor(self, value: torch.Tensor, path: str) -> Build:
-        if isinstance(value, ShardedTensor):
-            return self._take_sharded(value, path)
-        if isinstance(value, DTensor):
-            local = settled(value._local_tensor)
-            if is_plain_strided(local) and not local.is_meta:
-                index, spec = self._add(local, path), value._spec
-                return lambda new: DTensor(new[index], spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            self._collect_tensor(value, path or "")
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._collect(item, str(key) if path is None else f"{path}.{key}")
+        elif type(value) in (list, tuple):
+            for index, item in enumerate(value):
+                self._collect(item, f"{path}.{index}")
         else:
-            plain = settled(value)
-            if is_plain_strided(plain) and not plain.is_meta:
-                index = self._add(plain, path)
-                return lambda new: new[index]
-        if value.is_meta:  # nothing to copy, and an error only if the plan wants it
-            return self._keep(value.detach(), path)
-        return self._keep(self._copied(value, lambda tensor: tensor.detach().clone()), path)
+            # The copy is made now: what the training changes later must not show up in the checkpoint.
+            self._keep(value if isinstance(value, _IMMUTABLE) else self._copied(value, copy.deepcopy), path or "")
 
-    def _take_sharded(self, value: ShardedTensor, path: str) -> Build:
-        shards = [
-            (self._add(settled(shard.tensor), f"{path}.shard{number}"), shard.metadata)
-            for number, shard in enumerate(value.local_shards())
-        ]
+    def _collect_tensor(self, value: torch.Tensor, path: str) -> None:
+        if isinstance(value, ShardedTensor):
+            for number, shard in enumerate(value.local_shards()):
+                self._add(settled(shard.tensor), f"{path}.shard{number}")
+            return
+        plain = _memory_of(value)
+        if plain is not None:
+            self._add(plain, path)
+        elif value.is_meta:  # nothing to copy, and an error only if the plan wants it
+            self._keep(value.detach(), path)
+        else:
+            self._keep(self._copied(value, lambda tensor: tensor.detach().clone()), path)
 
-        def build(new: list[torch.Tensor]) -> ShardedTensor:
+    def _build(self, value: Any, leaves: Iterator[int], copies: Iterator[Any], new: Sequence[torch.Tensor]) -> Any:
+        """What :meth:`_collect` took apart, put together in the same order."""
+        if isinstance(value, ShardedTensor):
             made = copy.copy(value)
-            made._local_shards = [Shard(new[index], metadata) for index, metadata in shards]
+            made._local_shards = [Shard(new[next(leaves)], shard.metadata) for shard in value.local_shards()]
             return made
+        if isinstance(value, torch.Tensor):
+            index = next(leaves)
+            if index == _COPY:
+                return next(copies)
+            if isinstance(value, DTensor):
+                return DTensor(new[index], value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            return new[index]
+        if isinstance(value, Mapping):
+            return {key: self._build(item, leaves, copies, new) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self._build(item, leaves, copies, new) for item in value])
+        next(leaves)
+        return next(copies)
 
-        return build
-
-    def _add(self, tensor: torch.Tensor, path: str) -> int:
-        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        index = self._known.get(identity) if tensor.numel() else None
-        if index is None:
-            index = self._known[identity] = len(self.tensors)
+    def _add(self, tensor: torch.Tensor, path: str) -> None:
+        index = len(self.tensors)
+        if tensor.numel():
+            address = tensor.data_ptr()
+            index = self._by_address.setdefault(address, index)
+            if index < len(self.tensors) and not _same(tensor, self.tensors[index]):
+                # Another view of memory that was seen before: seldom, and then there may be more of them.
+                known = self._more_by_address.setdefault(address, [])
+                index = next((i for i in known if _same(tensor, self.tensors[i])), len(self.tensors))
+                if index == len(self.tensors):
+                    known.append(index)
+        if index == len(self.tensors):
             self.tensors.append(tensor)
-            self.paths.append([])
-        self.paths[index].append(path)
-        return index
+            self._first_paths.append(path)
+        self.paths.append(path)
+        self.indices.append(index)
+        self._leaves.append(index)
 
     def _copied(self, value: Any, copier: Callable[[Any], Any]) -> Any:
         try:
@@ -139,9 +159,21 @@ class TensorLeaves:
             self.error = self.error or error
             return None
 
-    def _keep(self, value: Any, path: str) -> Build:
+    def _keep(self, value: Any, path: str) -> None:
         self.others.append(path)
-        return lambda new: value
+        self._leaves.append(_COPY)
+        self._copies.append(value)
+
+
+def _memory_of(value: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor that is all there is to a tensor on this rank, None if there is more to it, or nothing."""
+    local = settled(value._local_tensor if isinstance(value, DTensor) else value)
+    return local if is_plain_strided(local) and not local.is_meta else None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address are the same."""
+    return (one.dtype, one.shape, one.stride(), one.device) == (other.dtype, other.shape, other.stride(), other.device)
 
 
 def storable_name(fqn: str) -> str:
@@ -150,10 +182,6 @@ def storable_name(fqn: str) -> str:
     if not name.isascii():
         name = name.encode("utf-8", "backslashreplace").decode()
     return f"item {name}" if name.startswith("__") else name
-
-
-def _joined(path: str | None, key: object) -> str:
-    return str(key) if path is None else f"{path}.{key}"
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import socket
 import threading
@@ -103,7 +104,8 @@ def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
     assert store.aborted == [VERSION]
 
 
-def test_idle_connections_are_closed_after_a_deadline_of_their_own() -> None:
+def test_idle_connections_are_closed_after_a_deadline_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     with serving(idle_deadline_s=0.2, deadline_s=60) as service:
         channel = channel_to(service)
         with ends_within(0.2 + SLACK_S), pytest.raises(ConnectionLostError):
@@ -112,6 +114,7 @@ def test_idle_connections_are_closed_after_a_deadline_of_their_own() -> None:
     with serving(idle_deadline_s=60, deadline_s=0.2) as service, connection_to(service) as peer:
         threading.Event().wait(0.6)
         peer.ping()
+    assert caplog.records == []  # nothing is wrong with being idle
 
 
 def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from ml_flashpoint.core import manifest as manifests
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.core.errors import (
+    DeadlineError,
     FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
@@ -239,7 +240,12 @@ class TransferService:
                 self._refuse(channel, ReplicationError("serving as many connections as allowed, try again later"))
                 return
             while True:
-                self._serve(channel, channel.receive(idle_s=self._idle_deadline_s))
+                try:
+                    request = channel.receive(idle_s=self._idle_deadline_s)
+                except DeadlineError as exc:
+                    _logger.debug("idle transfer connection closed: %s", exc)
+                    return
+                self._serve(channel, request)
         except ConnectionLostError as exc:
             _logger.debug("transfer connection ended: %s", exc)
         except (FlashpointError, OSError) as exc:

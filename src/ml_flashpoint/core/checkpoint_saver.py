@@ -291,15 +291,16 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         Raises:
             SaveError: see :meth:`claim`.
         """
+        ticket = self.claim(ticket) if ticket is not None else self.begin()
+        ticket.worker = threading.current_thread()
+        store = self._objects.store
+        if ticket.staged is None and store is not None and self._largest:
+            try:
+                # Not under the lock: it may wait for an earlier save, which cannot settle without that.
+                ticket.spare = self._acquire(ticket, store, self._largest)
+            except FlashpointError as error:
+                ticket.error = error
         with self._lock:
-            ticket = self.claim(ticket) if ticket is not None else self.begin()
-            ticket.worker = threading.current_thread()
-            store = self._objects.store
-            if ticket.staged is None and store is not None and self._largest:
-                try:
-                    ticket.spare = self._acquire(ticket, store, self._largest)
-                except FlashpointError as error:
-                    ticket.error = error
             if self._notices is None:
                 self._notices = NoticeBoard()
             self._handed_off[ticket.attempt] = ticket

@@ -43,12 +43,16 @@ class PendingSave:
     verified_elsewhere: bool = False
     """Set when the agreement broke off: other ranks may have learned that it is verified, and have pruned."""
     dropped: bool = False
+    _resolving: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def resolve(self, part: HeldPart | None, store: RankStore | None, error: BaseException | None = None) -> None:
-        """Say what became of the save: a committed part, or an error."""
-        if not self.resolved.is_set():
+    def resolve(self, part: HeldPart | None, store: RankStore | None, error: BaseException | None = None) -> bool:
+        """Say what became of the save: a committed part, or an error. Returns whether that was not said before."""
+        with self._resolving:
+            if self.resolved.is_set():
+                return False
             self.part, self.store, self.error = part, store, error
             self.resolved.set()
+            return True
 
 
 @dataclass
@@ -161,14 +165,13 @@ class CommitQueue:
                     self._changed.notify_all()
 
     def _settle(self, save: PendingSave) -> None:
-        self._await_seal(save)
-        ready = save.part is not None and not save.dropped
-        if ready:
-            self.stats.sealed += 1
-            self.stats.last_sealed = save.step
-            ready = self._replicate(save)
-        elif save.error is not None:
-            self.stats.failed += 1
+        try:
+            ready = self._make_ready(save)
+        except Exception as error:
+            # Whatever it is, the other ranks wait for this one's vote.
+            _log.exception("the save of step %s is not verified", save.step)
+            save.resolve(None, None, error)
+            ready = False
         agreed = self._agree(save, ready)
         save.verified_elsewhere = agreed is None
         if agreed:
@@ -183,6 +186,17 @@ class CommitQueue:
         if not self._swept and self._group.is_node_leader:
             here = self._group.topology.ranks_of(self._group.node)
             self._swept = save.store.sweep_departed(here, save.attempt)
+
+    def _make_ready(self, save: PendingSave) -> bool:
+        """Whether this rank has sealed the save and has all copies of it."""
+        self._await_seal(save)
+        if save.part is not None and not save.dropped:
+            self.stats.sealed += 1
+            self.stats.last_sealed = save.step
+            return self._replicate(save)
+        if save.error is not None:
+            self.stats.failed += 1
+        return False
 
     def _await_seal(self, save: PendingSave) -> None:
         give_up = time.monotonic() + self._seal_deadline_s()

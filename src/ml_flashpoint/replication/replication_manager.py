@@ -133,6 +133,9 @@ class ReplicationManager:
                 self._push(target, part.manifest, encoded, buffers, cancelled)
             except FlashpointError as error:
                 failures.append(error)
+            except Exception as error:  # lost with its thread, it would pass for an acknowledgement
+                _log.exception("pushing a copy to rank %d failed", target)
+                failures.append(ReplicationError(f"{type(error).__name__}: {error}", rank=target))
 
         threads = [
             threading.Thread(target=push, args=(t,), daemon=True, name=f"flashpoint-push-{t}") for t in targets[1:]

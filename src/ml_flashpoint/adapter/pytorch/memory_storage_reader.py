@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import (
     METADATA_KEY,
     METADATA_SCOPE,
     ItemPlace,
     SafeGlobal,
     check_bytes,
-    decode_metadata,
 )
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
@@ -136,7 +136,9 @@ class MemoryStorageReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where the items of a checkpoint are, from its metadata."""
         places = metadata.storage_data
-        if not isinstance(places, dict) or not all(isinstance(p, ItemPlace) for p in places.values()):
+        if not isinstance(places, dict) or not all(
+            isinstance(p, ItemPlace) and type(p.rank) is int and isinstance(p.key, (str, int)) for p in places.values()
+        ):
             raise DamagedError("the checkpoint's metadata does not say where its items are", path=self.checkpoint_id)
         self._places = places
 

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.state_dict_stager import (
@@ -33,7 +35,6 @@ from ml_flashpoint.adapter.pytorch.storage_data import (
     METADATA_KEY,
     METADATA_SCOPE,
     ItemPlace,
-    encode_metadata,
 )
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import (
@@ -60,6 +61,16 @@ class _Save(threading.local):
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a plan came to. Its parts do not change any more."""
+
+    plan: SavePlan
+    keys: list[str]
+    sizes: dict[str, int]
+    results: list[WriteResult]
 
 
 class MemoryStorageWriter(StorageWriter):
@@ -95,6 +106,7 @@ class MemoryStorageWriter(StorageWriter):
         self._saver = checkpoint_saver
         self._cache_staged = cache_staged_state_dict
         self._save = _Save()
+        self._written: _Written | None = None
         self._omission = Omission()
         self._stager_thread: int | None = None
         self._in_flight: SaveTicket | None = None
@@ -242,7 +254,7 @@ class MemoryStorageWriter(StorageWriter):
         try:
             if save.version is None:
                 raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
-            keys = _keys(plan.items)
+            keys = self._keys_of(plan)
             # What staging left undone is told by the write, better than by resolving what is not there.
             tensors, byte_items = _resolve(plan, planner, keys) if ticket.error is None else ([], [])
             self._saver.write(ticket, save.version, tensors, byte_items)
@@ -253,14 +265,7 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.fail(ticket, error)
             save.ticket = None
             raise
-        rank = self._saver.rank
-        sizes = {key: t.nbytes for key, t in tensors} | {key: len(data) for key, data in byte_items}
-        future.set_result(
-            [
-                WriteResult(index=item.index, size_in_bytes=sizes[key], storage_data=ItemPlace(rank, key))
-                for item, key in zip(plan.items, keys, strict=True)
-            ]
-        )
+        future.set_result(self._write_results(plan, keys, tensors, byte_items))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -281,6 +286,26 @@ class MemoryStorageWriter(StorageWriter):
         except BaseException as error:
             self._saver.fail(ticket, error)
             raise
+
+    def _keys_of(self, plan: SavePlan) -> list[str]:
+        known = self._written
+        return known.keys if known is not None and known.plan is plan else _keys(plan.items)
+
+    def _write_results(
+        self, plan: SavePlan, keys: list[str], tensors: list[TensorItem], byte_items: list[BytesItem]
+    ) -> list[WriteResult]:
+        """What DCP is told of each item. Planners that cache plans give the same one again: so are the results."""
+        sizes = {key: tensor.nbytes for key, tensor in tensors}
+        sizes.update((key, len(data)) for key, data in byte_items)
+        known = self._written
+        if known is None or known.plan is not plan or known.sizes != sizes:
+            rank = self._saver.rank
+            results = [
+                WriteResult(index=item.index, size_in_bytes=sizes[key], storage_data=ItemPlace(rank, key))
+                for item, key in zip(plan.items, keys, strict=True)
+            ]
+            known = self._written = _Written(plan, keys, sizes, results)
+        return known.results
 
     def _ticket(self) -> SaveTicket:
         saver, save = self._saver, self._save

@@ -1,7 +1,6 @@
-"""What torch's DCP keeps with our checkpoints: its metadata as an object, and where each item lies.
+"""What torch's DCP keeps with our checkpoints: where each item lies, and items that are no tensors.
 
-Owns the encoding of ``torch.distributed.checkpoint.metadata.Metadata`` and the check that nothing of it, and no
-item, is unpickled beyond an allow-list. Torch's own restricted unpickler does the work.
+Owns the check that no such item is unpickled beyond an allow-list. DCP's metadata is `metadata_format`'s.
 """
 
 from __future__ import annotations
@@ -9,22 +8,11 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
 
@@ -44,57 +32,6 @@ class ItemPlace:
 
     rank: int
     key: str
-
-
-_METADATA_GLOBALS: tuple[Any, ...] = (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    _MEM_FORMAT_ENCODING,
-    ItemPlace,
-    ChainMap,
-    OrderedDict,
-    defaultdict,
-    set,
-    frozenset,
-    tuple,
-    torch.Size,
-    torch.layout,
-)
-
-
-def encode_metadata(metadata: Metadata) -> bytes:
-    """DCP metadata as bytes."""
-    stream = io.BytesIO()
-    torch.save(metadata, stream)
-    return stream.getvalue()
-
-
-def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> Metadata:
-    """The metadata that :func:`encode_metadata` made bytes of.
-
-    Args:
-        allowed: further types that a custom planner puts into its ``planner_data``.
-
-    Raises:
-        UnsafeContentError: it refers to anything that is not allowed. Nothing of it was executed.
-    """
-    with torch.serialization.safe_globals([*_METADATA_GLOBALS, *allowed]):
-        try:
-            metadata = torch.load(io.BytesIO(data), weights_only=True)
-        except Exception as error:
-            raise UnsafeContentError(
-                f"the checkpoint's metadata is not acceptable: {error}",
-                path=path,
-                hint="pass the planner's own types as safe_globals",
-            ) from error
-    if not isinstance(metadata, Metadata):
-        raise UnsafeContentError(f"the checkpoint's metadata is a {type(metadata).__name__}", path=path)
-    return metadata
 
 
 def check_bytes(data: memoryview, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:

@@ -1,0 +1,160 @@
+"""DCP's metadata as bytes and back: equal in every detail, and nothing else is taken for metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata, encode_metadata
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.core.errors import DamagedError, FlashpointError, UnsafeContentError
+from tests.support.tensors import PLAIN_DTYPES
+
+_NAMES = st.text(max_size=5) | st.sampled_from(["a.b", "\ud800", "0", "ü"])
+_SIZES = st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
+_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last]
+
+
+@st.composite
+def _tensors(draw: st.DrawFn) -> TensorStorageMetadata:
+    properties = TensorProperties(
+        draw(st.sampled_from(PLAIN_DTYPES)),
+        draw(st.sampled_from([torch.strided, torch.sparse_coo, torch.sparse_csr])),
+        draw(st.booleans()),
+        draw(st.sampled_from(_FORMATS)),
+        draw(st.booleans()),
+    )
+    size = draw(_SIZES)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    others = st.lists(st.builds(ChunkStorageMetadata, _SIZES, _SIZES), max_size=3)
+    return TensorStorageMetadata(properties, size, draw(others | st.just([whole])))
+
+
+@st.composite
+def _metadata(draw: st.DrawFn) -> Metadata:
+    items = draw(st.dictionaries(_NAMES, _tensors() | st.builds(BytesStorageMetadata), max_size=4))
+    fqns = st.sampled_from(sorted(items)) | _NAMES if items else _NAMES
+    index = st.builds(MetadataIndex, fqns, st.none() | _SIZES, st.none() | st.integers(0, 99))
+    places = draw(st.dictionaries(index, st.builds(ItemPlace, st.integers(0, 2**20), _NAMES), max_size=5))
+    path = st.lists(_NAMES | st.integers(0, 9), max_size=3).map(tuple)
+    planner_data = draw(st.none() | st.dictionaries(_NAMES, path, max_size=3) | st.just({"a": {"nested": [1, (2,)]}}))
+    return Metadata(items, planner_data, places, None, draw(st.none() | st.text(max_size=3)))
+
+
+def _exactly(metadata: Metadata) -> Any:
+    """What dataclasses do not compare, too: hints of indices, types of sizes, the order of everything."""
+    places = [(i.fqn, i.offset, i.index, type(i.offset), p) for i, p in metadata.storage_data.items()]
+    return list(metadata.state_dict_metadata.items()), places, metadata.planner_data, metadata.version
+
+
+@given(_metadata())
+@settings(max_examples=300)
+def test_round_trip(metadata: Metadata) -> None:
+    decoded = decode_metadata(encode_metadata(metadata), path="p")
+    assert decoded == metadata
+    assert _exactly(decoded) == _exactly(metadata)
+    for item in decoded.state_dict_metadata.values():
+        if isinstance(item, TensorStorageMetadata):
+            assert type(item.size) is torch.Size
+            assert all(type(chunk.offsets) is type(chunk.sizes) is torch.Size for chunk in item.chunks)
+
+
+def _small() -> Metadata:
+    size = torch.Size([4, 3])
+    chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([2, 3])) for at in (0, 2)]
+    tensor = TensorStorageMetadata(TensorProperties.create_from_tensor(torch.zeros(4, 3)), size, chunks)
+    places = {MetadataIndex("w", torch.Size([at, 0]), at // 2): ItemPlace(at // 2, "w") for at in (0, 2)}
+    places |= {MetadataIndex("step"): ItemPlace(0, "step")}
+    return Metadata({"w": tensor, "step": BytesStorageMetadata()}, {"w": ("w",), "step": ("step",)}, places)
+
+
+def test_what_is_usual_is_not_pickled() -> None:
+    encoded = encode_metadata(_small())
+    assert encoded.startswith(b"{")
+    assert b"pickle" not in encoded
+
+
+@dataclasses.dataclass
+class _More(Metadata):
+    more: Any = None
+
+
+def test_what_is_unusual_is_pickled_and_needs_to_be_allowed() -> None:
+    metadata = _More(**vars(_small()), more={"x": torch.ones(2)})
+    encoded = encode_metadata(metadata)
+    with pytest.raises(UnsafeContentError, match=r"_More.*safe_globals"):
+        decode_metadata(encoded, path="p")
+    decoded = decode_metadata(encoded, path="p", allowed=[_More])
+    assert isinstance(decoded, _More)
+    assert torch.equal(decoded.more["x"], torch.ones(2))
+    odd = dataclasses.replace(_small(), storage_data={MetadataIndex("w"): "elsewhere"})
+    assert decode_metadata(encode_metadata(odd), path="p").storage_data == odd.storage_data
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.just("AAAA"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.just("pickle"), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def _places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    keys = range(len(value)) if isinstance(value, list) else list(value) if isinstance(value, dict) else []
+    return [path, *(deeper for key in keys for deeper in _places_in(value[key], (*path, key)))]
+
+
+@given(st.data(), _JSON)
+@settings(max_examples=400)
+def test_whatever_else_it_says_is_refused_or_harmless(data: st.DataObject, instead: Any) -> None:
+    fields = json.loads(encode_metadata(_small()))
+    path = data.draw(st.sampled_from([p for p in _places_in(fields) if p]))
+    inner = fields
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = instead
+    try:
+        decoded = decode_metadata(json.dumps(fields).encode(), path="p")
+    except FlashpointError:
+        return
+    assert all(isinstance(place, ItemPlace) and place.rank >= 0 for place in decoded.storage_data.values())
+
+
+@given(st.binary(max_size=50))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(FlashpointError):
+        decode_metadata(data, path="p")
+    with pytest.raises(FlashpointError):
+        decode_metadata(b"{" + data, path="p")
+
+
+@pytest.mark.parametrize("end", [1, 50, -1, -20])
+def test_truncated_metadata_is_refused(end: int) -> None:
+    with pytest.raises(DamagedError):
+        decode_metadata(encode_metadata(_small())[:end], path="p")
+
+
+def test_depth_is_no_danger() -> None:
+    with pytest.raises(DamagedError):
+        decode_metadata(b'{"dcp":' + b"[" * 100_000, path="p")
+
+
+def test_a_later_version_is_refused() -> None:
+    fields = json.loads(encode_metadata(_small())) | {"dcp": 2}
+    with pytest.raises(DamagedError, match="version 2"):
+        decode_metadata(json.dumps(fields).encode(), path="p")

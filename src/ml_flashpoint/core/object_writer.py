@@ -7,7 +7,6 @@ and named later, for asynchronous saves whose plan is made after the copy. Commi
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import os
 import threading
@@ -54,14 +53,12 @@ class StagedObject:
     Attributes:
         arena_path: file of the arena.
         data_start, end: the copies lie between; what is before is room for the header.
-        begins: offset of each copy, rising.
         views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
     """
 
     arena_path: Path
     data_start: int
     end: int
-    begins: tuple[int, ...]
     views: list[ArenaTensor] = field(default_factory=list, repr=False)
     arena: Arena | None = None
     digester: BlockDigester | None = None
@@ -86,15 +83,11 @@ class StagedObject:
             self.digester.abort()
             self.digester = None
 
-    def region_of(self, offset: int) -> int:
-        """Offset of the copy that holds byte ``offset``."""
-        return self.begins[bisect.bisect_right(self.begins, offset) - 1]
-
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.arena_path, self.data_start, self.end, self.begins, self.interior_digests()
+        return self.arena_path, self.data_start, self.end, self.interior_digests()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.arena_path, self.data_start, self.end, self.begins, self._interior = state
+        self.arena_path, self.data_start, self.end, self._interior = state
         self.views, self.arena, self.digester = [], None, None
 
 
@@ -103,7 +96,8 @@ class FilledObject:
     """An object whose items are in place, and whose header and digests wait for what may still be added.
 
     Attributes:
-        used: offsets of the staged copies that are in it, None if nothing was staged.
+        first_block, interior: from that block on, digests of blocks that are final; may wait for them.
+        digester: what computes them, if that began with this object.
     """
 
     arena: Arena
@@ -112,7 +106,12 @@ class FilledObject:
     metadata: Mapping[str, str] | None
     first_block: int
     interior: Callable[[], tuple[str, ...]]
-    used: frozenset[int] | None = None
+    digester: BlockDigester | None = None
+
+    def discard(self) -> None:
+        """Stop digesting: the bytes will not be used."""
+        if self.digester is not None:
+            self.digester.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,6 @@ class ObjectWriter:
                 arena.path,
                 layout.data_start,
                 layout.size,
-                tuple(e.begin for e in layout.entries),
                 arena=arena,
             )
             staged.digester = self._copy_and_digest(arena, plan, views, tensors, *staged.interior)
@@ -335,7 +333,7 @@ class ObjectWriter:
         first = block_count(layout.data_start)
         last = max(first, interior_end // BLOCK_SIZE)
         digester = self._copy_and_digest(arena, plan, views, tensors, first, last)
-        return FilledObject(arena, layout, list(byte_items), metadata, first, digester.finish)
+        return FilledObject(arena, layout, list(byte_items), metadata, first, digester.finish, digester)
 
     def _fill_staged(
         self,
@@ -357,8 +355,9 @@ class ObjectWriter:
                 appended.append((key, tensor))
             places.append((key, offset, tensor.dtype, tensor.shape))
         signature = (staged.data_start, places, [key for key, _ in byte_items])
-        if self._named is not None and self._named[0] == signature:
-            layout = self._named[1]
+        named = self._named  # read once: another thread may be naming a state of its own
+        if named is not None and named[0] == signature:
+            layout = named[1]
         else:
             found = _layout_of(places, staged.data_start)
             if found is None:
@@ -373,7 +372,6 @@ class ObjectWriter:
                 self._template.encode(layout, max(arena.size, round_up(layout.size)), metadata)
             except CapacityError as error:
                 raise _CannotNameError from error
-        used = frozenset(staged.region_of(offset) for _, offset, _, _ in places if offset < staged.end)
         if layout.size > arena.size:
             arena.grow(with_slack(layout.size))
         by_key = layout.by_key
@@ -382,7 +380,7 @@ class ObjectWriter:
             [tensor for _, tensor in appended],
         )
         first, _ = staged.interior
-        return FilledObject(arena, layout, list(byte_items), metadata, first, staged.interior_digests, used)
+        return FilledObject(arena, layout, list(byte_items), metadata, first, staged.interior_digests)
 
 
 class _CannotNameError(Exception):

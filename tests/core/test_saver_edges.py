@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import CapacityError, SaveError
+from ml_flashpoint.core.errors import CapacityError, DeadlineError, SaveError
+from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.save_ticket import NoticeBoard
+from ml_flashpoint.core.saving_process import HandedOffSaver
 
 TENSORS = [("weight", torch.arange(1000.0))]
 
@@ -56,3 +61,64 @@ def test_a_hand_off_that_waits_for_an_arena_holds_nobody_up(
     saver.fail(earlier, SaveError("given up"))
     handing_off.join(10)
     assert not handing_off.is_alive()
+
+
+def test_a_save_sealed_after_its_deadline_gives_its_arena_back(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
+    ticket = saver.begin()
+    assert ticket.pending is not None
+    saver.write(ticket, version(tmpfs, 1), TENSORS)
+    assert ticket.pending.settled.wait(10)
+    in_use, _ = store_of(saver).resident_bytes()
+    assert in_use  # whoever writes may still be at it
+    with pytest.raises(SaveError, match="given up") as caught:
+        saver.seal(ticket)
+    saver.fail(ticket, caught.value)
+    assert store_of(saver).resident_bytes() == (0, in_use)
+    saver.save(version(tmpfs, 2), TENSORS)
+    saver.fail(ticket, caught.value)  # once more: the arena is another save's now
+    assert store_of(saver).resident_bytes()[0] == in_use
+
+
+def test_a_save_given_up_while_it_commits_leaves_nothing(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = saver.begin()
+    saver.write(ticket, version(tmpfs, 1), TENSORS)
+    commit = store_of(saver).commit
+
+    def slow_commit(manifest: Manifest, arenas: list[Arena]) -> HeldPart:
+        part = commit(manifest, arenas)
+        assert ticket.pending is not None
+        ticket.pending.resolve(None, None, DeadlineError("not sealed in time"))
+        return part
+
+    monkeypatch.setattr(store_of(saver), "commit", slow_commit)
+    with pytest.raises(SaveError, match="too late") as caught:
+        saver.seal(ticket)
+    saver.fail(ticket, caught.value)
+    assert list_versions(tmpfs) == []
+    assert store_of(saver).resident_bytes()[0] == 0
+
+
+def test_what_a_saving_process_published_before_it_died_is_withdrawn(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    handed_off = saver.hand_off()
+    # In this process, but signed for by one that is gone.
+    there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
+    monkeypatch.setattr(NoticeBoard, "post", lambda *_: None)
+    there._spare = None  # it makes an arena of its own, which the trainer never hears of
+    there.save(version(tmpfs, 2), TENSORS)
+    stray = list(store_of(saver).directory.glob("arena-*"))
+    assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-2_ckpt"]
+    monkeypatch.setattr(NoticeBoard, "process_of", lambda *_: 2**22 + 1)
+    pending = handed_off.ticket.pending
+    assert pending is not None
+    assert pending.settled.wait(10)
+    assert pending.error is not None
+    assert list_versions(tmpfs) == ["step-1_ckpt"]
+    assert len(list(store_of(saver).directory.glob("arena-*"))) == len(stray) - 1

@@ -100,11 +100,6 @@ class Arena:
         """Inode of the file: how a version's link is matched to its arena."""
         return os.fstat(self._fd).st_ino
 
-    @property
-    def links(self) -> int:
-        """Names that the file has: 1 when no version uses it."""
-        return os.fstat(self._fd).st_nlink
-
     def grow(self, size: int) -> None:
         """Make the arena at least ``size`` bytes; what it held stays where it was.
 
@@ -125,10 +120,6 @@ class Arena:
         if size > self.size:
             self._unregister()
             self._map(size)
-
-    def contains(self, address: int, nbytes: int) -> bool:
-        """Whether the ``nbytes`` bytes at ``address`` lie in this mapping."""
-        return self.address <= address and address + nbytes <= self.address + self.size
 
     def view(self, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Bytes ``begin:end`` as a contiguous tensor; no copy. ``begin`` must be aligned to the dtype's size.

@@ -35,7 +35,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import map_object as 
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
 from ml_flashpoint.core.errors import FlashpointError, JobInUseError, SaveError
-from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.manifest import Manifest, object_name
 from ml_flashpoint.core.recovery import superseded
 
 _log = logging.getLogger(__name__)
@@ -179,11 +179,6 @@ class RankStore:
         with self._lock:
             return sum(a.size for a in self._in_use), sum(a.size for a in self._free)
 
-    def arena_at(self, address: int, nbytes: int) -> Arena | None:
-        """The arena in use that holds these addresses."""
-        with self._lock:
-            return next((a for a in self._in_use if a.contains(address, nbytes)), None)
-
     # ---- parts --------------------------------------------------------------------------------------------
 
     def commit(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
@@ -246,6 +241,24 @@ class RankStore:
             if arena in self._in_use and (successor is None or arena not in successor.arenas):
                 self._in_use.remove(arena)
                 self._free.append(arena)
+
+    def withdraw(self, attempt: str, *, sweep: bool = False) -> None:
+        """Remove what a saving process that died has published of ``attempt`` without telling this one.
+
+        Args:
+            sweep: also remove arenas that are not known here: no saving process is at work that may have made them.
+        """
+        with self._lock:
+            if self.closed or (attempt, self.rank) in self._parts:
+                return
+            for version in list_versions(self.base):
+                unpublish(self.base, version, self.rank, attempt, [object_name(self.rank, attempt)])
+            if not sweep:
+                return
+            known = {arena.path for arena in (*self._free, *self._in_use)}
+            for path in self.directory.iterdir():
+                if _ARENA_NAME.fullmatch(path.name) and path not in known:
+                    path.unlink(missing_ok=True)
 
     def reject(self, attempt: str) -> None:
         """Take note that ``attempt`` will never be verified. Other ranks' copies of it are then only kept until

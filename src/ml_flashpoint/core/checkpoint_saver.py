@@ -26,9 +26,7 @@ import psutil
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import (
-    RankStore,
-)
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
 from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
@@ -179,16 +177,21 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         pending = ticket.pending
         store = self._objects.store
         with self._lock:
-            if pending is None or pending.resolved.is_set():
+            # One that was given up at its deadline keeps its arenas until who filled them says that it is over.
+            if pending is None or ticket.given_back or pending.part is not None:
                 return
             pending.resolve(None, store, error)
+            ticket.given_back = True
             if ticket in self._staged:
                 self._staged.remove(ticket)
-        if ticket.staged is not None:
-            ticket.staged.discard()
-        if store is not None:
-            for arena in ticket.arenas:
-                store.release(arena)
+        for object_ in (ticket.staged, ticket.filled):
+            if object_ is not None:
+                object_.discard()
+        if store is None or store.closed:
+            return
+        for arena in ticket.arenas:
+            arena.refresh()  # a saving process may have made it larger
+            store.release(arena)
 
     def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
         assert ticket.pending is not None
@@ -200,17 +203,24 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         # What was staged and then had to be copied once more.
         for left in ticket.arenas - {arena}:
             store.release(left)
-        self._resolve(ticket, part, store)
+        if not self._resolve(ticket, part, store):
+            raise SaveError("sealed too late: the save was given up", step=manifest.step, rank=self.rank)
 
-    def _resolve(self, ticket: SaveTicket, part: Any, store: RankStore) -> None:
+    def _resolve(self, ticket: SaveTicket, part: HeldPart, store: RankStore) -> bool:
+        """Hand a committed part over to the queue. Returns whether in time; the part is gone if not."""
         assert ticket.pending is not None
-        ticket.pending.resolve(part, store)
+        with self._lock:  # as `fail`, which must not give back an arena that is free already
+            if not ticket.pending.resolve(part, store):
+                store.drop(part)
+                ticket.given_back = True
+                return False
         if not self._group.distributed and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
             ticket.pending.settled.wait(1.0)
         if len(self._own_arenas()) < 2 and part.manifest is not None:
             # For the object, not its arena: else each spare would be larger than the last, without end.
             store.prepare_spare(part.manifest.objects[0].size)
+        return True
 
     # ---- arenas -------------------------------------------------------------------------------------------
 
@@ -311,18 +321,26 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
 
     def _watch(self, pending: PendingSave) -> float | None:
         """Called by the commit queue while it waits for ``pending``: look for the other process's notice."""
+        for late in [t for t in list(self._handed_off.values()) if t.pending and t.pending.resolved.is_set()]:
+            self._look_for_notice(late)  # given up at its deadline; until now its process may have been writing
         ticket = self._handed_off.get(pending.attempt)
-        if ticket is None or self._notices is None:
+        if ticket is None:
             self._fail_if_abandoned(pending)
             return _ABANDONED_POLL_S
+        return self._look_for_notice(ticket)
+
+    def _look_for_notice(self, ticket: SaveTicket) -> float:
+        assert self._notices is not None
         answered = not self._is_worked_on(ticket)
-        alive = _is_alive(self._notices.process_of(pending.attempt))
+        alive = _is_alive(self._notices.process_of(ticket.attempt))
         # Asked last: a notice posted just before the answer or the end is not missed.
-        notice = self._notices.take(pending.attempt)
+        notice = self._notices.take(ticket.attempt)
         if notice is None and alive and not answered:
             return _NOTICE_POLL_S
-        self._handed_off.pop(pending.attempt, None)
+        self._handed_off.pop(ticket.attempt, None)
         if notice is None:
+            if self._objects.store is not None:
+                self._objects.store.withdraw(ticket.attempt, sweep=not alive and not self._handed_off)
             why = "it failed before this rank's part was sealed" if alive else "its process is gone"
             self.fail(ticket, lost(ticket, why, self.rank))
         else:

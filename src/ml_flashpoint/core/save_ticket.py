@@ -36,6 +36,7 @@ class SaveTicket:
             time; None while unknown. Set by the door.
         worker: the thread that writes and seals the save, if the door says so. Once it is gone, so is the save.
         abandoned: nobody can write the save any more, although it was staged and offered.
+        given_back: its arenas are no longer its own, because it failed.
     """
 
     attempt: str
@@ -50,6 +51,7 @@ class SaveTicket:
     pending: PendingSave | None = field(default=None, repr=False)
     worker: threading.Thread | None = field(default=None, repr=False)
     abandoned: bool = False
+    given_back: bool = False
 
     @property
     def arenas(self) -> set[Arena]:
@@ -64,7 +66,7 @@ class SaveTicket:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.attempt, self.sequence, self.staged, self.error, self.spare_path = state
         self.spare = self.version = self.filled = self.others = self.pending = self.worker = None
-        self.abandoned = False
+        self.abandoned = self.given_back = False
 
 
 @dataclass(frozen=True, slots=True)

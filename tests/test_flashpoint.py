@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.errors import (
@@ -32,6 +33,7 @@ from ml_flashpoint.core.errors import (
     SaveError,
     UnsafeContentError,
 )
+from ml_flashpoint.facade.planners import FacadeSavePlanner, forget_plans
 from ml_flashpoint.replication.strategies import RingReplicationStrategy
 from tests.support.forked import Child, call
 from tests.workers import training
@@ -591,6 +593,7 @@ def test_object_that_refuses_its_state(base: Path) -> None:
     class Refusing(Stored):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             if state["value"] > 10:
+                torch.rand(3)
                 raise ValueError("too much")
             super().load_state_dict(state)
 
@@ -599,8 +602,10 @@ def test_object_that_refuses_its_state(base: Path) -> None:
     assert resumed(base, stored=refusing) == 1
     assert refusing.value == 10
     shutil.rmtree(base / "step-1_ckpt")
+    generators = torch.get_rng_state()
     with pytest.raises(LoadError, match="ValueError: too much"):
         resumed(base, stored=refusing)
+    assert torch.equal(torch.get_rng_state(), generators)
 
 
 def test_checkpoint_of_another_door(base: Path) -> None:
@@ -995,3 +1000,12 @@ def test_the_job_depends_on_every_generator() -> None:
             if step == 10:
                 disturb()
         assert job.digests()["model.0.weight"] != reference["model.0.weight"]
+
+
+def test_plan_that_not_all_ranks_know_is_not_taken_for_an_empty_one() -> None:
+    planner = FacadeSavePlanner("of this test")
+    planner.set_up_planner({"model": {"weight": torch.ones(3)}}, None, True)
+    own = planner.create_local_plan()
+    with pytest.raises(SaveError, match="disagree about the plan"):
+        planner.create_global_plan([own, SavePlan([], usable=False)])
+    forget_plans("of this test")

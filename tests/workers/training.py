@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -228,7 +229,7 @@ def hang_in_native_code(report: Report, base: str) -> None:
     big = nn.Linear(4096, 4096)
     fp = Flashpoint(base, grace_s=30)
     fp.track(big=big).step()
-    report("hangs")
+    threading.Timer(0.5, report, ["hangs"]).start()
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)

@@ -38,23 +38,17 @@ class PackedState(bytes):
 class FacadeSavePlanner(DefaultSavePlanner):
     """Plans one save; the plan is reused by later saves of the same structure.
 
+    It makes local plans just as torch's own does: the writer relies on that to stage no tensor that others write.
+
     Args:
         cache_key: identity of the façade: plans of others in this process are never taken for its own.
         safe_globals: further types that may be saved, see `Flashpoint`.
-        error: why this rank cannot save; raised while planning, where DCP tells all ranks.
     """
 
-    def __init__(self, cache_key: str, safe_globals: Sequence[SafeGlobal] = (), error: Exception | None = None) -> None:
+    def __init__(self, cache_key: str, safe_globals: Sequence[SafeGlobal] = ()) -> None:
         super().__init__(**({"enable_plan_caching": True} if _CAN_CACHE else {}))
         self._cached_plans_key = cache_key
         self._safe_globals = tuple(safe_globals)
-        self._error = error
-
-    def create_local_plan(self) -> SavePlan:
-        """This rank's plan, or nothing where the last one still holds."""
-        if self._error is not None:
-            raise self._error
-        return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the coordinator: the plans of all ranks."""
@@ -87,6 +81,23 @@ class FacadeSavePlanner(DefaultSavePlanner):
                 hint=f"keep plain values in it, or pass Flashpoint(..., safe_globals=[{unsafe}]) if you trust that",
             )
         return stream
+
+
+class FailingSavePlanner(FacadeSavePlanner):
+    """Plans a save that this rank can take no part in: planning fails, where DCP tells all ranks.
+
+    Args:
+        cache_key: as for the save that was to be.
+        error: why.
+    """
+
+    def __init__(self, cache_key: str, error: Exception) -> None:
+        super().__init__(cache_key)
+        self._error = error
+
+    def create_local_plan(self) -> SavePlan:
+        """Raises the error."""
+        raise self._error
 
 
 def forget_plans(cache_key: str) -> None:

@@ -25,7 +25,7 @@ from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import DeadlineError, FlashpointError
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
-from ml_flashpoint.facade.planners import FacadeSavePlanner, forget_plans
+from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
 
@@ -146,24 +146,18 @@ class SaveRunner:
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
         try:
-            future = self._stage(self._tracked.to_save(), version)
+            planner = FacadeSavePlanner(self._plans, self._safe_globals)
+            future = self._stager.stage(self._tracked.to_save(), version, planner)
         except Exception as error:
+            # The other ranks are saving: they learn by a plan that fails. Errors of ours survive the way to them.
+            reason = as_flashpoint_error({-1: error}, step=version.step or 0, rank=self._saver.rank)
             try:
-                # The other ranks are saving: they learn that this one cannot by a plan that fails.
-                future = self._stage({}, version, error)
+                future = self._stager.stage({}, version, FailingSavePlanner(self._plans, reason))
             except Exception:
                 self._fail(version, error)
                 return
         self._current = _Save(version.step or 0, began)
         future.add_done_callback(lambda done, save=self._current: self._end(save, version, done))  # type: ignore[misc]
-
-    def _stage(
-        self, state: dict[str, Any], version: CheckpointContainerId, problem: Exception | None = None
-    ) -> Future[Any]:
-        if problem is not None:
-            # It travels to other ranks: an error of ours survives that, others may not.
-            problem = as_flashpoint_error({-1: problem}, step=version.step or 0, rank=self._saver.rank)
-        return self._stager.stage(state, version, FacadeSavePlanner(self._plans, self._safe_globals, problem))
 
     # ---- ending -------------------------------------------------------------------------------------------
 

@@ -75,7 +75,8 @@ class TensorLeaves:
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """Equal for two states exactly if they have the same places with the same kinds of tensors."""
+        """Equal for two states exactly if they have the same kinds of tensors in the same places in the same order,
+        and other values in the same places."""
         tensors = self.tensors
         return self.paths, self.indices, self.others, [t.dtype for t in tensors], [t.shape for t in tensors]
 

@@ -177,8 +177,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         error: FlashpointError | None = None
         try:
             store = self._objects.open(base, rank)
-        except FlashpointError as caught:
-            error = caught
+        except (FlashpointError, OSError) as caught:
+            error = _as_ours(caught)
         # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
         if not group.all_ok(error is None):
             raise error or LoadError(
@@ -191,12 +191,15 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         """The inventory of every node; one rank a node reads the manifests there."""
         blob = b""
         if group.is_node_leader:
-            parts = []
-            for version in list_versions(store.base):
-                manifests, errors = read_local_manifests(store.base, version)
-                parts += [_part_record(m) for m in manifests if _has_objects(store, m)]
-                for error in errors:
-                    _log.warning("ignoring a part: %s", error)
+            parts: list[PartRecord] = []
+            try:
+                for version in list_versions(store.base):
+                    manifests, errors = read_local_manifests(store.base, version)
+                    parts += [_part_record(m) for m in manifests if _has_objects(store, m)]
+                    for error in errors:
+                        _log.warning("ignoring a part: %s", error)
+            except (FlashpointError, OSError) as unreadable:  # not raised: the other ranks wait for what is here
+                _log.error("not all versions of this node can be read: %s", unreadable)
             blob = NodeInventory(group.node, tuple(parts)).to_json()
         return [NodeInventory.from_json(found) for found in group.gather(blob) if found]
 
@@ -210,7 +213,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             needed = fetch.part_rank == store.rank
             try:
                 share.count += self._fetch_part(version, fetch.part_rank, fetch.source_node, store, group)
-            except FlashpointError as error:
+            except (FlashpointError, OSError) as caught:
+                error = _as_ours(caught)
                 share.protected = False
                 if isinstance(error, (DamagedError, ObjectNotFoundError)):
                     share.damage.append((fetch.source_node, version.version, version.attempt, fetch.part_rank))
@@ -224,7 +228,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             return share
         try:
             self._verify_own(version, store)
-        except FlashpointError as error:
+        except (FlashpointError, OSError) as caught:
+            error = _as_ours(caught)
             _log.warning("the part of rank %d is damaged: %s", store.rank, error)
             share.damage.append((group.node, version.version, version.attempt, store.rank))
             share.error = error
@@ -340,11 +345,23 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         store = self._store_of(version)
         key = (version.name, manifest.attempt, record.name)
         if (store.base / version.name / record.name).exists():
-            reader, stack = open_local(store, manifest, record, verified=key in self._verified)
-            self._verified.add(key)
-            self._open.enter_context(stack)
-            return reader
+            try:
+                reader, stack = open_local(store, manifest, record, verified=key in self._verified)
+            except DamagedError as error:
+                if not self._is_elsewhere(version, manifest):
+                    raise
+                _log.warning("reading another node's copy: %s", error)
+            else:
+                self._verified.add(key)
+                self._open.enter_context(stack)
+                return reader
         return ObjectReader(manifest, record, fetch=self._fetch_blocks, path=f"{version.name}/{record.name}")
+
+    def _is_elsewhere(self, version: CheckpointContainerId, manifest: Manifest) -> bool:
+        known = self._known(version)
+        if known is None or known.attempt != manifest.attempt or not self._reaches_peers():
+            return False
+        return bool(self._holders(known, manifest.rank, rank_group()))
 
     def release(self) -> None:
         """See `MLFlashpointCheckpointLoader.release`."""
@@ -452,6 +469,11 @@ def _superseded(
         if superseded(part.attempt, version.attempt)
         or (part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id))
     ]
+
+
+def _as_ours(error: FlashpointError | OSError) -> FlashpointError:
+    """An error to vote with: raised where the other ranks wait, it would leave them to their deadline."""
+    return error if isinstance(error, FlashpointError) else LoadError(f"{type(error).__name__}: {error}")
 
 
 def _part_record(manifest: Manifest) -> PartRecord:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
-from ml_flashpoint.core.errors import ReplicationError
-from ml_flashpoint.core.manifest import Manifest
-from ml_flashpoint.replication.replication_manager import ReplicationManager
+from ml_flashpoint.core.errors import InvalidNameError, ReplicationError
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.replication import replication_manager
+from ml_flashpoint.replication.replication_manager import ReplicationManager, _StoreBackend
 from ml_flashpoint.replication.strategies import RingReplicationStrategy, Topology
 
 
@@ -28,3 +30,28 @@ def test_any_error_of_any_push_fails_the_replication(failing: int, monkeypatch: 
     manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", ())
     with pytest.raises(ReplicationError, match="released memoryview"):
         manager.replicate(HeldPart(manifest.version, 0, manifest.attempt, [], manifest))
+
+
+@pytest.mark.parametrize("name", ["rank-00001-a-1.safetensors", "rank-00000-a-2.safetensors", "other"])
+def test_a_copy_cannot_take_the_place_of_another_part(name: str) -> None:
+    manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", (ObjectRecord(name, 0, 0, ()),))
+    with pytest.raises(InvalidNameError, match="no object of this part"):
+        _StoreBackend(CheckpointObjectManager()).begin_receive(manifest)
+
+
+def test_a_rank_that_cannot_listen_is_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    votes: list[bool] = []
+    group: Any = SimpleNamespace(
+        rank=0,
+        node="a",
+        secret=bytes(32),
+        topology=Topology(("a", "b")),
+        gather=lambda blob: [blob, blob],
+        all_ok=lambda ok: votes.append(ok) or ok,
+    )
+    monkeypatch.setattr(replication_manager, "rank_group", lambda: group)
+    manager = ReplicationManager(advertise_host="192.0.2.1")  # no address of this host
+    with pytest.raises(ReplicationError, match="cannot listen"):
+        manager.initialize(CheckpointObjectManager())
+    assert votes == [False]
+    assert not manager.initialized

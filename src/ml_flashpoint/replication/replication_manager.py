@@ -20,12 +20,13 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankSto
 from ml_flashpoint.core.errors import (
     FlashpointError,
     InvalidArgumentError,
+    InvalidNameError,
     ObjectNotFoundError,
     ReplicationError,
     TopologyError,
 )
 from ml_flashpoint.core.knobs import transfer_deadline_s
-from ml_flashpoint.core.manifest import Manifest, encode, manifest_name
+from ml_flashpoint.core.manifest import Manifest, encode, manifest_name, parse_object_name
 from ml_flashpoint.core.rank_group import RankGroup, rank_group
 from ml_flashpoint.replication.strategies import (
     NoReplicationStrategy,
@@ -66,6 +67,7 @@ class ReplicationManager:
 
         Raises:
             TopologyError: the ranks chose different strategies.
+        ReplicationError: a rank cannot listen for peers.
         """
         if self._group is not None:
             return
@@ -80,14 +82,28 @@ class ReplicationManager:
                 hint="pass the same strategy on every rank",
             )
         address: Address = ("", 0)
+        error: FlashpointError | None = None
         if len(group.topology.node_order) > 1:
-            host = self._advertise_host or reachable_host()
-            backend = _StoreBackend(checkpoint_object_manager)
-            self._service = TransferService(group.secret, backend, host=host, deadline_s=transfer_deadline_s())
-            self._service.start()
-            address = self._service.address
+            try:
+                address = self._serve(group, checkpoint_object_manager)
+            except FlashpointError as caught:
+                error = caught
+            except OSError as caught:
+                error = ReplicationError(f"peers cannot reach this host: {caught}", rank=group.rank, node=group.node)
+        # A vote, so that one rank's trouble is an error everywhere and not a hang of the others.
+        if not group.all_ok(error is None):
+            self.close()
+            raise error or ReplicationError("another rank cannot serve its peers; its log says why", rank=group.rank)
         self._addresses = tuple(_parse_address(blob) for blob in group.gather(json.dumps(address).encode()))
         self._group = group
+
+    def _serve(self, group: RankGroup, objects: CheckpointObjectManager) -> Address:
+        host = self._advertise_host or reachable_host()
+        self._service = TransferService(
+            group.secret, _StoreBackend(objects), host=host, deadline_s=transfer_deadline_s()
+        )
+        self._service.start()
+        return self._service.address
 
     @property
     def initialized(self) -> bool:
@@ -218,6 +234,10 @@ class _StoreBackend:
             raise ObjectNotFoundError("no such part here", rank=rank, path=path) from error
 
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
+        for record in manifest.objects:
+            if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
+                # It would take the place of another part's file.
+                raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)
         store = self._store()
         held = store.find(manifest.attempt, manifest.rank)
         if held is not None and held.manifest is not None:

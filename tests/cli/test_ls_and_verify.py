@@ -131,6 +131,17 @@ def test_the_first_save_is_writing_until_all_live_ranks_have_committed(base: Pat
     assert versions(base)[1]["state"] == "local"  # nobody runs, and nobody knows of rank 1
 
 
+def test_live_ranks_are_expected_in_the_newest_save_only(base: Path) -> None:
+    later = "1800000000000-0a0b0c0d"
+    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
+    parts = [Part(0, 6, run=later), Part(2, 6, holder=0, run=later)]
+    with Child(cli_bases.make_and_live, base, [0, 1], parts) as child:
+        child.next_report("ready")
+        found = versions(base)
+        assert (found[6]["state"], found[6]["writing_ranks"]) == ("writing", [1])
+        assert (found[5]["state"], found[5]["writing_ranks"]) == ("local", [])
+
+
 def test_ranks_that_have_moved_here_do_not_turn_older_versions_into_writing(base: Path) -> None:
     call(cli_bases.make, base, [0, 1], full(5))
     with Child(cli_bases.make_and_live, base, [2, 3], []) as child:
@@ -170,6 +181,15 @@ def test_objects_without_a_manifest_are_leftovers_and_no_damage(base: Path) -> N
     assert flashpoint_json("verify", base, code=0)["leftovers"] == [left]
 
 
+def test_leftovers_of_an_older_save_are_no_version(base: Path) -> None:
+    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1), Part(0, 6, world_size=1)])
+    part_path(base, Part(0, 5), manifest=True).unlink()
+    listed = flashpoint_json("ls", base, code=0)
+    assert listed["leftovers"] == [str(part_path(base, Part(0, 5)))]
+    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(6, "local")]
+    assert f"no manifest: {part_path(base, Part(0, 5))}" in flashpoint("ls", base).stdout
+
+
 # ---- damage -----------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +209,10 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     assert text.returncode == 1
     assert f"damaged  {hurt}: " in text.stdout
     assert "1 of 8 parts are damaged" in text.stdout
+    assert f"ok       step-6_ckpt {Part(0, 6).attempt}: ranks 0-3, " in text.stdout
+    assert f"ok       step-5_ckpt {Part(0, 5).attempt}: ranks 0-1,3, " in text.stdout
+    assert "pruned" not in text.stdout
+    assert 0 <= found["seconds"] < 60
 
 
 @pytest.mark.parametrize("offset", [0, BLOCK - 1, BLOCK, 3 * BLOCK + 99])
@@ -196,6 +220,21 @@ def test_verify_finds_any_flipped_bit_that_counts(base: Path, offset: int) -> No
     call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
     flip(part_path(base, Part(0, 5)), offset)
     assert flashpoint("verify", base, "--threads", 1).returncode == 1
+
+
+def test_verify_finds_every_block_with_many_threads(base: Path) -> None:
+    parts = [Part(0, 5, world_size=1, size=40 * BLOCK + 1)]
+    call(cli_bases.make, base, [0], parts)
+    assert flashpoint("verify", base, "--threads", 8).returncode == 0
+    for block in (7, 8, 40):
+        flip(part_path(base, parts[0]), block * BLOCK)
+    ((version,),) = (flashpoint_json("verify", base, code=1)["versions"],)
+    assert "3 of 41 blocks" in version["parts"][0]["problems"][0]["message"]
+
+
+def test_an_object_without_bytes_verifies(base: Path) -> None:
+    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1, size=0)])
+    assert flashpoint("verify", base).returncode == 0
 
 
 def test_what_lies_behind_the_bytes_that_count_does_not_matter(base: Path) -> None:
@@ -230,6 +269,13 @@ def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: st
         assert (version["state"], version["complete"]) == ("damaged", False)
         assert version["own_ranks"] == [0, 1]
         assert version["world_size"] == 4
+
+
+def test_a_copy_with_a_damaged_manifest_is_still_a_copy(base: Path) -> None:
+    call(cli_bases.make, base, [0, 1], full(5))
+    flip(part_path(base, Part(2, 5), manifest=True), 100)
+    version = versions(base, code=1)[5]
+    assert (version["state"], version["own_ranks"], version["copied_ranks"]) == ("damaged", [0, 1], [2, 3])
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])

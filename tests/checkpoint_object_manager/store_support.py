@@ -1,0 +1,53 @@
+"""Parts for tests of stores: small objects with the right digests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.core.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
+
+ARENA = 65536
+
+
+def content(rank: int, attempt: str, kind: str = "safetensors") -> bytes:
+    """The bytes of an object, different for each."""
+    return f"rank {rank} {attempt} {kind} ".encode() * 50
+
+
+def manifest_of(
+    step: int, rank: int, attempt: str, *, world_size: int = 4, kinds: tuple[str, ...] = ("safetensors",)
+) -> Manifest:
+    """The manifest of a part of such objects."""
+    records = []
+    for kind in kinds:
+        data = content(rank, attempt, kind)
+        name = object_name(rank, attempt, kind)
+        records.append(ObjectRecord(name, len(data), ARENA, (digest_block(data),), BLOCK_SIZE))
+    return Manifest(f"step-{step}_ckpt", rank, world_size, attempt, "node", tuple(records))
+
+
+def write(arena: Arena, rank: int, attempt: str, kind: str = "safetensors") -> Arena:
+    """Fill an arena with an object."""
+    data = content(rank, attempt, kind)
+    arena.buffer[: len(data)] = data
+    return arena
+
+
+def commit(store: RankStore, step: int, attempt: str, *, rank: int | None = None) -> HeldPart:
+    """Save a part, or take in another rank's."""
+    rank = store.rank if rank is None else rank
+    arena = write(store.acquire(ARENA, exact=True), rank, attempt)
+    return store.commit(manifest_of(step, rank, attempt), [arena])
+
+
+def files(base: Path) -> set[str]:
+    """Files of versions, below a base container."""
+    return {str(p.relative_to(base)) for p in base.glob("step-*/**/*") if p.is_file()}
+
+
+def arenas(base: Path) -> list[str]:
+    """Names of the files of arenas, of all ranks."""
+    return sorted(p.name for p in base.glob(".flashpoint/*/arena-*"))

@@ -1,0 +1,215 @@
+"""The files of a version: how parts come and go, also with another rank at work in the same directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object, publish, unpublish
+from ml_flashpoint.core.errors import CapacityError, InvalidNameError, ObjectNotFoundError, SaveError
+from ml_flashpoint.core.manifest import manifest_name, object_name, read_manifest
+from tests.checkpoint_object_manager.store_support import ARENA, commit, content, files, manifest_of, write
+from tests.support.stepwise import Operation
+
+
+@pytest.fixture
+def arena(tmpfs: Path) -> Path:
+    path = tmpfs / "arena"
+    path.write_bytes(content(0, "a1").ljust(ARENA))
+    return path
+
+
+class TestPublish:
+    def test_links_the_files_and_writes_the_manifest(self, tmpfs: Path, arena: Path) -> None:
+        manifest = manifest_of(7, 0, "a1")
+        (tmpfs / "job").mkdir()
+        publish(tmpfs / "job", manifest, [arena])
+        directory = tmpfs / "job" / "step-7_ckpt"
+        assert sorted(os.listdir(directory)) == [manifest_name(0, "a1"), object_name(0, "a1")]
+        assert (directory / object_name(0, "a1")).samefile(arena)
+        assert read_manifest(directory / manifest_name(0, "a1")) == manifest
+
+    def test_a_part_may_be_published_again(self, tmpfs: Path, arena: Path) -> None:
+        manifest = manifest_of(7, 0, "a1")
+        other = tmpfs / "other"
+        other.write_bytes(arena.read_bytes())
+        for path in (arena, other, other, arena):
+            publish(tmpfs, manifest, [path])
+            assert (tmpfs / "step-7_ckpt" / object_name(0, "a1")).samefile(path)
+            assert len(files(tmpfs)) == 2
+
+    def test_an_object_that_is_replaced_is_there_at_every_instant(self, tmpfs: Path, arena: Path) -> None:
+        manifest = manifest_of(7, 0, "a1")
+        other = tmpfs / "other"
+        other.write_bytes(arena.read_bytes())
+        publish(tmpfs, manifest, [arena])
+        operation = Operation(lambda: publish(tmpfs, manifest, [other]))
+        while not operation.step():
+            assert {object_name(0, "a1"), manifest_name(0, "a1")} <= set(os.listdir(tmpfs / "step-7_ckpt"))
+
+    def test_nothing_is_left_of_a_part_that_cannot_be_published(self, tmpfs: Path, arena: Path) -> None:
+        manifest = manifest_of(7, 0, "a1", kinds=("safetensors", "dcp"))
+        with pytest.raises(SaveError, match="step 7, rank 0"):
+            publish(tmpfs, manifest, [arena, tmpfs / "missing"])
+        assert list_versions(tmpfs) == []
+
+    def test_a_manifest_that_finds_no_room_is_a_capacity_error(
+        self, tmpfs: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("ml_flashpoint.core.manifest._write_new_file", full)
+        with pytest.raises(CapacityError):
+            publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        assert list_versions(tmpfs) == []
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "link", full)
+        with pytest.raises(CapacityError, match="step 7, rank 0"):
+            publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        assert list_versions(tmpfs) == []
+
+    def test_unpublish_removes_the_manifest_before_the_bytes(self, tmpfs: Path, arena: Path) -> None:
+        publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        operation = Operation(lambda: unpublish(tmpfs, "step-7_ckpt", 0, "a1", [object_name(0, "a1")]))
+        seen = []
+        while not operation.step():
+            seen.append(sorted(files(tmpfs)))
+        assert seen == [[f"step-7_ckpt/{object_name(0, 'a1')}"], []]
+        assert list_versions(tmpfs) == []
+        unpublish(tmpfs, "step-7_ckpt", 0, "a1", [object_name(0, "a1")])
+        assert arena.exists()
+
+
+class TestReading:
+    def test_versions_are_directories_of_their_name(self, tmpfs: Path) -> None:
+        for name in ("step-1_ckpt", "step-20_ckpt", "step-01_ckpt", "other"):
+            (tmpfs / name).mkdir()
+        (tmpfs / "step-3_ckpt").write_text("a file")
+        (tmpfs / "step-4_ckpt").symlink_to(tmpfs / "step-1_ckpt")
+        assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-20_ckpt"]
+        assert list_versions(tmpfs / "missing") == []
+
+    def test_an_object_is_mapped_read_only(self, tmpfs: Path, arena: Path) -> None:
+        publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        with map_object(tmpfs, "step-7_ckpt", object_name(0, "a1")) as view:
+            assert bytes(view) == arena.read_bytes()
+            assert view.readonly
+            kept = view[10:20]
+        assert bytes(kept) == arena.read_bytes()[10:20]
+
+    def test_what_cannot_be_mapped(self, tmpfs: Path, arena: Path) -> None:
+        (tmpfs / "step-7_ckpt").mkdir()
+        (tmpfs / "step-7_ckpt" / "empty").touch()
+        (tmpfs / "step-7_ckpt" / "link").symlink_to(arena)
+        for name in ("missing", "empty", "link"):
+            with pytest.raises(ObjectNotFoundError), map_object(tmpfs, "step-7_ckpt", name):
+                pass
+        for version, name in (("..", "arena"), ("step-7_ckpt", "../arena"), ("/", "x")):
+            with pytest.raises(InvalidNameError), map_object(tmpfs, version, name):
+                pass
+
+
+Function = Callable[[], object]
+Prepare = Callable[[Path, contextlib.ExitStack], tuple[Function, Function]]
+
+
+def interleavings(one: int, other: int) -> Iterator[str]:
+    """All orders of so many steps of the first and of the second of two operations."""
+    if not one or not other:
+        yield "1" * one + "2" * other
+        return
+    yield from ("1" + rest for rest in interleavings(one - 1, other))
+    yield from ("2" + rest for rest in interleavings(one, other - 1))
+
+
+class TestTwoRanksOfOneNode:
+    """Two ranks at work in one version's directory: every order of their changes to files."""
+
+    def run(self, tmpfs: Path, prepare: Prepare) -> int:
+        count = 0
+        for order in self.orders(tmpfs, prepare):
+            base = tmpfs / f"job-{count}"
+            with contextlib.ExitStack() as stack:
+                one, other = (Operation(function, "/step-") for function in prepare(base, stack))
+                for which in order:
+                    (one if which == "1" else other).step()
+                one.finish()
+                other.finish()
+                self.check(base, order)
+            count += 1
+        return count
+
+    def orders(self, tmpfs: Path, prepare: Prepare) -> Iterator[str]:
+        steps = []
+        with contextlib.ExitStack() as stack:
+            for function in prepare(tmpfs / "count", stack):
+                operation = Operation(function, "/step-")
+                steps.append(0)
+                while not operation.step():
+                    steps[-1] += 1
+        # A step more for each, since they may have to begin anew.
+        yield from interleavings(steps[0] + 1, steps[1] + 1)
+
+    def check(self, base: Path, order: str) -> None:
+        """Rank 0 has its part of attempt a2, and it is whole; of rank 1 nothing is left."""
+        assert files(base) == {
+            f"step-3_ckpt/{manifest_name(0, 'a2')}",
+            f"step-3_ckpt/{object_name(0, 'a2')}",
+        }, order
+        manifest = read_manifest(base / "step-3_ckpt" / manifest_name(0, "a2"))
+        data = (base / "step-3_ckpt" / object_name(0, "a2")).read_bytes()
+        assert data[: manifest.objects[0].size] == content(0, "a2"), order
+
+    def test_one_commits_while_the_other_prunes(self, tmpfs: Path) -> None:
+        def prepare(base: Path, stack: contextlib.ExitStack) -> tuple[Function, Function]:
+            mine, other = (opened(base, rank, stack) for rank in (0, 1))
+            old = commit(other, 3, "a1")
+            return lambda: commit(mine, 3, "a2"), lambda: other.drop(old)
+
+        assert self.run(tmpfs, prepare) > 30
+
+    def test_one_commits_while_the_other_adopts(self, tmpfs: Path) -> None:
+        """Rank 1 was killed in the middle of a commit."""
+
+        def prepare(base: Path, stack: contextlib.ExitStack) -> tuple[Function, Function]:
+            mine, dead = opened(base, 0, stack), RankStore(base, 1)
+            arena = write(dead.acquire(ARENA, exact=True), 1, "a1")
+            dying = Operation(lambda: dead.commit(manifest_of(3, 1, "a1"), [arena]))
+            while not dying.at.startswith("os.rename"):
+                dying.step()
+            dying.kill()
+            dead.close()
+            assert len(files(base)) == 2
+            return lambda: commit(mine, 3, "a2"), lambda: opened(base, 1, stack)
+
+        assert self.run(tmpfs, prepare) > 30
+
+    @pytest.mark.slow
+    def test_one_adopts_while_the_other_does(self, tmpfs: Path) -> None:
+        """Rank 1 was killed while it pruned, so that there is a directory to remove for either."""
+
+        def prepare(base: Path, stack: contextlib.ExitStack) -> tuple[Function, Function]:
+            mine, dead = RankStore(base, 0), RankStore(base, 1)
+            commit(mine, 3, "a2")
+            part = commit(dead, 4, "a1")
+            dying = Operation(lambda: dead.drop(part))
+            dying.step()
+            dying.kill()
+            for store in (mine, dead):
+                store.close()
+            assert len(files(base)) == 3
+            return lambda: opened(base, 0, stack), lambda: opened(base, 1, stack)
+
+        assert self.run(tmpfs, prepare) >= 10
+
+
+def opened(base: Path, rank: int, stack: contextlib.ExitStack) -> RankStore:
+    store = RankStore(base, rank)
+    stack.callback(store.close)
+    return store

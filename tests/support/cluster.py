@@ -50,9 +50,7 @@ _RENDEZVOUS = {
     "last_call_timeout": "1",
 }
 # Left by a launcher that the tests themselves may run under.
-_INHERITED = re.compile(
-    r"(TORCHELASTIC|FLASHPOINT)_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
-)
+_INHERITED = re.compile(r"(TORCHELASTIC|FLASHPOINT)_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
 _T = TypeVar("_T")
 
@@ -272,9 +270,7 @@ class Cluster:
             found = (compiled.search(text) for r, text in self.outputs().items() if rank in (None, r))
             return self._found_or_failed(next(filter(None, found), None))
 
-        return self._await(
-            matched, f"output {pattern!r} of rank {'any' if rank is None else rank}", timeout_s
-        )
+        return self._await(matched, f"output {pattern!r} of rank {'any' if rank is None else rank}", timeout_s)
 
     def wait_for_report(
         self, *, rank: int | None = None, nth: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S, **values: Any

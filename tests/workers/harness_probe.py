@@ -33,9 +33,7 @@ def main(behaviour: str) -> None:
     if behaviour == "fail" and rank() == 1:
         raise RuntimeError("the probe fails as it was told to")
     if behaviour == "hang":
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True
-        )
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
         report(child=child.pid)
         if world_size() == 1:
             signal.pause()

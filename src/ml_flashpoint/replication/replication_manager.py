@@ -28,6 +28,7 @@ from ml_flashpoint.core.errors import (
 from ml_flashpoint.core.knobs import transfer_deadline_s
 from ml_flashpoint.core.manifest import Manifest, encode, manifest_name, parse_object_name
 from ml_flashpoint.core.rank_group import RankGroup, rank_group
+from ml_flashpoint.replication.channel import ConnectionLostError
 from ml_flashpoint.replication.strategies import (
     NoReplicationStrategy,
     PairwiseReplicationStrategy,
@@ -176,16 +177,17 @@ class ReplicationManager:
         assert manifest is not None
         with self._connections_lock:
             connection = self._connections.pop(target, None)
-        fresh = connection is None
-        if connection is None:
-            connection = self.connect(target)
-        try:
-            connection.push(manifest, encoded, buffers, cancelled=cancelled)
-        except FlashpointError:
-            connection.close()
-            if fresh or cancelled():
+        if connection is not None:
+            try:
+                connection.push(manifest, encoded, buffers, cancelled=cancelled)
+            except ConnectionLostError:
+                # The peer may have closed it while it was idle: once more on a new one.
+                connection.close()
+                connection = None
+            except FlashpointError:
+                connection.close()
                 raise
-            # A kept connection may have been closed by the peer while it was idle: once more on a new one.
+        if connection is None:
             connection = self.connect(target)
             try:
                 connection.push(manifest, encoded, buffers, cancelled=cancelled)
@@ -201,7 +203,8 @@ class ReplicationManager:
     def connect(self, rank: int) -> PeerConnection:
         """A new authenticated connection to the service of ``rank``. Close it after use."""
         group = self._topology_group()
-        return PeerConnection(self.address_of(rank), group.secret, deadline_s=transfer_deadline_s())
+        node = group.topology.node_of(rank)
+        return PeerConnection(self.address_of(rank), group.secret, node=node, deadline_s=transfer_deadline_s())
 
     def close(self) -> None:
         """Stop serving. Idempotent."""

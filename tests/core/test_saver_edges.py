@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import time
@@ -122,3 +123,29 @@ def test_what_a_saving_process_published_before_it_died_is_withdrawn(
     assert pending.error is not None
     assert list_versions(tmpfs) == ["step-1_ckpt"]
     assert len(list(store_of(saver).directory.glob("arena-*"))) == len(stray) - 1
+
+
+def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writes_to(tmpfs: Path) -> None:
+    before = DefaultMLFlashpointCheckpointSaver()
+    before.save(version(tmpfs, 1), TENSORS)
+    handed_off = before.hand_off()
+    assert handed_off.ticket.spare is not None
+    lent = handed_off.ticket.spare.path
+    orphan: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
+    ticket = orphan.begin()
+    orphan.write(ticket, version(tmpfs, 2), TENSORS)
+    before.close(0.1)
+    before._objects.close()
+
+    after = DefaultMLFlashpointCheckpointSaver()
+    try:
+        after.save(version(tmpfs, 3), TENSORS)
+        assert not lent.exists()
+        with pytest.raises((SaveError, OSError)) as caught:
+            orphan.seal(ticket)  # too late: it must not show up beside what the new trainer saves
+        with contextlib.suppress(OSError):  # its notices are gone with the old trainer
+            orphan.fail(ticket, caught.value)
+        assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt"] or list_versions(tmpfs) == ["step-3_ckpt"]
+    finally:
+        after.close(0.1)
+        after._objects.close()

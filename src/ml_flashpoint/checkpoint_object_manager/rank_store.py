@@ -8,6 +8,7 @@ and go is `version_files`', what a dead process left is told apart by `leftovers
 ::
 
     <base>/.flashpoint/rank-00003/lock, arena-0, arena-1, ...      faulted in for the life of the job
+    <base>/.flashpoint/rank-00003/saving                           locked by a saving process at work
     <base>/step-7_ckpt/rank-00003-<attempt>.safetensors            hard link to an arena
     <base>/step-7_ckpt/rank-00003-<attempt>.manifest               the commit record
 """
@@ -25,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
@@ -42,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 PRIVATE_DIR = ".flashpoint"
 _LOCK = "lock"
+_AT_WORK = "saving"
 _ARENA_NAME = re.compile(r"arena-(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d{5,8})")
 # An arena much larger than what is asked for is left for something of its size.
@@ -370,7 +373,7 @@ class RankStore:
         for path in self.directory.iterdir():
             match = _ARENA_NAME.fullmatch(path.name)
             if match is None:
-                if path.name != _LOCK:
+                if path.name not in (_LOCK, _AT_WORK):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 continue
             self._next_arena = max(self._next_arena, int(match[1]) + 1)
@@ -384,7 +387,27 @@ class RankStore:
         for part in adopt_parts(self.base, arenas):
             self._parts[(part.attempt, part.rank)] = part
             self._in_use.update(part.arenas)
-        self._free.extend(a for a in arenas.values() if a not in self._in_use)
+        free = [a for a in arenas.values() if a not in self._in_use]
+        if not self._is_written_to():
+            self._free.extend(free)
+            return
+        _log.warning(
+            "rank %d: a saving process of an earlier run is still at work, its arenas are not reused", self.rank
+        )
+        for arena in free:
+            arena.unlink()  # without a name it can be written to, but not committed
+            arena.close()
+
+    def _is_written_to(self) -> bool:
+        """Whether the saving process of a trainer that is gone is still at work here: see `UnlockedStore.hold`."""
+        try:
+            with open(self.directory / _AT_WORK, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     def sweep_departed(self, ranks_here: Collection[int], attempt: str) -> bool:
         """Prune what ranks left here that now run elsewhere, or not at all, and give its memory back.
@@ -418,6 +441,7 @@ class RankStore:
             self._free.clear()
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
+                (self.directory / _AT_WORK).unlink(missing_ok=True)
                 (self.directory / _LOCK).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
@@ -442,6 +466,13 @@ class UnlockedStore:
     def __init__(self, base: Path, rank: int) -> None:
         self.base = base
         self._directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
+
+    def hold(self) -> BinaryIO:
+        """Keep a new trainer from reusing arenas that are written to here, until what is returned is closed."""
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = open(self._directory / _AT_WORK, "ab")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file
 
     def acquire(self, size: int, *, exact: bool = False) -> Arena:
         """A new arena. It is the trainer's from the moment that the save is sealed.

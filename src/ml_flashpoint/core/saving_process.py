@@ -6,9 +6,10 @@ the part, and leaves a notice (`save_ticket`).
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
@@ -48,7 +49,25 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
         self._notices = notices
         self._writer = _process_writer()
+        self._hold: BinaryIO | None = None
+        for path in self._lent:
+            if path is not None:
+                self._begin_work(UnlockedStore(path.parents[2], rank))
         notices.sign(ticket.attempt)
+
+    def _begin_work(self, store: UnlockedStore) -> None:
+        if self._hold is None:
+            self._hold = store.hold()
+            trainer = multiprocessing.parent_process()
+            if trainer is not None and not trainer.is_alive():
+                # The next one may have taken over the arenas before they were held.
+                self._end_work()
+                raise SaveError("the trainer is gone", rank=self.rank)
+
+    def _end_work(self) -> None:
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None
 
     def begin(self) -> SaveTicket:
         """Start a save; see the base class."""
@@ -63,14 +82,18 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         version = ticket.version.name if ticket.version is not None else ""
         others = None if ticket.others is None else tuple(ticket.others)
         notice = Notice(base, version, others=others, error=f"{type(error).__name__}: {error}")
-        self._notices.post(ticket.attempt, notice)
-        if ticket.filled is not None and ticket.version is not None:
-            self._release(self._store(ticket.version.parent), ticket.filled.arena)
+        try:
+            self._notices.post(ticket.attempt, notice)
+            if ticket.filled is not None and ticket.version is not None:
+                self._release(self._store(ticket.version.parent), ticket.filled.arena)
+        finally:
+            self._end_work()
 
     def _store(self, base: CheckpointContainerId) -> UnlockedStore:
         return UnlockedStore(Path(str(base)), self.rank)
 
     def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
+        self._begin_work(UnlockedStore(store.base, self.rank))
         path, self._spare = self._spare, None
         if path is None or not path.is_relative_to(store.base):
             return store.acquire(size)
@@ -96,6 +119,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             others=None if ticket.others is None else tuple(ticket.others),
         )
         self._notices.post(ticket.attempt, notice)
+        self._end_work()
 
 
 _writer_of_process: ObjectWriter | None = None

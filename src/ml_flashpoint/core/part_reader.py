@@ -16,7 +16,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, map_object
 from ml_flashpoint.core.digest import verify_blocks
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, ObjectNotFoundError
+from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
 from ml_flashpoint.core.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.core.object_writer import digest_workers
@@ -52,6 +52,9 @@ class ObjectReader:
         self.path = path
         self._fetch = fetch
         self._present: set[int] | None = None
+        self._local = local is not None
+        name = manifest_name(manifest.rank, manifest.attempt)
+        self._manifest_path = os.path.join(os.path.dirname(path), name)
         if local is not None:
             if local.nbytes < record.size:
                 raise DamagedError(
@@ -66,6 +69,24 @@ class ObjectReader:
             self._present = set()
         self._data = torch.frombuffer(self._buffer, dtype=torch.uint8) if record.size else torch.empty(0)
         self._layout: Layout | None = None
+
+    def check_kept(self) -> None:
+        """Check, after the bytes were used, that they were the object's all the while.
+
+        An object of another process of this node may be pruned at any time, and its arena reused. Its manifest goes
+        first, so if that is there still, nothing had happened.
+
+        Raises:
+            LoadError: it was pruned; what was read may be anything.
+        """
+        if self._local and not os.path.exists(self._manifest_path):
+            raise LoadError(
+                "the version was pruned while it was read",
+                step=self.manifest.step,
+                rank=self.manifest.rank,
+                path=self.path,
+                hint="do not load while newer versions are being saved",
+            )
 
     def ensure(self, begin: int, end: int) -> None:
         """Have bytes ``begin:end`` here and verified.

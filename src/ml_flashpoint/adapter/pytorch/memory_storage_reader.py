@@ -89,6 +89,7 @@ class MemoryStorageReader(StorageReader):
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
         self._readers.clear()
+        self._loader.release()  # of a load that failed while it was planned
         self._attempt = None
 
     @classmethod
@@ -181,6 +182,8 @@ class MemoryStorageReader(StorageReader):
                 sources.append(source)
                 committed.append((item, target))
             copy_all(targets, sources)
+            for reader in self._readers.values():
+                reader.check_kept()
             for item, target in committed:
                 planner.commit_tensor(item, target)
         finally:

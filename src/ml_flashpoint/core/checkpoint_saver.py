@@ -351,7 +351,9 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         """Whether its worker may still go on with it: it lives, and has not begun a later save."""
         worker = ticket.worker
         with self._lock:
-            moved_on = any(t.worker is worker and t.sequence > ticket.sequence for t in self._saves)
+            # Only looking at a staged state, as any thread may do, is not beginning to save it.
+            begun = ticket not in self._staged
+            moved_on = begun and any(t.worker is worker and t.sequence > ticket.sequence for t in self._saves)
         return worker is None or (worker.is_alive() and not moved_on)
 
     def _fail_if_abandoned(self, pending: PendingSave) -> None:

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
@@ -238,6 +239,15 @@ def test_structures_that_change_between_saves(door: Door, mode: str) -> None:
     for step, state in enumerate(states, 1):
         door.save_by(mode, state, step)
         assert_same(door.load(blank(state), step), state)
+        stored = set(safetensors.torch.load_file(door.object_path(step)))
+        names, _ = flatten_state_dict(state)
+        assert set(names) <= stored | _aliases(door.object_path(step)), "what other tools see under these names"
+
+
+def _aliases(path: Path) -> set[str]:
+    with safetensors.safe_open(path, "pt") as file:
+        marks = file.metadata()
+    return {key.removeprefix("__flashpoint__.alias.") for key in marks if key.startswith("__flashpoint__.alias.")}
 
 
 @every_mode
@@ -309,6 +319,21 @@ def test_a_staged_state_is_saved_once(door: Door) -> None:
         door.save(staged, 3)
     door.save(_state(4), 4)
     assert_same(door.load(blank(_state(4)), 4), _state(4))
+
+
+def test_looking_at_a_staged_state_does_not_take_it_on(door: Door) -> None:
+    door.save(_state(1), 1)
+    staged = door.writer.stage(_state(2))
+    assert "w" in dict(staged.items())
+    door.save(_state(3, elements=70), 3)  # on the thread that has looked at it
+    assert_same(door.load(blank(_state(3, elements=70)), 3), _state(3, elements=70))
+    saving = threading.Thread(target=door.save, args=(staged, 4))
+    saving.start()
+    saving.join(RESULT_TIMEOUT_S)
+    del staged
+    door.settle()
+    assert_same(door.load(blank(_state(3, elements=70)), 3), _state(3, elements=70))
+    assert (door.saver.stats.sealed, door.saver.stats.failed) == (3, 0)
 
 
 def test_another_base_container_is_refused_and_nothing_is_lost(door: Door, tmp_path: Path) -> None:

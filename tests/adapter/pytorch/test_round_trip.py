@@ -261,7 +261,7 @@ def test_keys_that_look_like_shards_of_others_or_are_strange(door: Door) -> None
 
 def test_keys_that_the_format_reserves_are_stored_all_the_same(door: Door) -> None:
     state = {"__metadata__": torch.ones(2), "__flashpoint__.tail": torch.ones(3), "__dcp_metadata__": torch.ones(4)}
-    state |= {"__flashpoint__.gap.0": 7}
+    state |= {"__flashpoint__.gap.0": 7, "__x": torch.ones(5), "item __x": torch.ones(6), "item __x'": torch.ones(7)}
     _round_trip(door, "sync", state)
     _round_trip(door, "thread", state)
 

@@ -110,9 +110,7 @@ class TensorLeaves:
         plain = _memory_of(value)
         if plain is not None:
             self._add(plain, path)
-        elif value.is_meta:  # nothing to copy, and an error only if the plan wants it
-            self._keep(value.detach(), path)
-        else:
+        else:  # a meta tensor, too: it is an error only if the plan wants it
             self._keep(self._copied(value, lambda tensor: tensor.detach().clone()), path)
 
     def _build(self, value: Any, leaves: Iterator[int], copies: Iterator[Any], new: Sequence[torch.Tensor]) -> Any:

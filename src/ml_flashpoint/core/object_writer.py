@@ -194,7 +194,8 @@ class ObjectWriter:
                 layout.size,
                 arena=arena,
             )
-            staged.digester = self._copy_and_digest(arena, plan, views, tensors, *staged.interior)
+            # The caller waits for the copy, and digests would take memory bandwidth from it: they come after.
+            staged.digester = self._copy_and_digest(arena, plan, views, tensors, *staged.interior, follow=False)
             staged.views = plan.in_callers_order(views)
         except BaseException:
             release(arena)
@@ -233,8 +234,11 @@ class ObjectWriter:
         tensors: Sequence[TensorItem],
         first: int,
         last: int,
+        *,
+        follow: bool = True,
     ) -> BlockDigester:
-        """Copy; a digester of blocks ``first:last`` follows close behind and may go on after this returns."""
+        """Copy; a digester of blocks ``first:last`` goes on after this returns, and with ``follow`` begins close
+        behind the copy."""
         if any(tensor.is_cuda for _, tensor in tensors):
             arena.register_cuda()
         begin, end = first * BLOCK_SIZE, last * BLOCK_SIZE
@@ -249,7 +253,9 @@ class ObjectWriter:
                 done = reached
 
         try:
-            copy_all(views, plan.in_file_order(tensors), on_copied, plan.pieces)
+            copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces)
+            if not follow:
+                digester.advance(0, end - begin)
         except BaseException:
             digester.abort()
             raise

@@ -15,7 +15,7 @@ import torch
 
 State = dict[str, torch.Tensor]
 
-RUNS = 7
+RUNS = 5
 WARMUPS = 2
 
 

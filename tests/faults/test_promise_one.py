@@ -96,7 +96,7 @@ class Job(RuleBasedStateMachine):
             self.open_store(rank)
             self.finish(rank)
         for _ in range(saves):
-            self.save_a_version(1, True)
+            self.save_a_version(1, -1, "heard")
 
     def begin_life(self) -> None:
         self.life += 1
@@ -307,28 +307,40 @@ class Job(RuleBasedStateMachine):
     def has_heard(self, rank: int, save: Save) -> bool:
         return self.saves.index(save) < self.learned[rank]
 
-    @rule(advance=st.sampled_from([0, 1, 1]), pruned=st.booleans())
-    def save_a_version(self, advance: int, pruned: bool) -> None:
-        """All of a save in the usual order, since chance alone seldom gets a version that far."""
+    @rule(
+        advance=st.sampled_from([0, 1, 1]),
+        failing=st.just(-1) | st.integers(-1, 3),
+        until=st.sampled_from(["copied", "voted", "heard", "heard"]),
+    )
+    def save_a_version(self, advance: int, failing: int, until: str) -> None:
+        """All of a save in the usual order, since chance alone seldom gets a version that far. One rank may fail."""
         self.begin_save(advance)
         for rank in self.ranks:
             self.finish(rank)
         for save in self.saves:
             for rank in self.ranks:
                 if self.runs(rank) and self.seal_next(rank) is save:
-                    self.begin_seal(rank, save)
-                    self.finish(rank)
-            if all(self.current(rank) is save for rank in self.ranks):
-                for rank, holder in self.pairs():
-                    if self.can_copy(save, rank, holder):
-                        self.begin_copy(save, rank, holder)
-                        self.finish(holder)
-                self.agree(True)
-            if save is not self.saves[-1] or pruned:
-                for rank in self.ranks:
-                    if self.idle(rank) and self.current(rank) is save and save.verified is not None:
-                        self.begin_learn(rank)
+                    if rank == failing:
+                        save.given_up.add(rank)
+                    else:
+                        self.begin_seal(rank, save)
                         self.finish(rank)
+            if any(self.current(rank) is not save for rank in self.ranks):
+                continue
+            for rank, holder in self.pairs():
+                if self.can_copy(save, rank, holder):
+                    self.begin_copy(save, rank, holder)
+                    self.finish(holder)
+            last = save is self.saves[-1]
+            if last and until == "copied":
+                return
+            self.agree(True)
+            if last and until == "voted":
+                return
+            for rank in self.ranks:
+                if self.idle(rank) and self.can_learn(rank):
+                    self.begin_learn(rank)
+                    self.finish(rank)
 
     # ---- readers -------------------------------------------------------------------------------------------
 
@@ -363,11 +375,24 @@ class Job(RuleBasedStateMachine):
             store.close()
         self.stores.clear()
 
-    @precondition(lambda self: len(self.lost) < self.claim)
-    @rule(data=st.data())
-    def lose_a_node(self, data: st.DataObject) -> None:
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from(["none", "none", "none", "none", "loss", "anew", "restart", "restart"]),
+        crash_again=st.integers(0, 12),
+    )
+    def disaster(self, data: st.DataObject, kind: str, crash_again: int) -> None:
+        """One rule for all, or they would come so often that hardly a save got through."""
+        if kind == "none":
+            return
+        if kind == "loss" and len(self.lost) < self.claim:
+            self.lose_a_node(data.draw(st.sampled_from(sorted({*self.topology.nodes} - self.lost)), label="node"))
+        elif kind == "anew" and not self.lost:
+            self.start_anew()
+        else:
+            self.restart(data, crash_again)
+
+    def lose_a_node(self, node: str) -> None:
         """A node is gone, with all processes and all memory; the others do not know it yet."""
-        node = data.draw(st.sampled_from(sorted({*self.topology.nodes} - self.lost)), label="node")
         self.lost.add(node)
         for rank in self.ranks:
             if self.topology.nodes[rank] == node and rank in self.operations:
@@ -375,26 +400,17 @@ class Job(RuleBasedStateMachine):
                 self.effects.pop(rank)
         shutil.rmtree(self.root / node)
 
-    @precondition(lambda self: not self.lost)
-    @rule()
     def start_anew(self) -> None:
-        self.restart_without_recovery()
-
-    def restart_without_recovery(self) -> None:
         """All processes are killed where they stand, and new ones save at once: some before others have started."""
         self.stop_everything()
         self.begin_life()
         for rank in self.ranks:
             self.open_store(rank)
 
-    @rule(data=st.data(), crash_again=st.integers(0, 12))
     def restart(self, data: st.DataObject, crash_again: int) -> None:
         """All processes are killed where they stand, and the job recovers. They may be killed doing that, too."""
-        self.stop_everything()
+        self.start_anew()
         self.check()
-        self.begin_life()
-        for rank in self.ranks:
-            self.open_store(rank)
         for _ in range(crash_again or 10**9):
             if not self.operations:
                 break
@@ -403,7 +419,7 @@ class Job(RuleBasedStateMachine):
             self.after_step(rank)
             self.check()
         else:
-            self.restart_without_recovery()
+            self.start_anew()
             for rank in self.ranks:
                 self.finish(rank)
         plan = self.plan()

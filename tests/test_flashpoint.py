@@ -418,6 +418,32 @@ def _trained_model() -> dict[str, Any]:
     return {"model": model, "optimizer": _trained(model, torch.optim.AdamW)}
 
 
+@pytest.mark.cuda
+def test_on_cuda(base: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(64, 64, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return {"model": model, "optimizer": optimizer, "stored": Stored(torch.rand(3, device="cuda"))}
+
+    saved = make(1)
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(**saved).resume()
+        for _ in range(3):
+            saved["model"](torch.rand(8, 64, device="cuda")).square().sum().backward()
+            saved["optimizer"].step()
+            saved["optimizer"].zero_grad()
+            fp.step()
+        drawn = torch.rand(5, device="cuda")
+    fresh = make(2)
+    assert resumed(base, **fresh) == 3
+    assert torch.equal(torch.rand(5, device="cuda"), drawn)
+    assert_same_state(fresh["optimizer"], saved["optimizer"])
+    assert fresh["stored"].value.is_cuda
+    assert torch.equal(fresh["stored"].value, saved["stored"].value)
+    torch.testing.assert_close(fresh["model"].state_dict(), saved["model"].state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["1st", "with space", "_hidden", "a.b", ""])
 def test_names_must_be_identifiers(base: Path, name: str) -> None:
     with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match=r"name='") as caught:

@@ -133,6 +133,7 @@ class Flashpoint:
             self._replication = ReplicationManager(replication)
             undo.callback(self._replication.close)
             self._replication.initialize(self._objects)
+            self._has_copies = bool(self._replication.copies_of(self._ranks.rank))
             self._saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self._objects, replication_manager=self._replication
             )
@@ -385,10 +386,8 @@ class Flashpoint:
     @property
     def last_replicated(self) -> int | None:
         """Step of the newest version saved by this object of which every copy that the replication strategy asks for
-        was acknowledged, on all ranks. None if there is none, or the strategy asks for no copies."""
-        if not any(self._replication.copies_of(rank) for rank in range(self._ranks.world_size)):
-            return None
-        return self._saver.stats.last_verified
+        was acknowledged, on all ranks. None if there is none, or nobody holds copies of this rank's parts."""
+        return self._saver.stats.last_verified if self._has_copies else None
 
     @property
     def last_recovery(self) -> Recovery | None:

@@ -62,6 +62,7 @@ def test_lost_node_is_replaced_from_its_peer(tmpfs: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
     steps, chance = 40, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))

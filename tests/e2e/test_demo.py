@@ -92,7 +92,8 @@ def test_the_job_survives_and_ends_with_the_same_weights() -> None:
         assert all(fault[f"{phase}_s"] > 0 for phase in ("restart", "detect", "plan", "fetch", "load"))
         assert phases <= fault["total_s"] + 0.5
     assert rank["resumed_step"] < node["resumed_step"]
-    assert rank["fetched_bytes"] == 0
+    # The node of the killed rank has its memory, but for copies that were on their way to that rank.
+    assert rank["fetched_bytes"] < node["fetched_bytes"]
     # Half the weights and both moments of each, in 32 bits, and little else.
     assert 391_008 // 2 * 3 * 4 < node["fetched_bytes"] < 4 * 391_008 * 4
 

@@ -191,6 +191,7 @@ class Nodes:
             "GLOO_SOCKET_IFNAME": "lo",
             **inherited,
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
             # torch 2.13 keeps one store over all restarts of ranks, with the addresses of dead ones in it.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

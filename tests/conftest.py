@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Before torch is imported: runs that are compared bit for bit must add up in the same order in every process.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
 import subprocess
 import warnings
 from collections.abc import Iterator

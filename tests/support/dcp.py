@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
@@ -19,11 +18,23 @@ from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLo
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+try:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+except ImportError:  # torch 2.6 knows threads only
+    AsyncCheckpointerType = None  # type: ignore[assignment,misc]
+
 RESULT_TIMEOUT_S = 60.0
 
 # Torch says so at every save and load without a process group, which is what many tests are about.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def checkpointer(mode: str) -> dict[str, Any]:
+    """How `dcp.async_save` is told to save in a ``thread`` or a ``process``."""
+    if AsyncCheckpointerType is None:
+        assert mode == "thread"
+        return {}
+    return {"async_checkpointer_type": AsyncCheckpointerType[mode.upper()]}
 
 
 class Door:
@@ -61,8 +72,7 @@ class Door:
         if mode == "sync":
             self.save(state, step, **options)
             return
-        kind = AsyncCheckpointerType[mode.upper()]
-        self.async_save(state, step, async_checkpointer_type=kind, **options).result(RESULT_TIMEOUT_S)
+        self.async_save(state, step, **checkpointer(mode), **options).result(RESULT_TIMEOUT_S)
 
     def latest(self) -> int | None:
         """The step that a recovery would go on from."""

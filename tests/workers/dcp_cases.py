@@ -21,13 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.core.object_format import ParsedHeader, parse_header
-from tests.support.dcp import RESULT_TIMEOUT_S, Door
+from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner
 from tests.support.sharded import Training, check, full_state, numbered, plain_state, sharded_state
 from tests.support.tensors import assert_same, blank
@@ -322,7 +321,7 @@ def without_waiting(door: Door, mode: str) -> None:
     """As the tutorial does: the next save is started although the last one may be under way."""
     mesh = _mesh()
     # Not the group on which states are made meanwhile: their collectives would meet those of the saving thread.
-    options = {"async_checkpointer_type": AsyncCheckpointerType[mode.upper()], "process_group": dist.new_group()}
+    options = {**checkpointer(mode), "process_group": dist.new_group()}
     futures = []
     for step in range(1, 9):
         state = sharded_state(step, mesh)
@@ -343,7 +342,7 @@ def changes_after_async_save(door: Door, mode: str) -> None:
     mesh = _mesh()
     for step in (1, 2, 3, 4):
         state = sharded_state(step, mesh)
-        future = door.async_save(state, step, async_checkpointer_type=AsyncCheckpointerType[mode.upper()])
+        future = door.async_save(state, step, **checkpointer(mode))
         for tensor in state["sharded"].values():
             tensor.to_local().fill_(-1)
         for tensor in (state["plain"]["weight"], state["plain"]["list"][0]):

@@ -15,13 +15,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ml_flashpoint.core.errors import SaveError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.planners import FailingPlanner, GatedPlanner, RenamingPlanner
 from tests.support.tensors import assert_same, blank
+
+try:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+except ImportError:  # torch 2.6
+    DefaultStager = StagingOptions = None  # type: ignore[assignment,misc]
 
 MIB = 1 << 20
 every_mode = pytest.mark.parametrize("mode", ["sync", "thread"])
@@ -140,7 +145,9 @@ def test_synchronous_saves_go_on_beside_an_asynchronous_one(door: Door) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_stager_of_the_users_own(door: Door, shared: bool) -> None:
-    stager = DefaultStager(StagingOptions(False, shared, False, False))
+    stager: Any = BlockingAsyncStager(cache_staged_state_dict=shared)
+    if DefaultStager is not None:
+        stager = DefaultStager(StagingOptions(False, shared, False, False))
     for step in (1, 2, 3):
         state = _state(step)
         future = door.async_save(state, step, async_stager=stager)
@@ -150,9 +157,9 @@ def test_a_stager_of_the_users_own(door: Door, shared: bool) -> None:
     # And the writer's own again.
     door.async_save(_state(4), 4).result(RESULT_TIMEOUT_S)
     assert_same(door.load(blank(_state(4)), 4), _state(4))
-    stager.close()
 
 
+@pytest.mark.skipif(DefaultStager is None, reason="this torch has no stager that answers later")
 def test_a_stager_that_answers_later(door: Door) -> None:
     stager = DefaultStager(StagingOptions(False, False, True, False))
     for step in (1, 2):

@@ -109,7 +109,8 @@ def _require(condition: bool) -> None:
 def _fields_of(metadata: Metadata) -> dict[str, Any]:
     _require(type(metadata) is Metadata and vars(metadata).keys() <= _FIELDS)
     _require(isinstance(metadata.storage_data, dict) and isinstance(metadata.state_dict_metadata, dict))
-    _require(metadata.version is None or type(metadata.version) is str)
+    version = getattr(metadata, "version", None)  # not in torch 2.6
+    _require(version is None or type(version) is str)
     properties: dict[tuple[Any, ...], int] = {}
     numbers: dict[Any, int] = {}
     items: list[list[Any]] = []
@@ -134,7 +135,7 @@ def _fields_of(metadata: Metadata) -> dict[str, Any]:
         )
     return {
         "dcp": _VERSION,
-        "version": metadata.version,
+        "version": version,
         "properties": list(properties),
         "items": items,
         "places": places,
@@ -190,8 +191,10 @@ def _metadata_of(fields: Mapping[str, Any], unpickle: Callable[[bytes], Any]) ->
         planner_data = {_name(fqn): (fqn,) if path == 0 else tuple(map(_name, path)) for fqn, path in planner_data}
     elif planner_data is not None:
         planner_data = unpickle(base64.b64decode(planner_data["pickle"], validate=True))
-    version = fields["version"]
-    return Metadata(items, planner_data, places, None, None if version is None else _name(version))
+    metadata = Metadata(items, planner_data, places)
+    if fields["version"] is not None:
+        metadata.version = _name(fields["version"])
+    return metadata
 
 
 def _tensor_of(properties: list[TensorProperties], number: int, size: list[int], chunks: Any) -> TensorStorageMetadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from typing import Any
 
@@ -11,12 +12,28 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+CACHES_PLANS = "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters
+"""Torch 2.6 does not."""
+
+
+def caching_planner(enabled: bool = True) -> DefaultSavePlanner:
+    """Torch's own planner, which keeps plans between saves where it can."""
+    return DefaultSavePlanner(enable_plan_caching=enabled) if CACHES_PLANS else DefaultSavePlanner()
+
 
 class CastingPlanner(DefaultSavePlanner):
     """Saves floating-point tensors as bfloat16."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         made = super().transform_object(write_item, object)
+        return made.bfloat16() if isinstance(made, torch.Tensor) and made.is_floating_point() else made
+
+
+class ResolvingPlanner(DefaultSavePlanner):
+    """Saves floating-point tensors as bfloat16, too, but where data is resolved."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        made = super().resolve_data(write_item)
         return made.bfloat16() if isinstance(made, torch.Tensor) and made.is_floating_point() else made
 
 

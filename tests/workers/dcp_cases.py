@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.core.object_format import ParsedHeader, parse_header
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
-from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner
+from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner, caching_planner
 from tests.support.sharded import Training, check, full_state, numbered, plain_state, sharded_state
 from tests.support.tensors import assert_same, blank
 from tests.support.worker import base_path, rank, report, world_size
@@ -140,7 +140,7 @@ def cached_plans(door: Door, mode: str) -> None:
         state = sharded_state(step, mesh)
         if step == 5:
             state["more"] = numbered(step, 12)
-        door.save_by(mode, state, step, planner=DefaultSavePlanner(enable_plan_caching=True))
+        door.save_by(mode, state, step, planner=caching_planner())
         expected = full_state(step) | ({"more": numbered(step, 12)} if step == 5 else {})
         assert_same(door.load(blank(expected), step), expected)
 
@@ -358,7 +358,7 @@ def everything_in_turn(door: Door, mode: str) -> None:
     mesh = _mesh()
     for step in range(1, 10):
         way = ("sync", "thread", "process")[(step + (0 if mode == "sync" else 1)) % 3]
-        door.save_by(way, sharded_state(step, mesh), step, planner=DefaultSavePlanner(enable_plan_caching=step > 5))
+        door.save_by(way, sharded_state(step, mesh), step, planner=caching_planner(step > 5))
         check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
 
 

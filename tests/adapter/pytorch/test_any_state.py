@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
+from tests.support.planners import caching_planner
 from tests.support.tensors import PLANNED_DTYPES, assert_same, blank, dtype_name, tensor_of
 
 # Those that hypothesis can show; the others are in test_round_trip.
@@ -85,7 +85,7 @@ def test_any_states_one_after_the_other(
     try:
         for step, (state, mode) in enumerate(zip(states, modes, strict=False), 1):
             expected = _frozen(state)
-            planner = DefaultSavePlanner(enable_plan_caching=cached_plans)
+            planner = caching_planner(cached_plans)
             future = None if mode == "sync" else door.async_save(state, step, planner=planner)
             if future is None:
                 door.save(state, step, planner=planner)

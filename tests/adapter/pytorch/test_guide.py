@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dcp import AsyncCheckpointerType
 from tests.support.seed_snippets import (
     IMPORTS,
     INITIALIZATION,
@@ -19,6 +20,7 @@ from tests.support.seed_snippets import (
 )
 
 
+@pytest.mark.skipif(AsyncCheckpointerType is None, reason="this torch has no saving process to import the type for")
 def test_imports_initialization_a_save_and_recovery(process_group: None, tmpfs: Path) -> None:
     names: dict[str, Any] = {"checkpoint_dir": str(tmpfs / "job" / "step-5_ckpt")}
     exec(runnable_imports(), names)

@@ -52,13 +52,15 @@ def _metadata(draw: st.DrawFn) -> Metadata:
     places = draw(st.dictionaries(index, st.builds(ItemPlace, st.integers(0, 2**20), _NAMES), max_size=5))
     path = st.lists(_NAMES | st.integers(0, 9), max_size=3).map(tuple)
     planner_data = draw(st.none() | st.dictionaries(_NAMES, path, max_size=3) | st.just({"a": {"nested": [1, (2,)]}}))
-    return Metadata(items, planner_data, places, None, draw(st.none() | st.text(max_size=3)))
+    metadata = Metadata(items, planner_data, places)
+    metadata.version = draw(st.none() | st.text(max_size=3))
+    return metadata
 
 
 def _exactly(metadata: Metadata) -> Any:
     """What dataclasses do not compare, too: hints of indices, types of sizes, the order of everything."""
     places = [(i.fqn, i.offset, i.index, type(i.offset), p) for i, p in metadata.storage_data.items()]
-    return list(metadata.state_dict_metadata.items()), places, metadata.planner_data, metadata.version
+    return list(metadata.state_dict_metadata.items()), places, metadata.planner_data, getattr(metadata, "version", None)
 
 
 @given(_metadata())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -13,7 +14,7 @@ from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, ten
 from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.save_ticket import SaveTicket
-from tests.support.planners import CastingPlanner, RenamingPlanner, SwappingPlanner
+from tests.support.planners import CACHES_PLANS, CastingPlanner, RenamingPlanner, SwappingPlanner
 
 
 def _plan(*names: str, data: tuple[str, ...] = ()) -> SavePlan:
@@ -63,6 +64,7 @@ def test_nothing_is_left_to_others_where_names_or_data_may_be_of_something_else(
     assert left_to_others(DefaultSavePlanner(), own, _plan("renamed by the global plan")) == set()
 
 
+@pytest.mark.skipif(not CACHES_PLANS, reason="this torch does not keep plans")
 def test_the_empty_plan_that_stands_for_a_cached_one() -> None:
     planner = DefaultSavePlanner(enable_plan_caching=True)
     planner._cached_plans_key = "test_omission"

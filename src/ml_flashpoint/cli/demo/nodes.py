@@ -115,7 +115,7 @@ class Nodes:
     def start(self, names: Sequence[str]) -> None:
         """Starts nodes with empty folders."""
         for node in names:
-            self.folder(node).mkdir(parents=True)
+            self._scratch(node).mkdir(parents=True)
             self._agents[node] = subprocess.Popen(
                 self._agent_argv(node),
                 env=self._environment(node),
@@ -169,6 +169,9 @@ class Nodes:
             self._store = None
             self._listener.close()
 
+    def _scratch(self, node: str) -> Path:
+        return self.folder(node) / "tmp"
+
     def _agent_argv(self, node: str) -> list[str]:
         options = {
             "nnodes": self._count,
@@ -195,6 +198,8 @@ class Nodes:
             "OMP_NUM_THREADS": "1",
             # torch 2.13 keeps one store over all restarts of ranks, with the addresses of dead ones in it.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            # What killed processes leave there goes with the node.
+            "TMPDIR": str(self._scratch(node)),
             NODE_ID_VARIABLE: node,
             _MARK: self._mark,
         }

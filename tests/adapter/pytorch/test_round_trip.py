@@ -14,6 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.dcp import Door
 from tests.support.tensors import PLANNED_DTYPES, assert_same, blank, dtype_name, raw, tensor_of
@@ -185,6 +186,19 @@ class _Labelled(torch.Tensor):
 def test_subclasses_that_are_their_memory(door: Door, mode: str) -> None:
     state = {"labelled": torch.arange(5.0).as_subclass(_Labelled), "buffer": torch.nn.Buffer(torch.ones(3))}
     _round_trip(door, mode, state)
+
+
+@both_modes
+def test_subclasses_that_wrap_others_are_saved_whole_and_loaded_if_allowed(door: Door, mode: str) -> None:
+    for step in (1, 2):
+        state = {"pair": TwoTensor(torch.full((3,), float(step)), torch.arange(3.0)), "plain": torch.ones(2)}
+        door.save_by(mode, state, step)
+        target = {"pair": TwoTensor(torch.zeros(3), torch.zeros(3)), "plain": torch.zeros(2)}
+        with pytest.raises(CheckpointException, match=r"(?s)TwoTensor.*safe_globals"):
+            door.load(dict(target), step)
+        loaded = door.load(dict(target), step, reader={"safe_globals": [TwoTensor]})
+        assert type(loaded["pair"]) is TwoTensor
+        assert_same([loaded["pair"].a, loaded["pair"].b], [state["pair"].a, state["pair"].b])
 
 
 @both_modes

@@ -64,6 +64,48 @@ def test_a_hand_off_that_waits_for_an_arena_holds_nobody_up(
     assert not handing_off.is_alive()
 
 
+def test_the_oldest_save_finds_an_arena_where_later_ones_hold_all(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    oldest, *later = [saver.begin() for _ in range(4)]  # the oldest is not staged
+    for ticket in later[:2]:
+        saver.stage(ticket, TENSORS)
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.3")
+    with pytest.raises(SaveError, match="3 earlier saves are still under way"):
+        saver.stage(later[2], TENSORS)
+    saver.fail(later[2], SaveError("given up"))
+    for step, ticket in enumerate([oldest, *later[:2]], 2):
+        saver.write(ticket, version(tmpfs, step), TENSORS)
+        saver.seal(ticket)
+    assert saver.wait(10)
+    assert saver.stats.last_verified == 4
+
+
+def test_the_arena_of_a_save_whose_thread_is_gone_is_taken_back_before_its_turn(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    first = saver.begin()  # nobody resolves it, so the queue comes to no later one
+
+    def write_and_die() -> None:
+        ticket = saver.begin()
+        ticket.worker = threading.current_thread()
+        saver.write(ticket, version(tmpfs, 2), TENSORS)
+
+    for _ in range(5):  # more than there are arenas
+        dying = threading.Thread(target=write_and_die)
+        dying.start()
+        dying.join(30)
+        assert not dying.is_alive()
+    ticket = saver.begin()
+    saver.write(ticket, version(tmpfs, 3), TENSORS)
+    saver.fail(first, SaveError("given up"))
+    saver.seal(ticket)
+    assert saver.wait(10)
+    assert (saver.stats.last_verified, saver.stats.failed) == (3, 6)
+
+
 def test_a_save_sealed_after_its_deadline_gives_its_arena_back(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

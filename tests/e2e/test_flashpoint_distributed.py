@@ -192,9 +192,10 @@ def test_batch_normalization_is_that_of_rank_0(tmpfs: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_training_goes_on_without_its_peer(tmpfs: Path, how: signal.Signals) -> None:
     deadline_s = 2.0
-    kinds = ("TRANSFER", "COLLECTIVE", "SEAL")
-    env = {f"FLASHPOINT_{kind}_DEADLINE_S": str(deadline_s) for kind in kinds}
-    with Team(worker.go_on_alone, tmpfs, 2, deadline_s, env=env) as team:
+    # No other deadline is shortened: neither the ranks' agreement nor a save that waits for its peer holds up others.
+    with Team(
+        worker.go_on_alone, tmpfs, 2, deadline_s, env={"FLASHPOINT_TRANSFER_DEADLINE_S": str(deadline_s)}
+    ) as team:
         team[0].next_report("step", 5)
         os.kill(team[1].pid, how)
         (_, before, *_) = team[0].next_report("step")
@@ -204,7 +205,7 @@ def test_training_goes_on_without_its_peer(tmpfs: Path, how: signal.Signals) -> 
             slowest = max(slowest, took)
         assert degraded
         assert step > before
-        assert slowest < 3 * deadline_s
+        assert slowest < 60  # and not the ten minutes that ranks wait for each other
 
 
 def test_sigterm_waits_for_a_missing_peer_no_longer_than_its_grace(tmpfs: Path) -> None:

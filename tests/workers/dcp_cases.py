@@ -30,7 +30,7 @@ from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner, caching_planner
 from tests.support.sharded import Training, check, full_state, numbered, plain_state, sharded_state
 from tests.support.tensors import assert_same, blank
-from tests.support.worker import base_path, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, report, world_size
 
 CASES: dict[str, Callable[[Door, str], None]] = {}
 MIB = 1 << 20
@@ -428,6 +428,7 @@ def main(names: list[str]) -> None:
         report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
         dist.barrier(meeting)
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

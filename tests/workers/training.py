@@ -257,7 +257,7 @@ def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
 
 
 def main() -> None:
-    from tests.support.worker import base_path, report
+    from tests.support.worker import base_path, leave, report
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", default="plain")
@@ -283,6 +283,7 @@ def main() -> None:
                 time.sleep(options.pace)
         report(digests=job.digests())
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

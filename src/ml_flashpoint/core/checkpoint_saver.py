@@ -240,7 +240,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         an older save that cannot be the version to recover."""
         assert isinstance(store, RankStore)
         self._preflight(store, size)
-        if not store.has_free(size) and len(self._own_arenas()) >= 2:
+        if not store.has_free(size) and len(self._own_arenas()) == _MAX_OWN_ARENAS - 1:
             self._commits.wait_for_change(lambda: store.has_free(size), 0.05 + size / _FAULT_RATE)
         give_up = time.monotonic() + seal_deadline_s()
         error: FlashpointError = SaveError(
@@ -250,21 +250,28 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             hint="save less often, or wait for a save before the next one",
         )
         while True:
-            if store.has_free(size) or len(self._own_arenas()) < _MAX_OWN_ARENAS:
+            if store.has_free(size) or self._may_add_arena(ticket):
                 try:
                     return store.acquire(size)
                 except CapacityError as full:
                     error = full
-            if self._drop_one():
+            if self._drop_one() or self._fail_abandoned():
                 continue
-            # Nothing to take back now; an earlier save that is under way may free something when it settles.
+            # Nothing to take back now; an earlier save that is under way may free something when it settles, or when
+            # it turns out that nobody goes on with it.
             settled = self._commits.settled_count
             left = give_up - time.monotonic()
-            if not self._is_preceded(ticket) or not self._commits.wait_for_change(
-                lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
-                left,
-            ):
+            if left <= 0 or not self._is_preceded(ticket):
                 raise error
+            self._commits.wait_for_change(
+                lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
+                min(left, _ABANDONED_POLL_S),
+            )
+
+    def _may_add_arena(self, ticket: SaveTicket) -> bool:
+        """Whether a save may take one more arena. The oldest one under way always may: later saves that hold all
+        the others wait for it."""
+        return len(self._own_arenas()) < _MAX_OWN_ARENAS + (not self._is_preceded(ticket))
 
     def _is_preceded(self, ticket: SaveTicket) -> bool:
         """Whether an earlier save than this one is under way. Saves settle in order, so later ones do not count."""
@@ -356,13 +363,26 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             moved_on = begun and any(t.worker is worker and t.sequence > ticket.sequence for t in self._saves)
         return worker is None or (worker.is_alive() and not moved_on)
 
-    def _fail_if_abandoned(self, pending: PendingSave) -> None:
+    def _fail_if_abandoned(self, pending: PendingSave) -> bool:
         """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""
         with self._lock:
             ticket = next((t for t in self._saves if t.pending is pending), None)
             offered = ticket in self._staged
-        if ticket is not None and ((offered and ticket.abandoned) or not self._is_worked_on(ticket)):
-            self.fail(ticket, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
+        if ticket is None or not ((offered and ticket.abandoned) or not self._is_worked_on(ticket)):
+            return False
+        self.fail(ticket, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
+        return True
+
+    def _fail_abandoned(self) -> bool:
+        """The same for all saves of this process, without waiting for the queue to come to them. Returns whether
+        there were any."""
+        with self._lock:
+            unresolved = [
+                t.pending
+                for t in self._saves
+                if t.pending and not t.pending.resolved.is_set() and t.attempt not in self._handed_off
+            ]
+        return any(self._fail_if_abandoned(pending) for pending in unresolved)
 
     def _take(self, ticket: SaveTicket, notice: Notice) -> None:
         step = CheckpointContainerId.parse_version_container(notice.version)

@@ -76,6 +76,7 @@ class RankGroup:
             self.rank, self.world_size = 0, 1
         self.distributed = self.world_size > 1
         self._foreground = self._background = None
+        self._last: dict[str, torch.Tensor] = {}
         if self.distributed:
             self._foreground = dist.new_group(backend="gloo", timeout=deadline)
             self._background = dist.new_group(backend="gloo", timeout=deadline)
@@ -95,7 +96,7 @@ class RankGroup:
             return [blob]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(blob)
-        self._run("gather", lambda: dist.all_reduce(sizes, group=self._foreground))
+        self._run("gather", lambda: dist.all_reduce(sizes, group=self._foreground), sizes)
         return [self._one(blob, source, size) for source, size in enumerate(sizes.tolist())]
 
     def _one(self, blob: bytes, source: int, size: int) -> bytes:
@@ -108,7 +109,7 @@ class RankGroup:
         if not self.distributed:
             return blob
         size = torch.tensor([len(blob)], dtype=torch.int64)
-        self._run("broadcast", lambda: dist.broadcast(size, src=source, group=self._foreground))
+        self._run("broadcast", lambda: dist.broadcast(size, src=source, group=self._foreground), size)
         return self._send(blob if source == self.rank else None, source, int(size.item()))
 
     def _send(self, blob: bytes | None, source: int, size: int) -> bytes:
@@ -117,7 +118,7 @@ class RankGroup:
         if size == 0:
             return b""
         data = torch.frombuffer(bytearray(blob or size), dtype=torch.uint8)
-        self._run("broadcast", lambda: dist.broadcast(data, src=source, group=self._foreground))
+        self._run("broadcast", lambda: dist.broadcast(data, src=source, group=self._foreground), data)
         return data.numpy().tobytes()
 
     def all_ok(self, ok: bool) -> bool:
@@ -125,7 +126,7 @@ class RankGroup:
         if not self.distributed:
             return ok
         vote = torch.tensor([int(ok)], dtype=torch.int64)
-        self._run("vote", lambda: dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._foreground))
+        self._run("vote", lambda: dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._foreground), vote)
         return bool(vote.item())
 
     def agree_min(self, values: tuple[int, ...]) -> tuple[int, ...]:
@@ -133,7 +134,7 @@ class RankGroup:
         if not self.distributed:
             return values
         data = torch.tensor(values, dtype=torch.int64)
-        self._run("agreement", lambda: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=self._background))
+        self._run("agreement", lambda: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=self._background), data)
         return tuple(data.tolist())
 
     def renew_run(self, newest_attempt: str | None) -> None:
@@ -142,7 +143,10 @@ class RankGroup:
         if newest > self.run_id and not newest.startswith(self.run_id):
             self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
 
-    def _run(self, what: str, collective: Callable[[], object]) -> None:
+    def _run(self, what: str, collective: Callable[[], object], data: torch.Tensor) -> None:
+        # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
+        # they would need the interpreter to free it, and abort the process if that happens to be exiting.
+        self._last[what] = data
         try:
             collective()
         except RuntimeError as error:

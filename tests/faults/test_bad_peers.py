@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from tests.workers import fault_engine as engine
 
 DEADLINE_S = 1.0
 ENVIRONMENT = {"FLASHPOINT_TRANSFER_DEADLINE_S": str(DEADLINE_S), "FLASHPOINT_COLLECTIVE_DEADLINE_S": "60"}
-# A save waits for no peer; what is left is a busy machine.
-PROMPT_S = 2.0
+# A save waits for no peer; what is left is a busy machine, which delays one or another, not half of them.
+LATE_S = 30.0
 
 
 def team(root: Path, **environment: str) -> Team:
@@ -27,10 +28,12 @@ def team(root: Path, **environment: str) -> Team:
 
 
 def save(child: Child, *steps: int) -> None:
+    took = []
     for step in steps:
         child.say("save", step, 0)
-        (_, _, seconds) = child.next_report("sealed", step)
-        assert seconds < PROMPT_S, child.failure(f"the save of step {step} took {seconds:.1f} s")
+        took.append(child.next_report("sealed", step)[2])
+    assert max(took) < LATE_S, child.failure(f"saves took {took}")
+    assert statistics.median_low(took) < DEADLINE_S, child.failure(f"saves took {took}")
 
 
 def settle(*children: Child) -> None:
@@ -58,7 +61,7 @@ def test_a_peer_that_hangs_and_comes_back(tmpfs: Path) -> None:
         settle(one, other)
         other.stop()
         save(one, 3, 4)
-        wait_until(lambda: "replication fails" in one.log, "an error in the log", DEADLINE_S + 2)
+        wait_until(lambda: "replication fails" in one.log, "an error in the log", LATE_S)
         save(one, *range(5, 15))
         assert stats(one)["last_verified"] == 2
         assert "step-2_ckpt" in versions(tmpfs, 0), "the verified version must stay"

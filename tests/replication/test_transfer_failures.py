@@ -255,7 +255,7 @@ def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
             assert client.tell() == {"midway": True}
             there.pull_cable()
             client.go_on()
-            with ends_within(deadline_s + 2):
+            with ends_within(deadline_s + SLACK_S):
                 outcome = client.tell()
             assert outcome["error"] == "DeadlineError", outcome["text"]
             assert (outcome["step"], outcome["rank"], outcome["node"]) == (5, 3, "n2")

@@ -36,7 +36,7 @@ BLOCK = 512 << 10
 REPOSITORY = Path(__file__).resolve().parents[2]
 LARGE = 64 << 20
 """More than two sockets hold, so that a transfer of it that is stopped is stopped midway."""
-SLACK_S = 5.0
+SLACK_S = 15.0
 """What a busy machine may add to a deadline. Far below the default deadlines, which no test may wait for."""
 
 

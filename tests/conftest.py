@@ -7,6 +7,7 @@ import os
 # Before torch is imported: runs that are compared bit for bit must add up in the same order in every process.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
+import contextlib
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -42,6 +43,19 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         tmpfs_folders.remove_folder(folder)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB of our own."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(tmpfs_folders.mounted(folder))
+        except OSError as error:
+            pytest.skip(f"cannot mount a small tmpfs here, which takes root: {error}")
+        yield folder
 
 
 def _has_cuda() -> bool:

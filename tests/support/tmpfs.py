@@ -5,15 +5,19 @@ Owns their names, which say whose they are, and the sweep of what killed runs le
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 SHM = Path("/dev/shm")
+SMALL_TMPFS_BYTES = 4 << 20
 
 _NAME = re.compile(r"mlf-test-(\d+)-(\d+)-.+")
 
@@ -59,3 +63,20 @@ def _is_running(pid: int, started_ms: int) -> bool:
         return False
     except psutil.AccessDenied:
         return True
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size: int = SMALL_TMPFS_BYTES) -> Iterator[Path]:
+    """A tmpfs of its own, of `size` bytes, at an empty folder.
+
+    Raises:
+        PermissionError: this process must not mount one.
+    """
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "mlf-test", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise PermissionError(done.stderr.strip())
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

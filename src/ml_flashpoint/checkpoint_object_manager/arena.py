@@ -183,6 +183,7 @@ class Arena:
             self._fd = -1
         del self.tensor
         self.buffer.release()
+        del self._mmap
 
     def unlink(self) -> None:
         """Remove the arena's own name. Slow for large files (pages are freed): never on the save path."""

@@ -1,9 +1,9 @@
 """The arenas and committed parts of one rank in one base container on this node.
 
-Owns: the pool of arenas (acquire, release, adopt after a restart, trim), the directory layout, the parts that sit
-in the arenas, and the lock that keeps a second process from using the same arenas. How the files of a part come
-and go is `version_files`', what a dead process left is told apart by `leftovers`. It decides nothing about
-*which* part may go: the saver does.
+Owns: the directory layout, the parts that sit in the arenas, and the lock that keeps a second process from using
+the same arenas. Which arena is free, and when one is made, is `arena_pool`'s; how the files of a part come and go is
+`version_files`', what a dead process left is told apart by `leftovers`. It decides nothing about *which* part may
+go: the saver does.
 
 ::
 
@@ -28,7 +28,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena, with_slack
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
 from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts
@@ -36,7 +37,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import list_versions 
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
-from ml_flashpoint.core.errors import FlashpointError, JobInUseError, SaveError
+from ml_flashpoint.core.errors import JobInUseError
 from ml_flashpoint.core.manifest import Manifest, object_name
 from ml_flashpoint.core.recovery import superseded
 
@@ -45,20 +46,7 @@ _log = logging.getLogger(__name__)
 PRIVATE_DIR = ".flashpoint"
 _LOCK = "lock"
 _AT_WORK = "saving"
-_ARENA_NAME = re.compile(r"arena-(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d{5,8})")
-# An arena much larger than what is asked for is left for something of its size.
-_FIT_FACTOR = 4
-_FIT_SLACK = 256 << 10
-_MAX_GROWTH_ROOM = 64 << 20
-# Advances during which an arena must have been spare before its memory is given back: a job whose
-# replication lags now and then must not pay for the page faults of a new arena each time.
-_TRIM_AFTER = 20
-
-
-def with_slack(size: int) -> int:
-    """Size of an arena for ``size`` bytes: items that vary in length must not make it grow at every save."""
-    return round_up(size + min(size >> 6, _MAX_GROWTH_ROOM), 64 << 10)
 
 
 class RankStore:
@@ -81,11 +69,8 @@ class RankStore:
         warn_unless_memory(base)
         self._lock = threading.RLock()
         self._lock_fd = self._take_lock(lock_deadline_s)
-        self._free: list[Arena] = []
-        self._in_use: set[Arena] = set()
+        self._arenas = ArenaPool(self.directory, self._lock)
         self._parts: dict[tuple[str, int], HeldPart] = {}
-        self._next_arena = 0
-        self._spare_advances = 0
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
@@ -114,73 +99,31 @@ class RankStore:
             for part in self._useless:
                 self.drop(part)
             self._useless.clear()
-            if exact:
-                fitting = [a for a in self._free if a.size == size]
-            else:
-                fitting = [a for a in self._free if size <= a.size <= _FIT_FACTOR * size + _FIT_SLACK]
-            if fitting:
-                arena = min(fitting, key=lambda a: a.size)
-                self._free.remove(arena)
-            else:
-                growable = [a for a in self._free if a.size < size <= _FIT_FACTOR * a.size]
-                if growable:
-                    arena = max(growable, key=lambda a: a.size)
-                    arena.grow(size if exact else with_slack(size))
-                    self._free.remove(arena)
-                else:
-                    arena = self._create(size if exact else with_slack(size))
-            self._in_use.add(arena)
-        arena.join_prefault()
-        return arena
-
-    def _create(self, size: int) -> Arena:
-        while True:
-            path = self.directory / f"arena-{self._next_arena}"
-            self._next_arena += 1
-            with contextlib.suppress(FileExistsError):
-                return Arena.create(path, size)
+        return self._arenas.acquire(size, exact=exact)
 
     def release(self, arena: Arena) -> None:
         """Return an arena that was acquired and not committed."""
-        with self._lock:
-            if arena in self._in_use:
-                self._in_use.remove(arena)
-                self._free.append(arena)
+        self._arenas.release(arena)
 
     def prepare_spare(self, size: int) -> None:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
-        with self._lock:
-            if self.has_free(size):
-                return
-            try:
-                arena = self._create(with_slack(size))
-            except FlashpointError as error:
-                _log.warning("no room for a second arena yet: %s", error)
-                return
-            arena.prefault_in_background()
-            self._free.append(arena)
+        self._arenas.prepare_spare(size)
 
     def has_free(self, size: int) -> bool:
         """Whether :meth:`acquire` would find a free arena for ``size`` bytes."""
-        with self._lock:
-            return any(size <= a.size <= _FIT_FACTOR * size + _FIT_SLACK for a in self._free)
+        return self._arenas.has_free(size)
 
     def arena_by_path(self, path: Path) -> Arena:
-        """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew."""
-        with self._lock:
-            arena = next((a for a in (*self._free, *self._in_use) if a.path == path), None)
-            if arena is None:
-                if path.parent != self.directory:
-                    raise SaveError("no arena of this rank", rank=self.rank, path=path)
-                arena = Arena.open(path)
-                self._in_use.add(arena)
-            arena.refresh()
-            return arena
+        """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew.
+
+        Raises:
+            SaveError: the file is not in this store.
+        """
+        return self._arenas.at(path, self.rank)
 
     def resident_bytes(self) -> tuple[int, int]:
         """``(bytes of arenas in use, bytes of free arenas)``."""
-        with self._lock:
-            return sum(a.size for a in self._in_use), sum(a.size for a in self._free)
+        return self._arenas.resident_bytes()
 
     # ---- parts --------------------------------------------------------------------------------------------
 
@@ -204,7 +147,7 @@ class RankStore:
         with self._lock:
             replaced = self._parts.pop((part.attempt, part.rank), None)
             self._parts[(part.attempt, part.rank)] = part
-            self._in_use.update(arenas)
+            self._arenas.use(arenas)
             if replaced is not None:
                 if replaced.version != part.version:
                     unpublish(self.base, replaced.version, part.rank, part.attempt, replaced.names)
@@ -241,9 +184,8 @@ class RankStore:
             unpublish(self.base, part.version, part.rank, part.attempt, part.names)
             successor = None
         for arena in part.arenas:
-            if arena in self._in_use and (successor is None or arena not in successor.arenas):
-                self._in_use.remove(arena)
-                self._free.append(arena)
+            if successor is None or arena not in successor.arenas:
+                self._arenas.release(arena)
 
     def withdraw(self, attempt: str, *, sweep: bool = False) -> None:
         """Remove what a saving process that died has published of ``attempt`` without telling this one.
@@ -256,12 +198,8 @@ class RankStore:
                 return
             for version in list_versions(self.base):
                 unpublish(self.base, version, self.rank, attempt, [object_name(self.rank, attempt)])
-            if not sweep:
-                return
-            known = {arena.path for arena in (*self._free, *self._in_use)}
-            for path in self.directory.iterdir():
-                if _ARENA_NAME.fullmatch(path.name) and path not in known:
-                    path.unlink(missing_ok=True)
+            if sweep:
+                self._arenas.sweep_unknown()
 
     def reject(self, attempt: str) -> None:
         """Take note that ``attempt`` will never be verified. Other ranks' copies of it are then only kept until
@@ -285,26 +223,13 @@ class RankStore:
         for part in self.held():
             if superseded(part.attempt, attempt):
                 self.drop(part)
-        self._trim()
+        with self._lock:
+            self._arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
 
     def drop_before_next_save(self, parts: Iterable[HeldPart]) -> None:
         """Drop these parts, and no longer those named before, as soon as an arena is needed."""
         with self._lock:
             self._useless = list(parts)
-
-    def _trim(self) -> None:
-        with self._lock:
-            expected = sum(len(part.arenas) for part in self._parts.values())
-            self._spare_advances = self._spare_advances + 1 if len(self._free) > expected else 0
-            if self._spare_advances < _TRIM_AFTER:
-                return
-            self._spare_advances = 0
-            self._free.sort(key=lambda a: a.size, reverse=True)
-            spare = self._free[expected:]
-            del self._free[expected:]
-        for arena in spare:
-            arena.unlink()
-            arena.close()
 
     @contextlib.contextmanager
     def open_object(self, version: str, name: str) -> Iterator[memoryview]:
@@ -369,34 +294,22 @@ class RankStore:
 
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
-        arenas: dict[int, Arena] = {}
         for path in self.directory.iterdir():
-            match = _ARENA_NAME.fullmatch(path.name)
-            if match is None:
-                if path.name not in (_LOCK, _AT_WORK):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                continue
-            self._next_arena = max(self._next_arena, int(match[1]) + 1)
-            try:
-                arena = Arena.open(path)
-            except (FlashpointError, OSError) as error:
-                _log.warning("sweeping unusable arena: %s", error)
-                path.unlink(missing_ok=True)
-                continue
-            arenas[arena.inode] = arena
+            if not is_arena(path) and path.name not in (_LOCK, _AT_WORK):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
             self._parts[(part.attempt, part.rank)] = part
-            self._in_use.update(part.arenas)
-        free = [a for a in arenas.values() if a not in self._in_use]
+        held = {arena for part in self._parts.values() for arena in part.arenas}
+        self._arenas.use(held)
+        free = [arena for arena in arenas.values() if arena not in held]
         if not self._is_written_to():
-            self._free.extend(free)
+            self._arenas.add_free(free)
             return
         _log.warning(
             "rank %d: a saving process of an earlier run is still at work, its arenas are not reused", self.rank
         )
-        for arena in free:
-            arena.unlink()  # without a name it can be written to, but not committed
-            arena.close()
+        self._arenas.discard(free)  # without a name they can be written to, but not committed
 
     def _is_written_to(self) -> bool:
         """Whether the saving process of a trainer that is gone is still at work here: see `UnlockedStore.hold`."""
@@ -435,10 +348,7 @@ class RankStore:
 
     def _vacate(self) -> None:
         with self._lock:
-            for arena in self._free:
-                arena.unlink()
-                arena.close()
-            self._free.clear()
+            self._arenas.discard(self._arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
                 (self.directory / _AT_WORK).unlink(missing_ok=True)
@@ -450,10 +360,7 @@ class RankStore:
     def close(self) -> None:
         """Unmap everything and let go of the lock. Files stay: they are the checkpoint."""
         with self._lock:
-            for arena in [*self._free, *self._in_use]:
-                arena.close()
-            self._free.clear()
-            self._in_use.clear()
+            self._arenas.close()
             self._parts.clear()
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
-from ml_flashpoint.checkpoint_object_manager.rank_store import with_slack
 from ml_flashpoint.core.digest import BLOCK_SIZE, BlockDigester, block_count
 from ml_flashpoint.core.errors import CapacityError
 from ml_flashpoint.core.manifest import ObjectRecord

@@ -1,0 +1,220 @@
+"""The arenas of one rank: which are free, which hold something, and when one is made, grown or given back.
+
+Owns the choice of an arena for a size, and the pool's files by their numbers. What lies in the arenas, and when
+that may go, is `rank_store`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
+from ml_flashpoint.core.errors import CapacityError, FlashpointError, SaveError
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"arena-(\d+)")
+# An arena much larger than what is asked for is left for something of its size.
+_FIT_FACTOR = 4
+_FIT_SLACK = 256 << 10
+_MAX_GROWTH_ROOM = 64 << 20
+# Calls of `trim` during which an arena must have been spare before its memory is given back: a job whose
+# replication lags now and then must not pay for the page faults of a new arena each time.
+_TRIM_AFTER = 20
+
+
+def with_slack(size: int) -> int:
+    """Size of an arena for ``size`` bytes: items that vary in length must not make it grow at every save."""
+    return round_up(size + min(size >> 6, _MAX_GROWTH_ROOM), 64 << 10)
+
+
+class ArenaPool:
+    """See the module. Thread-safe.
+
+    Args:
+        directory: where the files are, ``arena-0``, ``arena-1`` and so on.
+        lock: guards the pool; reentrant, so that its owner can hold it across calls.
+    """
+
+    def __init__(self, directory: Path, lock: threading.RLock) -> None:
+        self.directory = directory
+        self._lock: threading.RLock = lock
+        self._free: list[Arena] = []
+        self._in_use: set[Arena] = set()
+        self._next = 0
+        self._spare_for = 0
+
+    # ---- taking and giving back ---------------------------------------------------------------------------
+
+    def acquire(self, size: int, *, exact: bool = False) -> Arena:
+        """An arena of at least ``size`` bytes, in use from now on. Its content is whatever it held last.
+
+        Args:
+            exact: the file must have exactly ``size`` bytes.
+
+        Raises:
+            CapacityError: there is none and no room for one, not even in place of the free ones.
+        """
+        with self._lock:
+            try:
+                arena = self._fit(size, exact)
+            except CapacityError:
+                if not self._free:
+                    raise
+                # None of these fits, and there is no room beside them: slow, and better than a save that fails.
+                self.discard(self._free)
+                arena = self._create(size if exact else with_slack(size))
+            self._in_use.add(arena)
+        arena.join_prefault()
+        return arena
+
+    def _fit(self, size: int, exact: bool) -> Arena:
+        fitting = [a for a in self._free if (a.size == size if exact else _fits(a, size))]
+        if fitting:
+            arena = min(fitting, key=lambda a: a.size)
+            self._free.remove(arena)
+            return arena
+        growable = [a for a in self._free if a.size < size <= _FIT_FACTOR * a.size]
+        if not growable:
+            return self._create(size if exact else with_slack(size))
+        arena = max(growable, key=lambda a: a.size)
+        arena.grow(size if exact else with_slack(size))
+        self._free.remove(arena)
+        return arena
+
+    def _create(self, size: int) -> Arena:
+        while True:
+            path = self.directory / f"arena-{self._next}"
+            self._next += 1
+            with contextlib.suppress(FileExistsError):
+                return Arena.create(path, size)
+
+    def release(self, arena: Arena) -> None:
+        """Make an arena free, if it was in use."""
+        with self._lock:
+            if arena in self._in_use:
+                self._in_use.remove(arena)
+                self._free.append(arena)
+
+    def use(self, arenas: Iterable[Arena]) -> None:
+        """Take note that these are in use, known so far or not."""
+        with self._lock:
+            self._in_use.update(arenas)
+
+    def has_free(self, size: int) -> bool:
+        """Whether :meth:`acquire` would find a free arena for ``size`` bytes."""
+        with self._lock:
+            return any(_fits(a, size) for a in self._free)
+
+    def prepare_spare(self, size: int) -> None:
+        """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
+        with self._lock:
+            if self.has_free(size):
+                return
+            try:
+                arena = self._create(with_slack(size))
+            except FlashpointError as error:
+                _log.warning("no room for a second arena yet: %s", error)
+                return
+            arena.prefault_in_background()
+            self._free.append(arena)
+
+    def trim(self, expected: int) -> None:
+        """Give back free arenas beyond ``expected``, if there were too many at the last calls, too."""
+        with self._lock:
+            self._spare_for = self._spare_for + 1 if len(self._free) > expected else 0
+            if self._spare_for < _TRIM_AFTER:
+                return
+            self._spare_for = 0
+            self._free.sort(key=lambda a: a.size, reverse=True)
+            spare = self._free[expected:]
+            del self._free[expected:]
+        self.discard(spare)
+
+    def discard(self, arenas: Collection[Arena]) -> None:
+        """Delete arenas that are not in use."""
+        for arena in list(arenas):
+            with self._lock:
+                if arena in self._free:
+                    self._free.remove(arena)
+            arena.unlink()
+            arena.close()
+
+    # ---- files --------------------------------------------------------------------------------------------
+
+    def open_left(self) -> list[Arena]:
+        """The arenas that an earlier process left, in no list yet; what cannot be one is swept."""
+        found = []
+        for path in self.directory.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            self._next = max(self._next, int(match[1]) + 1)
+            try:
+                found.append(Arena.open(path))
+            except (FlashpointError, OSError) as error:
+                _log.warning("sweeping unusable arena: %s", error)
+                path.unlink(missing_ok=True)
+        return found
+
+    def add_free(self, arenas: Iterable[Arena]) -> None:
+        """Take over arenas that hold nothing."""
+        with self._lock:
+            self._free.extend(arenas)
+
+    def at(self, path: Path, rank: int) -> Arena:
+        """The arena of a file of this pool; mapped now if another process made it, remapped if it grew.
+
+        Raises:
+            SaveError: the file is elsewhere.
+        """
+        with self._lock:
+            arena = next((a for a in (*self._free, *self._in_use) if a.path == path), None)
+            if arena is None:
+                if path.parent != self.directory:
+                    raise SaveError("no arena of this rank", rank=rank, path=path)
+                arena = Arena.open(path)
+                self._in_use.add(arena)
+            arena.refresh()
+            return arena
+
+    def sweep_unknown(self) -> None:
+        """Delete arenas that another process made and this one does not know."""
+        with self._lock:
+            known = {arena.path for arena in (*self._free, *self._in_use)}
+            for path in self.directory.iterdir():
+                if is_arena(path) and path not in known:
+                    path.unlink(missing_ok=True)
+
+    def resident_bytes(self) -> tuple[int, int]:
+        """``(bytes of arenas in use, bytes of free arenas)``."""
+        with self._lock:
+            return sum(a.size for a in self._in_use), sum(a.size for a in self._free)
+
+    @property
+    def free(self) -> tuple[Arena, ...]:
+        """Arenas that hold nothing."""
+        with self._lock:
+            return tuple(self._free)
+
+    def close(self) -> None:
+        """Unmap everything. Files stay."""
+        with self._lock:
+            for arena in [*self._free, *self._in_use]:
+                arena.close()
+            self._free.clear()
+            self._in_use.clear()
+
+
+def is_arena(path: Path) -> bool:
+    """Whether a file has the name of an arena."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def _fits(arena: Arena, size: int) -> bool:
+    return size <= arena.size <= _FIT_FACTOR * size + _FIT_SLACK

@@ -1,0 +1,126 @@
+"""Which arena a size gets: reuse, growth, what is given back, and a filesystem without room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_slack
+from ml_flashpoint.core.errors import CapacityError, SaveError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool(tmpfs: Path) -> Iterator[ArenaPool]:
+    made = ArenaPool(tmpfs, threading.RLock())
+    yield made
+    made.close()
+
+
+def files(pool: ArenaPool) -> set[str]:
+    return {path.name for path in pool.directory.iterdir()}
+
+
+def test_a_free_arena_of_about_the_size_is_reused_as_it_is(pool: ArenaPool) -> None:
+    arena = pool.acquire(8 * MIB)
+    inode, size, address = arena.inode, arena.size, arena.address
+    assert not pool.has_free(8 * MIB)
+    pool.release(arena)
+    for wanted in (8 * MIB, 7 * MIB, size, 2 * MIB):
+        assert pool.has_free(wanted)
+        again = pool.acquire(wanted)
+        assert (again.inode, again.size, again.address) == (inode, size, address)
+        pool.release(again)
+    assert files(pool) == {"arena-0"}
+
+
+def test_an_arena_much_larger_than_wanted_is_left_for_others(pool: ArenaPool) -> None:
+    large = pool.acquire(8 * MIB)
+    pool.release(large)
+    small = pool.acquire(MIB)
+    assert small is not large
+    assert small.size == with_slack(MIB)
+
+
+def test_an_arena_grows_in_its_place(pool: ArenaPool) -> None:
+    arena = pool.acquire(MIB)
+    pool.release(arena)
+    grown = pool.acquire(3 * MIB)
+    assert grown is arena
+    assert grown.size == with_slack(3 * MIB) == (pool.directory / "arena-0").stat().st_size
+
+
+def test_an_exact_size(pool: ArenaPool) -> None:
+    arena = pool.acquire(3 * MIB + 4096, exact=True)
+    assert arena.size == 3 * MIB + 4096
+    pool.release(arena)
+    assert pool.acquire(3 * MIB, exact=True) is not arena
+    assert pool.acquire(3 * MIB + 4096, exact=True) is arena
+
+
+def test_spare_arenas_go_after_a_while_and_the_largest_stay(pool: ArenaPool) -> None:
+    arenas = [pool.acquire(size * MIB) for size in (1, 5, 2)]
+    for arena in arenas:
+        pool.release(arena)
+    for _ in range(100):
+        pool.trim(expected=3)
+    assert len(files(pool)) == 3, "three are expected, so none is spare"
+    calls = 0
+    while len(files(pool)) == 3:
+        pool.trim(expected=1)
+        calls += 1
+        assert calls < 100
+    assert calls > 5, "not at the first occasion"
+    assert files(pool) == {"arena-1"}
+    assert pool.acquire(5 * MIB) is arenas[1]
+
+
+def test_free_arenas_make_room_for_one_that_none_of_them_can_be(small_tmpfs: Path) -> None:
+    pool = ArenaPool(small_tmpfs, threading.RLock())
+    kept = pool.acquire(MIB // 2, exact=True)
+    unfit = [pool.acquire(3 * MIB // 2, exact=True) for _ in range(2)]
+    for arena in unfit:
+        pool.release(arena)
+    large = pool.acquire(3 * MIB, exact=True)
+    assert large.size == 3 * MIB
+    assert pool.resident_bytes() == (kept.size + large.size, 0)
+    with pytest.raises(CapacityError):
+        pool.acquire(MIB)
+    assert pool.resident_bytes() == (kept.size + large.size, 0)
+    pool.close()
+
+
+def test_what_an_earlier_process_left(pool: ArenaPool, tmpfs: Path) -> None:
+    path = pool.acquire(MIB).path
+    (tmpfs / "arena-7").mkdir()
+    (tmpfs / "note").write_text("not an arena")
+    later = ArenaPool(tmpfs, threading.RLock())
+    (tmpfs / "arena-7").rmdir()
+    found = later.open_left()
+    assert [arena.path for arena in found] == [path]
+    later.add_free(found)
+    assert later.acquire(MIB) is found[0]
+    assert later.at(path, rank=0) is found[0]
+    with pytest.raises(SaveError, match="no arena of this rank"):
+        later.at(tmpfs / "elsewhere" / "arena-0", rank=0)
+    later.close()
+
+
+def test_another_process_made_an_arena(pool: ArenaPool, tmpfs: Path) -> None:
+    mine = pool.acquire(MIB)
+    other = ArenaPool(tmpfs, threading.RLock())
+    theirs = other.acquire(2 * MIB)
+    assert theirs.path != mine.path, "a name that is taken is passed over"
+    here = pool.at(theirs.path, rank=0)
+    theirs.grow(3 * MIB)
+    assert pool.at(theirs.path, rank=0) is here
+    assert here.size == 3 * MIB
+    forgotten = other.acquire(MIB).path
+    pool.sweep_unknown()
+    assert not forgotten.exists()
+    assert theirs.path.exists()
+    other.close()

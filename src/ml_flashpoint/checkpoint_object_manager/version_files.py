@@ -91,7 +91,7 @@ def _remove(directory: Path, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
-    """Read-only bytes of an object file of this node.
+    """Bytes of an object file of this node. Nothing written to them would reach the file.
 
     Raises:
         ObjectNotFoundError: there is no such object, or it is empty.
@@ -105,7 +105,8 @@ def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
         size = os.fstat(fd).st_size
         if size == 0:
             raise ObjectNotFoundError("the object is empty", path=path)
-        mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        # Not read-only, which torch warns of.
+        mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
     view = memoryview(mapping)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
-import shutil
 import threading
 import time
 import weakref
@@ -423,7 +422,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         if not finished:
             _log.info("closed before the last saves were verified; they are sealed on this node")
         if self._notices is not None:
-            shutil.rmtree(self._notices.directory, ignore_errors=True)
+            self._notices.remove()
 
 
 def _holds_arena(ticket: SaveTicket) -> bool:

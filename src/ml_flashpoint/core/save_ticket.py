@@ -6,19 +6,25 @@ directory by which a saving process, which cannot call the trainer, tells it wha
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import shutil
 import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.errors import SaveError
 from ml_flashpoint.core.object_writer import FilledObject, StagedObject
+
+_BOARD_PREFIX = "flashpoint-notices-"
+_OWNER = ".owner"
 
 
 @dataclass(slots=True, eq=False)
@@ -88,10 +94,33 @@ class Notice:
 
 
 class NoticeBoard:
-    """A private directory of notices, one file a save. Picklable: the other process posts, this one takes."""
+    """A private directory of notices, one file a save. Picklable: the other process posts, this one takes.
+
+    Args:
+        directory: of the board of another process; by default a new one, which this process owns. Those whose owner
+            was killed are swept then.
+    """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.directory = directory or Path(tempfile.mkdtemp(prefix="flashpoint-notices-"))
+        self._owned: BinaryIO | None = None
+        if directory is None:
+            _sweep_boards()
+            directory = Path(tempfile.mkdtemp(prefix=_BOARD_PREFIX))
+            # Under its name only once it is locked.
+            self._owned = open(directory / f"{_OWNER}.tmp", "wb")  # noqa: SIM115
+            fcntl.flock(self._owned, fcntl.LOCK_EX)
+            os.rename(self._owned.name, directory / _OWNER)
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoticeBoard, (self.directory,)
+
+    def remove(self) -> None:
+        """Remove the board, which the caller owns."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
 
     def post(self, attempt: str, notice: Notice) -> None:
         """Publish a notice; it appears whole or not at all."""
@@ -127,6 +156,13 @@ class NoticeBoard:
             others=None if fields["others"] is None else tuple(map(str, fields["others"])),
             error=fields["error"],
         )
+
+
+def _sweep_boards() -> None:
+    for owner in Path(tempfile.gettempdir()).glob(f"{_BOARD_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError), open(owner, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def lost(ticket: SaveTicket, why: str, rank: int) -> SaveError:

@@ -385,7 +385,6 @@ class LocalCheckpointManager:
             name=f"flashpoint-local-{version.step}",
             daemon=True,
         )
-        ticket.worker = thread
         thread.start()
         return request
 
@@ -397,6 +396,7 @@ class LocalCheckpointManager:
         byte_items: list[BytesItem],
         marker: Path,
     ) -> None:
+        ticket.worker = threading.current_thread()
         try:
             self._saver.write(ticket, version, tensors, byte_items)
             self._log_saved(version.step, self._saver.seal(ticket))

@@ -63,6 +63,8 @@ _log = logging.getLogger(__name__)
 # to the older one as well, so it is an error.
 _PASSED_OVER = (DamagedError, LoadError, ObjectNotFoundError, ReplicationError, DeadlineError, OSError)
 
+_LAST_WORDS_S = 5.0
+
 
 class CheckpointId(NamedTuple):
     """Names the part of a checkpoint that one rank saved."""
@@ -425,7 +427,11 @@ class LocalCheckpointManager:
 
     def _await_end(self, ticket: SaveTicket) -> bool:
         assert ticket.pending is not None
-        return ticket.pending.settled.wait(seal_deadline_s() + collective_deadline_s())
+        ended = ticket.pending.settled.wait(seal_deadline_s() + collective_deadline_s())
+        worker = ticket.worker
+        if ended and worker is not None and worker is not threading.current_thread():
+            worker.join(_LAST_WORDS_S)  # it has only to log and to clean up
+        return ended
 
     def _conclude(self, ticket: SaveTicket, iteration: int, error: Exception | None, *, misused: bool = False) -> None:
         """Wait for the end of a save, and raise if it failed on any rank. The engine's agreement is the vote.

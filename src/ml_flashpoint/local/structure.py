@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import enum
 import io
+import itertools
 import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -46,6 +47,7 @@ _INLINE_BYTES = 1024
 _MAX_INLINE_INT = 1 << 63
 FACTORIES: dict[str, type] = {"dict": dict, "list": list, "set": set, "int": int, "float": float, "str": str}
 """What a defaultdict may be made with, by name."""
+_STORABLE = frozenset(v for v in vars(torch).values() if isinstance(v, torch.dtype) and is_storable(v))
 TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -87,6 +89,7 @@ class _Encoder:
         self._meshes = meshes
         self._tensors: list[torch.Tensor] = []
         self._names: list[str] = []
+        self._devices: list[torch.device] = []
         self._same: dict[int, int] = {}
         self._dtensors: list[dict[str, Any]] = []
         self._mesh_keys: dict[str, int] = {}
@@ -178,15 +181,19 @@ class _Encoder:
         return ["dd", name, self._dict(value, path)]
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        if value.layout is not torch.strided or not is_storable(value.dtype) or value.device.type == "meta":
+        device = value.device
+        if value.layout is not torch.strided or value.dtype not in _STORABLE or device.type == "meta":
             return self._archive(value, path)
-        is_parameter = isinstance(value, torch.nn.Parameter)
         index = len(self._tensors)
-        self._tensors.append(value.detach() if value.requires_grad or is_parameter else value)
         self._names.append(path)
-        if not value.requires_grad and not is_parameter:
+        self._devices.append(device)
+        is_parameter = type(value) is torch.nn.Parameter
+        requires_grad = value.requires_grad
+        if not requires_grad and not is_parameter:
+            self._tensors.append(value)
             return ["t", index]
-        return ["t", index, int(value.requires_grad) + 2 * is_parameter]
+        self._tensors.append(value.detach())
+        return ["t", index, int(requires_grad) + 2 * is_parameter]
 
     def _dtensor(self, value: DTensor, path: str) -> list[Any]:
         local = value.to_local().detach()
@@ -248,12 +255,8 @@ class _Encoder:
     def description(self, root: Any, names: list[str]) -> bytes:
         """The description, as JSON."""
         devices: list[list[Any]] = []
-        for tensor in self._tensors:
-            device = "cpu" if tensor.device.type == "cpu" else _portable(tensor.device)
-            if devices and devices[-1][0] == device:
-                devices[-1][1] += 1
-            else:
-                devices.append([device, 1])
+        for device, run in itertools.groupby(self._devices):
+            devices.append(["cpu" if device.type == "cpu" else _portable(device), len(list(run))])
         described = {
             "local": VERSION,
             "root": root,
@@ -285,10 +288,9 @@ def _join(path: str, name: str) -> str:
 
 def _printable(name: str) -> str:
     # Beginning with an underscore is how objects name what is their own.
-    text = name or "value"
-    if text.startswith("__"):
-        text = f"value.{text}"
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+    if name[:2] == "__" or not name:
+        name = f"value.{name}"
+    return name if name.isascii() else name.encode(errors="backslashreplace").decode()
 
 
 def _portable(device: torch.device) -> str:

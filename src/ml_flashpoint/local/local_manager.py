@@ -1,19 +1,19 @@
 """`LocalCheckpointManager`: saves a tensor-aware state in this node's memory, and finds and loads the newest one.
 
 Owns what its calls mean: iterations and their order, when a save counts as done, and how one rank's failure becomes
-everybody's. Bytes, copies, recovery and pruning are the engine's; what a state is made of is `structure`'s.
+everybody's. Bytes, copies, recovery and pruning are the engine's; what a state is made of is `structure`'s, and
+loading a version on all ranks or on none is `part_loader`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,19 +24,13 @@ from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainer
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import (
-    DamagedError,
-    DeadlineError,
     FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
-    LoadError,
-    ObjectNotFoundError,
-    ReplicationError,
 )
 from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
-from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.facade.arguments import checked_globals
@@ -52,16 +46,12 @@ from ml_flashpoint.local.errors import (
     WorldSizeChangedError,
 )
 from ml_flashpoint.local.known_types import KnownTypes
+from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
-from ml_flashpoint.local.structure_reader import Description, read_description, read_state
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy
 
 _log = logging.getLogger(__name__)
-
-# A version that cannot be read for one of these reasons is passed over for an older one. Anything else would happen
-# to the older one as well, so it is an error.
-_PASSED_OVER = (DamagedError, LoadError, ObjectNotFoundError, ReplicationError, DeadlineError, OSError)
 
 _LAST_WORDS_S = 5.0
 
@@ -138,6 +128,7 @@ class LocalCheckpointManager:
             )
             undo.callback(self._saver.close)
             self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
+            self._parts = PartLoader(self._loader, self._ranks, self._types, self._meshes)
             undo.pop_all()
         _managers[self._base.path] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
@@ -230,7 +221,7 @@ class LocalCheckpointManager:
             if self.find_latest() == -1:
                 raise self._nothing_to_load()
             assert self._version is not None
-            state = self._load(self._version)
+            state = self._parts.load(self._version)
             if state is not None:
                 return state, self._checkpoint_id(self.latest_iteration)
             self._loader.discard(self._version)
@@ -247,58 +238,6 @@ class LocalCheckpointManager:
             path=self._base,
             hint="with a repl_strategy, the loss of a node is survived",
         )
-
-    def _load(self, version: CheckpointContainerId) -> TensorAwareStateDict | None:
-        """Load one version, on all ranks or on none."""
-        opened: tuple[ObjectReader, Description] | None = None
-        state: TensorAwareStateDict | None = None
-
-        def open_part() -> None:
-            nonlocal opened
-            manifest = self._loader.read_manifest(version, self.rank)
-            reader = self._loader.open_object(version, manifest, manifest.objects[0])
-            opened = reader, read_description(reader)
-
-        def read_part() -> None:
-            nonlocal state
-            assert opened is not None
-            reader, description = opened
-            state = read_state(reader, description, self._types, self._meshes)
-            state.restore_tensor_device()
-            reader.check_kept()
-
-        try:
-            if not self._all_do(open_part, version):
-                return None
-            assert opened is not None
-            self._meshes.prepare(opened[1].meshes, self._ranks)
-            return state if self._all_do(read_part, version) else None
-        finally:
-            self._loader.release()
-
-    def _all_do(self, work: Callable[[], None], version: CheckpointContainerId) -> bool:
-        """Do something on all ranks. Returns whether all could, or raises if another version would not help."""
-        error: Exception | None = None
-        blob = b""
-        try:
-            work()
-        except Exception as caught:
-            error = caught
-            text = str(caught) if isinstance(caught, FlashpointError) else f"{type(caught).__name__}: {caught}"
-            blob = json.dumps([isinstance(caught, _PASSED_OVER), text]).encode()
-        failures = {rank: json.loads(said) for rank, said in enumerate(self._ranks.gather(blob)) if said}
-        if not failures:
-            return True
-        for rank, (passed_over, text) in failures.items():
-            if not passed_over:
-                if isinstance(error, FlashpointError) and rank == self.rank:
-                    raise error
-                raise CheckpointingException(
-                    f"rank {rank} cannot load the checkpoint: {text}", step=version.step, rank=self.rank
-                ) from error
-        rank, (_, text) = next(iter(failures.items()))
-        _log.error("iteration %s cannot be loaded by rank %d, trying an older one: %s", version.step, rank, text)
-        return False
 
     # ---- saving -------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ml_flashpoint.local import (
     CallOrderError,
     CheckpointingException,
 )
+from tests.support.forked import Child
 
 
 @pytest.fixture(params=[True, False], ids=["persistent", "forked"])
@@ -153,6 +154,17 @@ def test_aborting_gives_up_what_hangs(queue: AsyncCallsQueue, tmp_path: Path) ->
     queue.close(abort=True)
     assert queue.get_num_unfinalized_calls() == 0
     assert seen == []
+
+
+def _leave_it_open(report: Any, path: Path) -> None:
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(AsyncRequest(write, (path, "x"), []))
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+def test_a_queue_that_was_not_closed_does_not_keep_its_process(tmp_path: Path) -> None:
+    with Child(_leave_it_open, tmp_path / "a") as child:
+        child.join()
 
 
 def test_requests_of_others_are_taken() -> None:

@@ -47,6 +47,13 @@ def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
     made.close()
 
 
+def await_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("flashpoint-local-"):
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 def versions(manager: LocalCheckpointManager) -> list[str]:
     return sorted(path.name for path in manager.local_ckpt_dir.glob("step-*"))
 
@@ -223,6 +230,31 @@ def test_an_asynchronous_save_counts_when_it_is_finalized(manager: LocalCheckpoi
         request.execute_finalize_fns()
 
 
+def test_a_save_that_the_manager_did_not_live_to_end_is_not_waited_for(
+    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.001")
+    manager.save(state(1), 1)
+    held = threading.Event()
+    write = manager._saver.write
+
+    def write_late(*args: Any, **kwargs: Any) -> None:
+        held.wait(60)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(manager._saver, "write", write_late)
+    request = manager.save(state(2), 2, is_async=True)
+    assert request is not None
+    manager.close()
+    with pytest.raises(CheckpointingException, match="closed before the save had ended"):
+        request.execute_sync()
+    held.set()
+    await_threads()
+    again = LocalCheckpointManager(manager.local_ckpt_dir)
+    assert value_of(again.load()) == 1
+    again.close()
+
+
 def test_saves_may_overlap(manager: LocalCheckpointManager) -> None:
     queue = AsyncCallsQueue()
     for iteration in range(1, 6):
@@ -338,10 +370,7 @@ def test_threads_end_with_their_saves(manager: LocalCheckpointManager) -> None:
         request = manager.save(state(), iteration, is_async=True)
         assert request is not None
         request.execute_sync()
-    for thread in threading.enumerate():
-        if thread.name.startswith("flashpoint-local-"):
-            thread.join(60)
-            assert not thread.is_alive()
+    await_threads()
 
 
 @pytest.mark.cuda

@@ -139,6 +139,17 @@ def test_a_subclass_with_only_the_two_methods_is_stored_whole(manager: LocalChec
     assert got.restored == 1
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_state_that_was_copied_to_the_cpu_comes_back_where_it_was(
+    manager: LocalCheckpointManager, is_async: bool
+) -> None:
+    wrapped = BasicTensorAwareStateDict({"a": torch.ones(3), "b": [torch.zeros(2)]})
+    wrapped.copy_tensors_to_cpu()
+    got = round_trip(manager, wrapped, is_async=is_async)
+    assert_equal(got, {"a": torch.ones(3), "b": [torch.zeros(2)]})
+    assert wrapped.is_away
+
+
 def test_its_tensors_are_tensors_of_the_checkpoint(manager: LocalCheckpointManager) -> None:
     from safetensors.torch import load_file
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
@@ -140,6 +141,8 @@ class _Worker:
         self._process = context.Process(target=_work, args=(remote,), daemon=False)
         self._process.start()
         remote.close()
+        # Before a process that exits waits for its children, this one is told to end, if nobody has closed it.
+        self._at_exit = Finalize(None, _send_end, args=(self._pipe,), exitpriority=10)
         self._answers: dict[int, str | None] = {}
         self._preloaded: set[int] = set()
         self.ended = False
@@ -188,17 +191,22 @@ class _Worker:
 
     def _note_end(self) -> None:
         self._process.join()
+        self._at_exit.cancel()
         self.ended = True
 
     def close(self, *, abort: bool) -> None:
         """End the process, after what it was sent unless ``abort``."""
         if abort:
             self._process.kill()
-        with contextlib.suppress(OSError):
-            self._pipe.send(None)
+        self._at_exit()
         self._process.join()
         self._pipe.close()
         self.ended = True
+
+
+def _send_end(pipe: Connection) -> None:
+    with contextlib.suppress(OSError):
+        pipe.send(None)
 
 
 def _work(pipe: Connection) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.local.errors import CallOrderError, CheckpointingException
@@ -128,6 +129,8 @@ class BackgroundSave:
         self._ticket = ticket
         self._marker = marker
         self._process = os.getpid()
+        # Longer than the engine lets any save take, so only a background thread that is lost makes it come to this.
+        self._give_up = time.monotonic() + seal_deadline_s() + collective_deadline_s()
 
     @property
     def runs_here(self) -> bool:
@@ -136,12 +139,14 @@ class BackgroundSave:
 
     @property
     def ended(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._ticket.pending is None or self._ticket.pending.settled.is_set()
+        """Whether the save has ended, well or not, or should have."""
+        assert self._ticket.pending is not None
+        return self._ticket.pending.settled.is_set() or time.monotonic() > self._give_up
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, in the process that saves; returns whether it came."""
-        return self._ticket.pending is None or self._ticket.pending.settled.wait(timeout_s)
+    def wait(self) -> None:
+        """Wait for the end, in the process that saves; not for ever."""
+        assert self._ticket.pending is not None
+        self._ticket.pending.settled.wait(max(0.0, self._give_up - time.monotonic()))
 
     def __call__(self) -> None:
         """Wait for the end, in any process."""

@@ -77,6 +77,11 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         return self._is_hollow
 
     @property
+    def is_away(self) -> bool:
+        """Whether the tensors are not on their devices, to which `restore_tensor_device` would move them."""
+        return bool(self._origins)
+
+    @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors, in the order of the nesting.
 

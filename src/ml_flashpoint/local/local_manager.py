@@ -53,7 +53,7 @@ from ml_flashpoint.replication.strategies import NoReplicationStrategy, Replicat
 
 _log = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 5.0
+_LAST_WORDS_S = 2.0
 
 
 class CheckpointId(NamedTuple):
@@ -111,6 +111,8 @@ class LocalCheckpointManager:
         self._version: CheckpointContainerId | None = None
         self._looked = False
         self._oldest_accepted = 0
+        self._under_way: list[SaveTicket] = []
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._ranks = rank_group()
         if (earlier := _managers.pop(self._base.path, None)) is not None:
@@ -133,8 +135,8 @@ class LocalCheckpointManager:
         _managers[self._base.path] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
-                "%r protects no part, or not all, against the loss of a node: the ranks of a clique share nodes. "
-                "Choose a replication_jump of at least the number of ranks of a node",
+                "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "
+                "the replication_jump should be at least the number of ranks of a node",
                 strategy,
             )
 
@@ -163,9 +165,6 @@ class LocalCheckpointManager:
     def local_ckpt_dir(self) -> Path:
         """The folder with this node's parts."""
         return Path(self._base.path)
-
-    def _checkpoint_id(self, iteration: int) -> CheckpointId:
-        return CheckpointId(iteration, self.rank, self.session_id)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -223,7 +222,7 @@ class LocalCheckpointManager:
             assert self._version is not None
             state = self._parts.load(self._version)
             if state is not None:
-                return state, self._checkpoint_id(self.latest_iteration)
+                return state, CheckpointId(self.latest_iteration, self.rank, self.session_id)
             self._loader.discard(self._version)
             self._looked = False
 
@@ -260,6 +259,7 @@ class LocalCheckpointManager:
         """
         self._check_open()
         ticket = self._saver.begin()
+        self._under_way = [*(each for each in self._under_way if not _has_ended(each)), ticket]
         self._looked = False
         error: Exception | None = None
         try:
@@ -326,6 +326,7 @@ class LocalCheckpointManager:
             name=f"flashpoint-local-{version.step}",
             daemon=True,
         )
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
         return request
 
@@ -412,8 +413,7 @@ class LocalCheckpointManager:
             f"the save failed: {told or 'ranks saved different iterations'}",
             step=iteration if isinstance(iteration, int) else None,
             rank=self.rank,
-            path=self._base,
-            hint="the newest complete checkpoint is as it was, and the save can be repeated",
+            hint="the newest complete checkpoint can be loaded, and the save can be repeated",
         )
         failure.__cause__ = mine
         return failure
@@ -433,12 +433,32 @@ class LocalCheckpointManager:
         if _managers.get(self._base.path) is self:
             del _managers[self._base.path]
         self._saver.close()
+        for ticket in self._under_way:
+            if not _has_ended(ticket):
+                self._give_up(ticket)
         self._replication.close()
+        for thread in self._threads:
+            thread.join(_LAST_WORDS_S)
+        if any(thread.is_alive() for thread in self._threads):
+            _log.warning("rank %d: a save that was given up is still being written: its memory stays mapped", self.rank)
+            return
         self._objects.close()
+
+    def _give_up(self, ticket: SaveTicket) -> None:
+        """End a save that nobody goes on with, since the saver is closed: else its request would be waited for."""
+        assert ticket.pending is not None
+        closed = CallOrderError("the manager was closed before the save had ended", rank=self.rank, path=self._base)
+        # Not `fail`, which would give its arena to others: who writes to it does that in the end.
+        ticket.pending.resolve(None, None, closed)
+        ticket.pending.settled.set()
 
 
 # Of this process, by folder: two would be in each other's way.
 _managers: dict[str, LocalCheckpointManager] = {}
+
+
+def _has_ended(ticket: SaveTicket) -> bool:
+    return ticket.pending is None or ticket.pending.settled.is_set()
 
 
 def _base_container(root: str | os.PathLike[str], session_id: str) -> CheckpointContainerId:

@@ -119,7 +119,7 @@ class _Encoder:
 
     def root(self, state: TensorAwareStateDict) -> Any:
         """The description of the whole state."""
-        if type(state) is BasicTensorAwareStateDict:
+        if type(state) is BasicTensorAwareStateDict and not state.is_away:
             node = ["basic", self.node(state.state_dict, "")]
         elif self._types.is_object(type(state)):
             node = self.node(state, "")

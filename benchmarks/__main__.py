@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, peers, transfers
+from benchmarks import engine, local, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -54,8 +54,12 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from engine.copy_alone(name, state, memcpy, folder / "copy")
         yield from engine.saves(name, state, memcpy, folder / "ours")
         yield from peers.saves_and_loads(name, state, memcpy, folder / "peers")
+        yield from local.saves(name, state, memcpy, folder / "local")
+        yield from local.peer_saves(name, state, memcpy, folder / "peer")
         del state, memcpy
         gc.collect()
+    if not only or only in "replication":
+        yield from local.replication(folder / "replication")
     if not only or only in "transfer":
         yield from transfers.results()
 
@@ -64,7 +68,8 @@ def main(
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Also write the rows to this file.")] = None,  # noqa: UP045
     scale: Annotated[float, typer.Option(help="Size of the states; 1.0 needs about 16 GiB of memory.")] = 1.0,
     only: Annotated[
-        str, typer.Option(help="Only states whose name contains this ('128', '20,000', 'tiny', 'transfer').")
+        str,
+        typer.Option(help="Only states whose name contains this ('128', '20,000', 'tiny', 'replication', 'transfer')."),
     ] = "",
 ) -> None:
     """Measure our saves, loads and transfers beside others', as ratios to a memcpy in the same run."""

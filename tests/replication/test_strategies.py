@@ -17,6 +17,7 @@ from ml_flashpoint.replication.strategies import (
     ReplicationStrategy,
     RingReplicationStrategy,
     Topology,
+    copies_within,
 )
 
 # Any placement at all: ranks of a node need not be neighbours, nodes need not be of one size.
@@ -277,3 +278,13 @@ class TestClique:
     def test_refuses_cliques_of_one(self) -> None:
         with pytest.raises(InvalidArgumentError, match="factor"):
             CliqueStrategy(factor=1, jump=1)
+
+
+def test_any_ranks_may_form_a_clique() -> None:
+    topology = Topology(("a", "b", "a", "c", "b"))
+    assert copies_within([0, 3, 4], 0, topology) == (3, 4)
+    assert copies_within([0, 2, 3], 0, topology) == (3,), "not on its own node"
+    assert copies_within([0, 2, 3], 3, topology) in ((0,), (2,)), "once a node"
+    assert copies_within([1], 1, topology) == ()
+    with pytest.raises(InvalidArgumentError):
+        copies_within([0, 9], 9, topology)

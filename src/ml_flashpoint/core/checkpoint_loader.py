@@ -58,6 +58,7 @@ class RecoveryReport:
         detect_s: reading and gathering inventories. plan_s: planning. fetch_s: fetching and verifying.
         fetched_bytes: bytes that this rank received from peers.
         tries: plans made; more than one means that something was damaged.
+        world_size: number of ranks that saved the version, None if there was none.
     """
 
     version: str | None
@@ -66,6 +67,7 @@ class RecoveryReport:
     fetch_s: float
     fetched_bytes: int
     tries: int
+    world_size: int | None = None
 
 
 class MLFlashpointCheckpointLoader(ABC):
@@ -166,7 +168,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
                 break
         version = plan.version.version if plan is not None else None
         self._recovered = plan.version if plan is not None else None
-        self.last_recovery = RecoveryReport(version, detect_s, plan_s, fetch_s, fetched, tries)
+        world_size = plan.version.world_size if plan is not None else None
+        self.last_recovery = RecoveryReport(version, detect_s, plan_s, fetch_s, fetched, tries, world_size)
         newest = max((p.attempt for i in inventories for p in i.parts), default=None)
         group.renew_run(newest)
         return CheckpointContainerId.create_child(base, version) if version is not None else None

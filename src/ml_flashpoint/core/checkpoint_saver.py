@@ -102,6 +102,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
         self._replication = replication_manager
         self._group = rank_group()
+        self._generation = next(self._group.savers)
         self.rank = global_rank_getter() if global_rank_getter is not None else self._group.rank
         self.world_size = self._group.world_size
         self.node = self._group.node
@@ -127,7 +128,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
             self._sequence += 1
-            attempt = f"{self._group.run_id}-{self._sequence:08d}"
+            attempt = f"{self._group.run_id}-{self._generation:03d}{self._sequence:09d}"
             ticket = SaveTicket(attempt, self._sequence, pending=PendingSave(attempt, self._sequence))
             self._saves = [
                 t for t in self._saves if t.pending and (not t.pending.settled.is_set() or _holds_arena(t))

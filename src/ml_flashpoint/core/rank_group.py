@@ -8,6 +8,7 @@ of one.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
@@ -64,10 +65,12 @@ class RankGroup:
         topology: nodes of all ranks.
         run_id: common to all ranks, later runs sort after earlier ones.
         secret: 32 bytes known to this job's ranks only.
+        savers: counts the savers made for this group, which is collective; what a later one saves is newer.
     """
 
     def __init__(self) -> None:
         self.node = local_node_id()
+        self.savers = itertools.count()
         deadline = timedelta(seconds=collective_deadline_s())
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()

@@ -276,17 +276,26 @@ class CliqueStrategy(ReplicationStrategy):
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
-        own_node = topology.node_of(rank)
-        members = self.members_of(rank, topology)
-        by_node: dict[str, list[int]] = {}
-        for member in members:
-            by_node.setdefault(topology.node_of(member), []).append(member)
-        chosen = []
-        for node, holders in by_node.items():
-            if node != own_node:
-                place = sum(1 for member in members if member < rank and topology.node_of(member) != node)
-                chosen.append(_deal(place, holders))
-        return tuple(chosen)
+        return copies_within(self.members_of(rank, topology), rank, topology)
+
+
+def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tuple[int, ...]:
+    """Returns who holds copies of `rank` if the ranks `members`, ascending and itself included, form a clique:
+    one of them on each other node, dealt out in turn.
+
+    Raises:
+        InvalidArgumentError: There is no such rank.
+    """
+    own_node = topology.node_of(rank)
+    by_node: dict[str, list[int]] = {}
+    for member in members:
+        by_node.setdefault(topology.node_of(member), []).append(member)
+    chosen = []
+    for node, holders in by_node.items():
+        if node != own_node:
+            place = sum(1 for member in members if member < rank and topology.node_of(member) != node)
+            chosen.append(_deal(place, holders))
+    return tuple(chosen)
 
 
 def _deal(place: int, holders: Sequence[int]) -> int:

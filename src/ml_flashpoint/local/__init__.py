@@ -1,0 +1,47 @@
+"""Local checkpointing: a tensor-aware state, saved by every rank in its own node's memory, with copies in cliques.
+
+Owns only the names; see `local_manager` for what they do together.
+"""
+
+from ml_flashpoint.local.async_queue import AsyncCallsQueue
+from ml_flashpoint.local.async_request import AsyncRequest
+from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
+from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
+from ml_flashpoint.local.errors import (
+    BackgroundWorkerError,
+    CallOrderError,
+    CheckpointingException,
+    CompatibilityError,
+    InvalidIterationError,
+    NoReplicasAvailableError,
+    StaleIterationError,
+    WorldSizeChangedError,
+)
+from ml_flashpoint.local.local_manager import CheckpointId, LocalCheckpointManager
+from ml_flashpoint.local.replication import (
+    CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
+    ReplicationStrategy,
+    parse_group_sequence,
+)
+
+__all__ = [
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "BackgroundWorkerError",
+    "BasicTensorAwareStateDict",
+    "CallOrderError",
+    "CheckpointId",
+    "CheckpointingException",
+    "CliqueReplicationStrategy",
+    "CompatibilityError",
+    "InvalidIterationError",
+    "LazyCliqueReplicationStrategy",
+    "LocalCheckpointManager",
+    "NoReplicasAvailableError",
+    "ReplicationStrategy",
+    "StaleIterationError",
+    "TensorAwareStateDict",
+    "WorldSizeChangedError",
+    "parse_group_sequence",
+]

@@ -1,0 +1,176 @@
+"""`AsyncRequest`: what is left to do of an asynchronous save, and how it is done.
+
+Owns the request and its life: schedule, run, finalize once. Its fields are those of megatron-core's own request, so
+either queue takes either request. Running requests in the background is `async_queue`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.local.errors import CallOrderError, CheckpointingException
+
+_POLL_S = 0.01
+
+
+class AsyncRequest(NamedTuple):
+    """An asynchronous call and what follows it.
+
+    Attributes:
+        async_fn: runs in the background; None for nothing.
+        async_fn_args, async_fn_kwargs: its arguments.
+        finalize_fns: called without arguments, in order and in the caller's thread, once ``async_fn`` is done on all
+            ranks.
+        preload_fn: if given, called first, before the caller goes on; what it returns replaces the second argument.
+        is_frozen: no finalization may be added any more.
+        call_idx: number that the queue gave it.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default; never changed
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Have one more function called at the end, after those there.
+
+        Raises:
+            CallOrderError: the request is frozen: it was scheduled.
+        """
+        if self.is_frozen:
+            raise CallOrderError(
+                "nothing can be added to a frozen AsyncRequest", hint="add finalizations before scheduling it"
+            )
+        self.finalize_fns.append(fn)
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, to which nothing can be added."""
+        return self._replace(is_frozen=True)
+
+    def resolved_args(self) -> tuple[Any, ...]:
+        """The arguments of ``async_fn``, after preloading.
+
+        Raises:
+            CallOrderError: there is something to preload, and no second argument to take it.
+        """
+        if self.preload_fn is None:
+            return tuple(self.async_fn_args)
+        if len(self.async_fn_args) < 2:
+            raise CallOrderError("preload_fn needs a second argument of async_fn to replace")
+        first, _, *rest = self.async_fn_args
+        return (first, self.preload_fn(), *rest)
+
+    def execute_sync(self) -> None:
+        """Do all of it now. Collective: finalizations follow once all ranks have run ``async_fn``.
+
+        Raises:
+            CheckpointingException: it failed on this or another rank; nothing was finalized.
+        """
+        error: Exception | None = None
+        try:
+            if self.async_fn is not None:
+                self.async_fn(*self.resolved_args(), **self.async_fn_kwargs)
+        except Exception as caught:
+            error = caught
+        if not rank_group().all_ok(error is None):
+            failed = error or "on another rank; its own error says why"
+            raise CheckpointingException(f"the request failed: {failed}", rank=rank_group().rank) from error
+        self.execute_finalize_fns()
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Call the finalizations; collective if they are.
+
+        Args:
+            validate_matching_call_idx: check that all ranks finalize the same call.
+
+        Returns:
+            ``call_idx``.
+
+        Raises:
+            CallOrderError: ranks are at different calls; nothing was finalized.
+        """
+        if validate_matching_call_idx:
+            # Before, not after them: no rank may be left alone in a collective when a finalization fails.
+            ranks = rank_group()
+            first = int(ranks.broadcast(str(self.call_idx).encode()))
+            if not ranks.all_ok(first == self.call_idx):
+                raise CallOrderError(
+                    f"ranks finalize different calls: {self.call_idx} here, {first} on rank 0",
+                    rank=ranks.rank,
+                    hint="schedule and finalize the same requests on all ranks",
+                )
+        for finalize in self.finalize_fns:
+            finalize()
+        return self.call_idx
+
+
+class BackgroundSave:
+    """The ``async_fn`` of a local save, which needs nobody to run it: the trainer's background threads do the work.
+
+    Called, it waits for the end of the save. In the trainer that is an event; in a process that a queue forked, or
+    sent it to by pickle, it is the removal of a small file, or the trainer's death.
+
+    Args:
+        ticket: the save.
+        marker: the file, which is there until the save has ended.
+    """
+
+    def __init__(self, ticket: SaveTicket, marker: Path) -> None:
+        self._ticket = ticket
+        self._marker = marker
+        self._process = os.getpid()
+        # Longer than the engine lets any save take, so only a background thread that is lost makes it come to this.
+        self._give_up = time.monotonic() + seal_deadline_s() + collective_deadline_s()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this process is the one that saves."""
+        return os.getpid() == self._process
+
+    @property
+    def ended(self) -> bool:
+        """Whether the save has ended, well or not, or should have."""
+        assert self._ticket.pending is not None
+        return self._ticket.pending.settled.is_set() or time.monotonic() > self._give_up
+
+    def wait(self) -> None:
+        """Wait for the end, in the process that saves; not for ever."""
+        assert self._ticket.pending is not None
+        self._ticket.pending.settled.wait(max(0.0, self._give_up - time.monotonic()))
+
+    def __call__(self) -> None:
+        """Wait for the end, in any process."""
+        if self.runs_here:
+            self.wait()
+        else:
+            await_removal(str(self._marker), self._process)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Elsewhere, (str(self._marker), self._process)
+
+
+class _Elsewhere:
+    """A `BackgroundSave` in another process."""
+
+    def __init__(self, marker: str, process: int) -> None:
+        self._marker = marker
+        self._process = process
+
+    def __call__(self) -> None:
+        await_removal(self._marker, self._process)
+
+
+def await_removal(path: str, parent: int) -> None:
+    """Wait until a file is gone, or this process's parent is another one than ``parent``."""
+    while os.path.exists(path) and os.getppid() == parent:
+        time.sleep(_POLL_S)

@@ -1,0 +1,116 @@
+"""DTensors as a local shard and what it takes to make a DTensor of it again.
+
+Owns the description of a DTensor as plain values, and the meshes that it refers to: known ones are used again, new
+ones are made by all ranks together, since that takes process groups. The bytes of the shard are an ordinary tensor's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.rank_group import RankGroup
+
+MeshKey = str
+"""A mesh as JSON text: device type, ranks, names of dimensions."""
+
+
+def describe_mesh(mesh: DeviceMesh) -> MeshKey:
+    """The mesh as text; equal for equal meshes."""
+    names = list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None
+    return json.dumps([mesh.device_type, mesh.mesh.tolist(), names])
+
+
+def describe_placement(placement: Placement) -> list[Any]:
+    """A placement as plain values.
+
+    Raises:
+        InvalidArgumentError: it is of a kind that is not known here.
+    """
+    if type(placement) is Shard:
+        return ["S", placement.dim]
+    if type(placement) is Replicate:
+        return ["R"]
+    if type(placement) is Partial:
+        return ["P", placement.reduce_op]
+    if type(placement) is _StridedShard:
+        return ["SS", placement.dim, placement.split_factor]
+    raise InvalidArgumentError("a DTensor with this placement cannot be stored", argument="state_dict", value=placement)
+
+
+def placement_of(described: Sequence[Any]) -> Placement:
+    """What :func:`describe_placement` described."""
+    match described:
+        case ["S", int(dim)]:
+            return Shard(dim)
+        case ["R"]:
+            return Replicate()
+        case ["P", str(operation)]:
+            return Partial(operation)
+        case ["SS", int(dim), int(factor)]:
+            return _StridedShard(dim, split_factor=factor)
+    raise ValueError(f"no placement: {described!r}")
+
+
+def rebuild(local: torch.Tensor, mesh: DeviceMesh, description: Mapping[str, Any]) -> DTensor:
+    """A DTensor of this rank's shard. Nothing is communicated."""
+    return DTensor.from_local(
+        local,
+        mesh,
+        [placement_of(each) for each in description["placements"]],
+        run_check=False,
+        shape=torch.Size(description["shape"]),
+        stride=tuple(description["stride"]),
+    )
+
+
+class Meshes:
+    """The meshes that this process has seen in states, by their descriptions."""
+
+    def __init__(self) -> None:
+        self._known: dict[MeshKey, DeviceMesh] = {}
+
+    def note(self, mesh: DeviceMesh) -> MeshKey:
+        """Remember a mesh of a state that is being saved."""
+        key = describe_mesh(mesh)
+        self._known.setdefault(key, mesh)
+        return key
+
+    def __getitem__(self, key: MeshKey) -> DeviceMesh:
+        return self._known[key]
+
+    def prepare(self, needed: Sequence[MeshKey], ranks: RankGroup) -> None:
+        """Collective: have every mesh that any rank needs, made by all ranks in one order.
+
+        A rank need not be in a mesh to take part in making it. Of every mesh the lowest rank speaks.
+        """
+        mine = [key for key in needed if _lowest_rank(key) == ranks.rank or not _is_member(key, ranks.rank)]
+        said = ranks.gather(json.dumps(mine).encode() if mine else b"")
+        every = {str(key): None for blob in said if blob for key in json.loads(blob)}
+        for key in every:
+            # Ranks that go on after a restart know none; ranks of one process group know the same ones, or none.
+            if not ranks.all_ok(key in self._known):
+                device_type, mesh, names = json.loads(key)
+                self._known[key] = DeviceMesh(
+                    device_type, torch.tensor(mesh), mesh_dim_names=tuple(names) if names else None
+                )
+
+
+def _members(key: MeshKey) -> list[int]:
+    ranks = torch.tensor(json.loads(key)[1]).flatten().tolist()
+    return [int(rank) for rank in ranks]
+
+
+def _lowest_rank(key: MeshKey) -> int:
+    return min(_members(key))
+
+
+def _is_member(key: MeshKey, rank: int) -> bool:
+    return rank in _members(key)

@@ -1,0 +1,37 @@
+"""What can go wrong with local checkpoints, on top of `core.errors`."""
+
+from __future__ import annotations
+
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, TopologyError
+
+
+class CheckpointingException(FlashpointError):
+    """A local checkpoint could not be saved, found or loaded. Raised on all ranks."""
+
+
+class NoReplicasAvailableError(CheckpointingException):
+    """Parts of a checkpoint are lost, and nobody holds copies of them."""
+
+
+class InvalidIterationError(CheckpointingException, InvalidArgumentError):
+    """An iteration is not an integer of at least 0."""
+
+
+class StaleIterationError(InvalidIterationError):
+    """An iteration is older than one that was saved or found before."""
+
+
+class CallOrderError(CheckpointingException):
+    """A method was called before or after its time."""
+
+
+class WorldSizeChangedError(CheckpointingException, TopologyError):
+    """The checkpoint was saved by another number of ranks; local checkpoints cannot be resharded."""
+
+
+class BackgroundWorkerError(CheckpointingException):
+    """What was to run in the background failed, or its process died."""
+
+
+class CompatibilityError(FlashpointError):
+    """The import paths of another package cannot be taken over."""

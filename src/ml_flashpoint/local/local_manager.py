@@ -1,0 +1,499 @@
+"""`LocalCheckpointManager`: saves a tensor-aware state in this node's memory, and finds and loads the newest one.
+
+Owns what its calls mean: iterations and their order, when a save counts as done, and how one rank's failure becomes
+everybody's. Bytes, copies, recovery and pruning are the engine's; what a state is made of is `structure`'s, and
+loading a version on all ranks or on none is `part_loader`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.errors import (
+    FlashpointError,
+    InvalidArgumentError,
+    InvalidNameError,
+)
+from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
+from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.facade.arguments import checked_globals
+from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
+from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
+from ml_flashpoint.local.dtensors import Meshes
+from ml_flashpoint.local.errors import (
+    CallOrderError,
+    CheckpointingException,
+    InvalidIterationError,
+    NoReplicasAvailableError,
+    StaleIterationError,
+    WorldSizeChangedError,
+)
+from ml_flashpoint.local.known_types import KnownTypes
+from ml_flashpoint.local.part_loader import PartLoader
+from ml_flashpoint.local.structure import encode
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy
+
+_log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 2.0
+
+
+class CheckpointId(NamedTuple):
+    """Names the part of a checkpoint that one rank saved."""
+
+    iteration: int
+    rank: int
+    session_id: str
+
+
+class LocalCheckpointManager:
+    """Local checkpoints of a job: one part a rank, in the memory of its node, and copies as a strategy says.
+
+    Construct it on all ranks, after ``init_process_group`` if there is one. Constructing it and calling
+    `find_latest`, `load`, `save` and `close` is collective, in the training thread. What fails on one rank is an error
+    on all of them, within ``FLASHPOINT_COLLECTIVE_DEADLINE_S`` if a rank does not answer at all.
+
+    The newest complete iteration is kept until a newer one is complete, with all its copies, on all ranks. A second
+    manager for the same folder takes over from the first, which is closed.
+
+    Args:
+        root_local_ckpt_dir: folder on a tmpfs of this node, with room for two parts of each of its ranks and of each
+            rank whose copies they hold.
+        session_id: name of a job within that folder.
+        repl_strategy: who holds copies of whose parts; by default nobody. Copies that exist are used for loading
+            either way.
+        safe_globals: further types that a state may be made of, as for ``torch.serialization.safe_globals``.
+
+    Attributes:
+        session_id: as given.
+        latest_iteration: the newest iteration found or saved, -1 if there is none or nobody has looked.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable.
+        FlashpointError: the folder cannot be used, or ranks cannot agree.
+    """
+
+    def __init__(
+        self,
+        root_local_ckpt_dir: str | os.PathLike[str],
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        safe_globals: Sequence[SafeGlobal] = (),
+    ) -> None:
+        self._base = _base_container(root_local_ckpt_dir, session_id)
+        if repl_strategy is not None and not isinstance(repl_strategy, ReplicationStrategy):
+            raise InvalidArgumentError(
+                "must be a ReplicationStrategy or None", argument="repl_strategy", value=repl_strategy
+            )
+        self._types = KnownTypes(checked_globals(safe_globals))
+        self._meshes = Meshes()
+        self.session_id = session_id
+        self.latest_iteration = -1
+        self._version: CheckpointContainerId | None = None
+        self._looked = False
+        self._oldest_accepted = 0
+        self._under_way: list[SaveTicket] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._ranks = rank_group()
+        if (earlier := _managers.pop(self._base.path, None)) is not None:
+            earlier.close()
+        with contextlib.ExitStack() as undo:
+            self._objects = CheckpointObjectManager()
+            undo.callback(self._objects.close)
+            self._store = self._open_store()
+            strategy = repl_strategy or NoReplicationStrategy()
+            self._replication = ReplicationManager(strategy)
+            undo.callback(self._replication.close)
+            self._replication.initialize(self._objects)
+            self._saver = DefaultMLFlashpointCheckpointSaver(
+                ckpt_obj_manager=self._objects, replication_manager=self._replication
+            )
+            undo.callback(self._saver.close)
+            self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
+            self._parts = PartLoader(self._loader, self._ranks, self._types, self._meshes)
+            undo.pop_all()
+        _managers[self._base.path] = self
+        if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
+            _log.warning(
+                "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "
+                "the replication_jump should be at least the number of ranks of a node",
+                strategy,
+            )
+
+    def _open_store(self) -> RankStore:
+        store: RankStore | None = None
+        error: Exception | None = None
+        try:
+            store = self._objects.open(self._base, self._ranks.rank)
+        except (FlashpointError, OSError) as caught:
+            error = caught
+        # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
+        if not self._ranks.all_ok(error is None):
+            reason = error or "another rank cannot use its own; its error says why"
+            raise CheckpointingException(
+                f"the folder cannot be used: {reason}", rank=self.rank, node=self._ranks.node, path=self._base
+            ) from error
+        assert store is not None
+        return store
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._ranks.rank
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """The folder with this node's parts."""
+        return Path(self._base.path)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallOrderError("the manager is closed", rank=self.rank, path=self._base)
+
+    # ---- finding and loading ------------------------------------------------------------------------------
+
+    def find_latest(self) -> int:
+        """The newest iteration that all ranks can load, -1 if there is none. Parts that this node lacks are brought
+        here from copies. The answer is kept until the next save.
+
+        Raises:
+            WorldSizeChangedError: it was saved by another number of ranks.
+            FlashpointError: ranks cannot agree.
+        """
+        self._check_open()
+        if not self._looked:
+            self._saver.wait()  # else a version might be pruned while it is looked at
+            self._version = self._loader.get_latest_complete_checkpoint(self._base)
+            report = self._loader.last_recovery
+            self._check_world_size(report.world_size if report is not None else None)
+            step = self._version.step if self._version is not None else None
+            self.latest_iteration = -1 if step is None else step
+            self._oldest_accepted = max(0, self.latest_iteration)
+            self._looked = True
+        return self.latest_iteration
+
+    def _check_world_size(self, saved: int | None) -> None:
+        if saved is None or saved == self._ranks.world_size:
+            return
+        raise WorldSizeChangedError(
+            f"the newest checkpoint was saved by {saved} ranks, and there are {self._ranks.world_size} now",
+            step=self._version.step if self._version is not None else None,
+            rank=self.rank,
+            path=self._base,
+            hint=f"go on with {saved} ranks, or begin a new session_id from another checkpoint",
+        )
+
+    def load(self) -> tuple[TensorAwareStateDict, CheckpointId]:
+        """The state of the newest iteration, with its tensors on the devices that they were on, and its id.
+
+        Looks for it first, if `find_latest` was not called. An iteration that turns out unreadable on some rank is
+        passed over for an older one by all, so the iteration is the one that the id says.
+
+        Raises:
+            NoReplicasAvailableError: there are parts, but of no iteration those of all ranks.
+            CallOrderError: there is nothing to load.
+            UnsafeContentError: the state needs a type that is not allowed here.
+            WorldSizeChangedError: see `find_latest`.
+            CheckpointingException: another rank could not load it.
+        """
+        while True:
+            if self.find_latest() == -1:
+                raise self._nothing_to_load()
+            assert self._version is not None
+            state = self._parts.load(self._version)
+            if state is not None:
+                return state, CheckpointId(self.latest_iteration, self.rank, self.session_id)
+            self._loader.discard(self._version)
+            self._looked = False
+
+    def _nothing_to_load(self) -> CheckpointingException:
+        if self._ranks.all_ok(not list_versions(Path(self._base.path))):
+            return CallOrderError(
+                "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() said -1"
+            )
+        return NoReplicasAvailableError(
+            "there are parts of checkpoints, but of no iteration the parts of all ranks, and no copies of the others",
+            rank=self.rank,
+            path=self._base,
+            hint="with a repl_strategy, the loss of a node is survived",
+        )
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> AsyncRequest | None:
+        """Save a state as an iteration. The state is only looked at, never changed.
+
+        Synchronously, all parts and all copies are complete when this returns. Asynchronously, the state is copied
+        before this returns, and the rest happens in background threads; the request that is returned ends the save
+        when it is finalized, by an `AsyncCallsQueue` or by ``execute_sync()``.
+
+        Args:
+            state_dict: what to save; not hollow.
+            iteration: at least that of the newest checkpoint. The same one again replaces it.
+
+        Raises:
+            InvalidIterationError, StaleIterationError, InvalidArgumentError: an argument is unusable.
+            CallOrderError: the state is hollow, or the manager closed.
+            CheckpointingException: the save failed on some rank; the newest complete iteration before is as it was.
+                Asynchronously, finalizing the request raises this instead.
+        """
+        self._check_open()
+        ticket = self._saver.begin()
+        self._under_way = [*(each for each in self._under_way if not _has_ended(each)), ticket]
+        self._looked = False
+        error: Exception | None = None
+        try:
+            version = self._checked_version(iteration)
+            _check_state(state_dict)
+        except Exception as caught:
+            # The other ranks may be saving: they learn by a save that fails.
+            self._saver.fail(ticket, caught)
+            if is_async:
+                raise
+            self._conclude(ticket, iteration, caught, misused=True)
+            raise
+        self._oldest_accepted = iteration
+        try:
+            with _no_collection():
+                encoded = encode(state_dict, self._types, self._meshes)
+                if is_async:
+                    staged = self._saver.stage(ticket, encoded.tensors)
+                    assert staged is not None
+                    names = [name for name, _ in encoded.tensors]
+                    tensors = list(zip(names, staged, strict=True))
+                    return self._go_on(ticket, version, tensors, encoded.byte_items)
+                self._saver.write(ticket, version, encoded.tensors, encoded.byte_items)
+                self._log_saved(iteration, self._saver.seal(ticket))
+        except Exception as caught:
+            error = caught
+            self._saver.fail(ticket, caught)
+        except BaseException as interrupt:
+            self._saver.fail(ticket, interrupt)
+            raise
+        if is_async:
+            return self._request(ticket, iteration, error)
+        self._conclude(ticket, iteration, error)
+        return None
+
+    def _checked_version(self, iteration: int) -> CheckpointContainerId:
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or not 0 <= iteration <= MAX_STEP:
+            raise InvalidIterationError("must be an integer of at least 0", argument="iteration", value=iteration)
+        if iteration < self._oldest_accepted:
+            raise StaleIterationError(
+                f"is older than iteration {self._oldest_accepted}, which was saved or found before",
+                argument="iteration",
+                value=iteration,
+                rank=self.rank,
+                hint="to go back on purpose, construct a new manager",
+            )
+        return CheckpointContainerId.create_child(self._base, CheckpointContainerId.format_version_container(iteration))
+
+    def _go_on(
+        self,
+        ticket: SaveTicket,
+        version: CheckpointContainerId,
+        tensors: list[TensorItem],
+        byte_items: list[BytesItem],
+    ) -> AsyncRequest:
+        """Have a staged save written and sealed in the background."""
+        assert version.step is not None
+        request = self._request(ticket, version.step, None)
+        marker = self._marker(ticket)
+        marker.touch()
+        thread = threading.Thread(
+            target=self._complete,
+            args=(ticket, version, tensors, byte_items, marker),
+            name=f"flashpoint-local-{version.step}",
+            daemon=True,
+        )
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        thread.start()
+        return request
+
+    def _complete(
+        self,
+        ticket: SaveTicket,
+        version: CheckpointContainerId,
+        tensors: list[TensorItem],
+        byte_items: list[BytesItem],
+        marker: Path,
+    ) -> None:
+        ticket.worker = threading.current_thread()
+        try:
+            self._saver.write(ticket, version, tensors, byte_items)
+            self._log_saved(version.step, self._saver.seal(ticket))
+        except BaseException as error:  # lost with its thread, it would leave the others waiting
+            self._saver.fail(ticket, error)
+        finally:
+            del tensors
+            self._await_end(ticket)
+            marker.unlink(missing_ok=True)
+
+    def _marker(self, ticket: SaveTicket) -> Path:
+        # Swept at the next start, if this process dies.
+        return self._store.directory / f"under-way-{ticket.attempt}"
+
+    def _request(self, ticket: SaveTicket, iteration: int, error: Exception | None) -> AsyncRequest:
+        finalized = False
+
+        def finalize() -> None:
+            nonlocal finalized
+            if finalized:
+                raise CallOrderError("the save was finalized before", step=iteration, rank=self.rank)
+            finalized = True
+            self._conclude(ticket, iteration, error)
+
+        return AsyncRequest(BackgroundSave(ticket, self._marker(ticket)), (), [finalize])
+
+    def _await_end(self, ticket: SaveTicket) -> bool:
+        assert ticket.pending is not None
+        ended = ticket.pending.settled.wait(seal_deadline_s() + collective_deadline_s())
+        worker = ticket.worker
+        if ended and worker is not None and worker is not threading.current_thread():
+            worker.join(_LAST_WORDS_S)  # it has only to log and to clean up
+        return ended
+
+    def _conclude(self, ticket: SaveTicket, iteration: int, error: Exception | None, *, misused: bool = False) -> None:
+        """Wait for the end of a save, and raise if it failed on any rank. The engine's agreement is the vote.
+
+        Args:
+            error: why it failed here. With ``misused``, that is what is raised here.
+        """
+        began = time.perf_counter()
+        try:
+            ended = self._await_end(ticket)
+            assert ticket.pending is not None
+            if not (ended and ticket.pending.verified):
+                failure = self._failure(ticket, iteration, error, ended)
+                raise error if error is not None and misused else failure
+            self.latest_iteration = max(self.latest_iteration, iteration)
+        finally:
+            _log.debug("finalize_fn took %.4fs", time.perf_counter() - began)
+
+    def _failure(
+        self, ticket: SaveTicket, iteration: int, error: Exception | None, ended: bool
+    ) -> CheckpointingException:
+        """The error of a failed save. Ranks tell one another why, as far as they are still there."""
+        pending = ticket.pending
+        assert pending is not None
+        mine = error or pending.error
+        reason = "" if mine is None else str(mine)
+        if not ended:
+            reason = "the background thread has not ended the save within its deadline"
+        elif mine is None and pending.part is not None and self._saver.stats.replication_error is not None:
+            reason = f"sealed, but not copied: {self._saver.stats.replication_error}"
+        try:
+            said = self._ranks.gather(reason.encode(errors="replace"))
+            reasons = {rank: blob.decode(errors="replace") for rank, blob in enumerate(said) if blob}
+        except FlashpointError as broken:
+            reasons = {self.rank: reason or str(broken)}
+            mine = mine or broken
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
+        failure = CheckpointingException(
+            f"the save failed: {told or 'ranks saved different iterations'}",
+            step=iteration if isinstance(iteration, int) else None,
+            rank=self.rank,
+            hint="the newest complete checkpoint can be loaded, and the save can be repeated",
+        )
+        failure.__cause__ = mine
+        return failure
+
+    def _log_saved(self, iteration: int | None, manifest: Manifest) -> None:
+        path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name
+        _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
+
+    def close(self) -> None:
+        """Let saves under way end, within ``FLASHPOINT_EXIT_DEADLINE_S``, and let go of the folder. Checkpoints stay.
+
+        Idempotent. A process that just ends need not call it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if _managers.get(self._base.path) is self:
+            del _managers[self._base.path]
+        self._saver.close()
+        for ticket in self._under_way:
+            if not _has_ended(ticket):
+                self._give_up(ticket)
+        self._replication.close()
+        for thread in self._threads:
+            thread.join(_LAST_WORDS_S)
+        if any(thread.is_alive() for thread in self._threads):
+            _log.warning("rank %d: a save that was given up is still being written: its memory stays mapped", self.rank)
+            return
+        self._objects.close()
+
+    def _give_up(self, ticket: SaveTicket) -> None:
+        """End a save that nobody goes on with, since the saver is closed: else its request would be waited for."""
+        assert ticket.pending is not None
+        closed = CallOrderError("the manager was closed before the save had ended", rank=self.rank, path=self._base)
+        # Not `fail`, which would give its arena to others: who writes to it does that in the end.
+        ticket.pending.resolve(None, None, closed)
+        ticket.pending.settled.set()
+
+
+# Of this process, by folder: two would be in each other's way.
+_managers: dict[str, LocalCheckpointManager] = {}
+
+
+def _has_ended(ticket: SaveTicket) -> bool:
+    return ticket.pending is None or ticket.pending.settled.is_set()
+
+
+def _base_container(root: str | os.PathLike[str], session_id: str) -> CheckpointContainerId:
+    try:
+        base = CheckpointContainerId(os.path.abspath(root))
+    except (InvalidNameError, TypeError) as error:
+        raise InvalidArgumentError(f"must be a folder: {error}", argument="root_local_ckpt_dir", value=root) from error
+    if session_id == "":
+        return base
+    try:
+        return CheckpointContainerId.create_child(base, validate_segment(session_id))
+    except InvalidNameError as error:
+        raise InvalidArgumentError(f"must be a name: {error}", argument="session_id", value=session_id) from error
+
+
+def _check_state(state_dict: TensorAwareStateDict) -> None:
+    if not isinstance(state_dict, TensorAwareStateDict):
+        raise InvalidArgumentError(
+            "must be a TensorAwareStateDict",
+            argument="state_dict",
+            value=type(state_dict),
+            hint="wrap it: BasicTensorAwareStateDict(state_dict)",
+        )
+    with contextlib.suppress(NotImplementedError):
+        if state_dict.is_hollow:
+            raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking through all of torch while a save makes its many short-lived objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,166 @@
+"""Cliques of ranks that hold one another's parts, as users of local checkpoints describe them.
+
+Owns the two descriptions: a jump and a factor, or process groups that exist. Who holds copies of whom within a
+clique is the engine's (`replication.strategies`), and so is moving them. Any of the engine's strategies may be given
+in place of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ml_flashpoint.core.errors import InvalidArgumentError, TopologyError
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.replication.strategies import CliqueStrategy, ReplicationStrategy, Topology, copies_within
+
+__all__ = [
+    "CliqueReplicationStrategy",
+    "LazyCliqueReplicationStrategy",
+    "ReplicationStrategy",
+    "parse_group_sequence",
+]
+
+
+def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:
+    """The cliques of a job: ranks that are ``replication_jump`` apart, ``replication_factor`` of them each.
+
+    ``parse_group_sequence(2, 2, 8)`` is ``[[0, 2], [1, 3], [4, 6], [5, 7]]``. A world size that is no multiple of
+    their product gives smaller cliques at the end, and none of a single rank if that can be helped.
+
+    Raises:
+        InvalidArgumentError: the jump or the world size is below 1, the factor below 2.
+    """
+    strategy = CliqueStrategy(replication_factor, replication_jump)
+    if type(world_size) is not int or world_size < 1:
+        raise InvalidArgumentError("must be an integer of at least 1", argument="world_size", value=world_size)
+    # Which ranks form a clique does not depend on where they run.
+    topology = Topology(("anywhere",) * world_size)
+    return [list(each) for each in sorted({strategy.members_of(rank, topology) for rank in range(world_size)})]
+
+
+class CliqueReplicationStrategy(ReplicationStrategy):
+    """Every member of a clique of ranks holds copies of the others' parts, as far as they are on other nodes.
+
+    Constructing it from a group is collective: ranks tell one another which cliques there are.
+
+    Args:
+        local_group: this rank's clique, as a process group or as ranks. All ranks of a clique give the same.
+        target_device: accepted for callers that pass it. Copies are kept in the host's memory, and loaded to the
+            devices that the tensors came from.
+
+    Raises:
+        InvalidArgumentError: an argument is not of these kinds, or this rank is not in the group.
+        TopologyError: the groups of the ranks are no cliques: two of them overlap.
+    """
+
+    name = "clique"
+
+    def __init__(self, local_group: dist.ProcessGroup | Sequence[int], target_device: Any = "cpu") -> None:
+        try:
+            torch.device(target_device)
+        except (RuntimeError, TypeError) as caught:
+            raise InvalidArgumentError(
+                f"must be a device: {caught}", argument="target_device", value=target_device
+            ) from caught
+        ranks = rank_group()
+        error: InvalidArgumentError | None = None
+        members: list[int] = []
+        try:
+            members = _members(local_group, ranks.rank, ranks.world_size)
+        except InvalidArgumentError as caught:
+            error = caught
+        # A vote, so that one rank's bad group is an error everywhere and not a hang of the others.
+        if not ranks.all_ok(error is None):
+            raise error or TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank)
+        # Of every clique the lowest rank speaks; the others are checked against what it says.
+        said = ranks.gather(json.dumps(members).encode() if members[0] == ranks.rank else b"")
+        self._pattern: CliqueStrategy | None = None
+        self._cliques: tuple[tuple[int, ...], ...] = tuple(tuple(json.loads(blob)) for blob in said if blob)
+        self._clique_of = {rank: clique for clique in self._cliques for rank in clique}
+        agreed = self._clique_of.get(ranks.rank) == tuple(members)
+        if not ranks.all_ok(agreed and sum(map(len, self._cliques)) == len(self._clique_of)):
+            raise TopologyError(
+                f"the groups of the ranks overlap: {sorted(self._cliques)}",
+                rank=ranks.rank,
+                hint="every rank must be in one clique, and all its ranks must name the same members",
+            )
+
+    @classmethod
+    def from_replication_params(
+        cls, replication_jump: int | None = None, replication_factor: int = 2
+    ) -> CliqueReplicationStrategy:
+        """Cliques of ``replication_factor`` ranks that are ``replication_jump`` apart; see `parse_group_sequence`.
+
+        Not collective, and nothing has to be initialized before.
+
+        Args:
+            replication_jump: best at least the number of ranks of a node; by default the number of CUDA devices here.
+
+        Raises:
+            InvalidArgumentError: the jump is below 1, or the factor below 2.
+        """
+        made = cls.__new__(cls)
+        made._pattern = _pattern(replication_jump, replication_factor)
+        made._cliques = ()
+        return made
+
+    def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
+        if self._pattern is not None:
+            return self._pattern.copies_of(rank, topology)
+        topology.node_of(rank)
+        return copies_within(self._clique_of.get(rank, (rank,)), rank, topology)
+
+    def __repr__(self) -> str:
+        if self._pattern is not None:
+            return f"cliques(replication_jump={self._pattern.jump}, replication_factor={self._pattern.factor})"
+        return f"cliques({list(map(list, self._cliques))})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CliqueReplicationStrategy) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
+    """The same as `CliqueReplicationStrategy.from_replication_params`, by its constructor.
+
+    Args:
+        replication_jump: by default the number of CUDA devices here.
+        replication_factor: ranks of a clique.
+
+    Raises:
+        InvalidArgumentError: the jump is below 1, or the factor below 2.
+    """
+
+    def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
+        self._pattern = _pattern(replication_jump, replication_factor)
+        self._cliques = ()
+
+
+def _pattern(jump: int | None, factor: int) -> CliqueStrategy:
+    return CliqueStrategy(factor, _default_jump() if jump is None else jump)
+
+
+def _default_jump() -> int:
+    return max(1, torch.cuda.device_count())
+
+
+def _members(group: Any, rank: int, world_size: int) -> list[int]:
+    if isinstance(group, dist.ProcessGroup):
+        members = sorted(dist.get_process_group_ranks(group))
+    elif isinstance(group, (list, tuple, range)) and all(type(each) is int for each in group):
+        members = sorted(set(group))
+    else:
+        raise InvalidArgumentError("must be a process group or ranks", argument="local_group", value=group)
+    if rank not in members or members[0] < 0 or members[-1] >= world_size:
+        raise InvalidArgumentError(
+            f"must hold this rank and others of the {world_size}", argument="local_group", value=members, rank=rank
+        )
+    return members

@@ -1,0 +1,87 @@
+"""Local checkpoints of several ranks on several nodes, each in a process of its own: losses, failures, moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked import Team, call_team
+from tests.workers import local_faults
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_may_lose_its_folder_in_every_layout(tmpfs: Path, world_size: int) -> None:
+    losses = world_size * len(local_faults.LAYOUTS[world_size])
+    assert call_team(local_faults.every_loss, tmpfs, world_size) == [losses] * world_size
+
+
+def test_damage_is_noticed(tmpfs: Path) -> None:
+    assert call_team(local_faults.damage, tmpfs, 2) == [["copy used", "older used"]] * 2
+
+
+def test_a_failing_rank_fails_the_save_on_all(tmpfs: Path) -> None:
+    errors = call_team(local_faults.one_rank_fails, tmpfs, 2)
+    for rank in (0, 1):
+        for mode in ("sync", "async"):
+            kind, text = errors[rank][mode]
+            assert kind == "CheckpointingException"
+            assert "rank 1: cannot be stored" in text
+            assert "step 2" in text
+        kind, text = errors[rank]["differ"]
+        assert (kind, "ranks saved different iterations" in text) == ("CheckpointingException", True)
+    assert errors[1]["argument"][0] == "InvalidIterationError"
+    assert errors[0]["argument"][0] == "CheckpointingException"
+    assert "iteration=-1" in errors[0]["argument"][1]
+    assert errors[1]["load"][0] == "UnsafeContentError"
+    assert errors[0]["load"][0] == "CheckpointingException"
+    assert "rank 1 cannot load" in errors[0]["load"][1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_rank_that_is_gone_fails_the_save_of_the_others(tmpfs: Path, mode: str, end: str) -> None:
+    env = {"FLASHPOINT_COLLECTIVE_DEADLINE_S": "4", "FLASHPOINT_TRANSFER_DEADLINE_S": "4"}
+    with Team(local_faults.rank_dies, tmpfs, 2, mode, env=env) as team:
+        for child in team.ranks:
+            child.next_report("ready")
+        team[1].kill() if end == "killed" else team[1].stop()
+        team[0].say("go on")
+        _, kind, text = team[0].next_report("told")
+        assert kind in ("CheckpointingException", "TopologyError", "DeadlineError")
+        assert "rank 0" in text, "it says whose error it is"
+
+
+def test_copies_are_made_off_the_callers_thread(tmpfs: Path) -> None:
+    with Team(local_faults.replication_off_the_callers_thread, tmpfs, 2) as team:
+        for child in team.ranks:
+            child.next_report("ready")
+        team[1].stop()
+        team[0].say("go on")
+        # With its peer stopped, the caller goes on, and the save is under way.
+        assert team[0].next_report("returned") == ("returned", [])
+        team[1].go_on()
+        team[1].say("go on")
+        team[1].next_report("returned")
+        for child in team.ranks:
+            child.say("finish")
+        team.results()
+
+
+def test_ranks_that_moved_find_their_parts_and_other_world_sizes_are_refused(tmpfs: Path) -> None:
+    call_team(local_faults.save_one, tmpfs, 3, 5)
+    call_team(local_faults.load_one, tmpfs, 3, 5, placement=[2, 0, 1])
+    for world_size in (1, 2, 4):
+        for errors in call_team(local_faults.refuse_other_world_size, tmpfs, world_size):
+            for kind, text in errors:
+                assert kind == "WorldSizeChangedError"
+                assert "saved by 3 ranks" in text
+                assert f"there are {world_size} now" in text
+    # Refusing has cost nothing.
+    call_team(local_faults.load_one, tmpfs, 3, 5)
+
+
+def test_dtensors_are_copied_and_come_back(tmpfs: Path) -> None:
+    call_team(local_faults.dtensors, tmpfs, 2)

@@ -1,0 +1,155 @@
+"""States for the tests of local checkpoints, and what it means for two of them to be equal."""
+
+from __future__ import annotations
+
+import enum
+import io
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ml_flashpoint.local import TensorAwareStateDict
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Plain:
+    content: Any
+    note: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    content: Any
+    more: Any = None
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "b"
+
+
+class Ordinary:
+    """Neither a dataclass nor anything else that may be made freely."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Hooked:
+    """Made by pickle's hooks."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __reduce__(self) -> Any:
+        return Hooked, (self.content,)
+
+
+class WholeState(TensorAwareStateDict):
+    """Implements only what it must."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+        self.restored = 0
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        raise AssertionError("saving copies nothing but into the checkpoint")
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        self.restored += 1
+
+
+class HookedState(WholeState):
+    """Would run code of its own when it is made again."""
+
+    def __reduce__(self) -> Any:
+        return HookedState, (self.content,)
+
+
+def everything() -> dict[Any, Any]:
+    """Every kind of value that a state may hold without being asked for more."""
+    weight = torch.randn(5, 7)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    noted = Plain([torch.ones(2)])
+    noted.added = torch.zeros(3)  # type: ignore[attr-defined]
+    return {
+        "module": module.state_dict(),
+        "tied": [weight, weight.detach(), (weight.view(-1)[:3], Pair(weight, 3))],
+        "transposed": weight.t(),
+        "dataclasses": Frozen({1: noted, (2, "a"): Frozen(weight)}),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "frozen parameter": torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        "wants grad": torch.ones(3, requires_grad=True),
+        "dtypes": [
+            torch.ones(3, dtype=d) for d in (torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint16)
+        ],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        "sparse": torch.eye(3).to_sparse(),
+        "numpy": np.random.default_rng(3).normal(size=(2, 3)),
+        "large numpy": np.arange(5000),
+        "numpy scalar": np.float32(2.5),
+        "generators": (np.random.get_state(), torch.get_rng_state()),
+        "large bytes": b"\x00\xff" * 4000,
+        "bytes": [b"", b"\x00\xff", bytearray(b"xyz")],
+        "stream": io.BytesIO(b"content"),
+        "numbers": [0, -1, 2**63, -(2**5000), 1.5, float("inf"), -0.0, 1e-320, 3 + 4j, True, None],
+        "text": ["", "é", "\ud800", "line\nend"],
+        "torch": [torch.float16, torch.strided, torch.channels_last, torch.device("cpu"), weight.shape],
+        "sets": [{1, 2}, frozenset({"a"}), slice(1, None, 2), range(0, 9, 3)],
+        "enum": {Colour.RED: Colour.BLUE},
+        "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(list, {"a": [torch.ones(1)]}),
+        "__dunder__": torch.ones(1),
+        "local_structure.json": torch.ones(2),
+        "a.b": torch.ones(3),
+        "a": {"b": torch.zeros(4)},
+        "": torch.ones(5),
+    }
+
+
+def assert_equal(one: Any, other: Any, where: str = "state") -> None:
+    """Equal in types and in every bit."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout), where
+        assert one.requires_grad == other.requires_grad, where
+        assert one.device == other.device, where
+        if one.is_quantized:
+            one, other = one.int_repr(), other.int_repr()
+        assert torch.equal(one.to_dense(), other.to_dense()), where
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}[{key!r}]")
+        if isinstance(one, defaultdict):
+            assert one.default_factory is other.default_factory, where
+        if isinstance(one, OrderedDict):
+            assert_equal(vars(one), vars(other), f"{where}.__dict__")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_equal(left, right, f"{where}[{index}]")
+    elif is_dataclass(one):
+        for field in fields(one):
+            assert_equal(getattr(one, field.name), getattr(other, field.name), f"{where}.{field.name}")
+        assert_equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None), f"{where}.__dict__")
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype, where
+        assert np.array_equal(one, other), where
+        assert other.flags.writeable, where
+    elif isinstance(one, io.BytesIO):
+        assert (one.getvalue(), one.tell()) == (other.getvalue(), other.tell()), where
+    elif isinstance(one, float):
+        assert one.hex() == other.hex(), where
+    else:
+        assert one == other, where

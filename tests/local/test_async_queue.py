@@ -1,0 +1,207 @@
+"""`AsyncRequest` and `AsyncCallsQueue` with functions of anybody's, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.local import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    BackgroundWorkerError,
+    CallOrderError,
+    CheckpointingException,
+)
+from tests.support.forked import Child
+
+
+@pytest.fixture(params=[True, False], ids=["persistent", "forked"])
+def queue(request: pytest.FixtureRequest) -> Iterator[AsyncCallsQueue]:
+    made = AsyncCallsQueue(persistent=request.param)
+    yield made
+    made.close(abort=True)
+
+
+def write(path: Path, text: str, more: str = "") -> None:
+    path.write_text(f"{text}{more} {os.getpid()}")
+
+
+def write_tensor(path: Path, tensor: torch.Tensor) -> None:
+    path.write_text(f"{tensor.sum().item()} {os.getpid()}")
+
+
+def make_tensor() -> torch.Tensor:
+    return torch.full((4,), 2.0)
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def wait_for(path: Path) -> None:
+    path.read_text()  # a pipe with a name: returns once somebody has written to it
+
+
+def test_it_runs_elsewhere_and_is_finalized_here(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    seen: list[str] = []
+    request = AsyncRequest(write, (tmp_path / "a", "x"), [lambda: seen.append("first")], {"more": "y"})
+    request.add_finalize_fn(lambda: seen.append((tmp_path / "a").read_text()))
+    assert queue.schedule_async_request(request) == 0
+    assert queue.get_num_unfinalized_calls() == 1
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert queue.get_num_unfinalized_calls() == 0
+    text, pid = seen[1].split()
+    assert (seen[0], text) == ("first", "xy")
+    assert int(pid) != os.getpid()
+
+
+def test_what_is_preloaded_replaces_the_second_argument(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    queue.schedule_async_request(AsyncRequest(write_tensor, (tmp_path / "a", None), [], preload_fn=make_tensor))
+    queue.close()
+    total, pid = (tmp_path / "a").read_text().split()
+    assert float(total) == 8
+    assert int(pid) != os.getpid()
+
+
+def test_calls_are_finalized_in_order_and_not_before_they_have_ended(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    seen: list[int] = []
+    queue.schedule_async_request(AsyncRequest(wait_for, (pipe,), [partial(seen.append, 0)]))
+    queue.schedule_async_request(AsyncRequest(None, (), [partial(seen.append, 1)]))
+    assert queue.maybe_finalize_async_calls() == []
+    assert seen == []
+    pipe.write_text("go on")
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (partial(die, signal.SIGKILL), "killed by SIGKILL"),
+        (leave, "exit code 3"),
+        (partial(fail, "no such luck"), "ValueError: no such luck"),
+    ],
+    ids=["killed", "left", "raised"],
+)
+def test_the_end_of_a_worker_is_reported_and_not_waited_for(
+    queue: AsyncCallsQueue, tmp_path: Path, end: Callable[[], None], why: str
+) -> None:
+    seen: list[int] = []
+    queue.schedule_async_request(AsyncRequest(end, (), [partial(seen.append, 0)]))
+    with pytest.raises(BackgroundWorkerError, match=why):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert seen == [], "what failed is not finalized"
+    # The queue goes on, with another worker if need be.
+    queue.schedule_async_request(AsyncRequest(write, (tmp_path / "a", "x"), [partial(seen.append, 1)]))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert seen == [1]
+
+
+def test_preloading_may_fail(queue: AsyncCallsQueue) -> None:
+    request = AsyncRequest(write, (1, 2), [], preload_fn=partial(fail, "no memory"))
+
+    def run() -> None:
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+
+    with pytest.raises((BackgroundWorkerError, ValueError), match="no memory"):
+        run()
+
+
+def test_a_finalization_may_fail(queue: AsyncCallsQueue) -> None:
+    seen: list[int] = []
+    queue.schedule_async_request(AsyncRequest(None, (), [partial(fail, "at last")]))
+    queue.schedule_async_request(AsyncRequest(None, (), [partial(seen.append, 1)]))
+    with pytest.raises(ValueError, match="at last"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.maybe_finalize_async_calls(no_dist=True) == [1]
+    assert seen == [1]
+
+
+def test_closing_finalizes(queue: AsyncCallsQueue) -> None:
+    seen: list[int] = []
+    queue.schedule_async_request(AsyncRequest(None, (), [partial(seen.append, 0)]))
+    queue.close()
+    queue.close()
+    assert seen == [0]
+    with pytest.raises(CallOrderError, match="closed"):
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+
+
+def test_aborting_gives_up_what_hangs(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    seen: list[int] = []
+    queue.schedule_async_request(AsyncRequest(wait_for, (pipe,), [partial(seen.append, 0)]))
+    queue.close(abort=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    assert seen == []
+
+
+def _leave_it_open(report: Any, path: Path) -> None:
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(AsyncRequest(write, (path, "x"), []))
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+def test_a_queue_that_was_not_closed_does_not_keep_its_process(tmp_path: Path) -> None:
+    with Child(_leave_it_open, tmp_path / "a") as child:
+        child.join()
+
+
+def test_requests_of_others_are_taken() -> None:
+    class Theirs(NamedTuple):
+        async_fn: Any
+        async_fn_args: tuple[Any, ...]
+        finalize_fns: list[Any]
+
+    seen: list[int] = []
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(Theirs(None, (), [partial(seen.append, 0)]))  # type: ignore[arg-type]
+    queue.close()
+    assert seen == [0]
+    with pytest.raises(InvalidArgumentError, match="async_request"):
+        AsyncCallsQueue().schedule_async_request(3)  # type: ignore[arg-type]
+
+
+def test_a_frozen_request_takes_nothing_more() -> None:
+    frozen = AsyncRequest(None, (), []).freeze()
+    assert frozen.is_frozen
+    with pytest.raises(CallOrderError, match="frozen"):
+        frozen.add_finalize_fn(lambda: None)
+
+
+def test_a_request_may_be_executed_at_once(tmp_path: Path) -> None:
+    seen: list[int] = []
+    AsyncRequest(write, (tmp_path / "a", "x"), [partial(seen.append, 0)]).execute_sync()
+    assert (tmp_path / "a").exists()
+    assert seen == [0]
+    with pytest.raises(CheckpointingException, match="never"):
+        AsyncRequest(fail, ("never",), [partial(seen.append, 1)]).execute_sync()
+    assert seen == [0]
+    with pytest.raises(CheckpointingException, match="second argument"):
+        AsyncRequest(write, (), [], preload_fn=make_tensor).execute_sync()
+
+
+def test_the_fields_are_those_of_megatrons_request() -> None:
+    theirs = pytest.importorskip("megatron.core.dist_checkpointing.strategies.async_utils").AsyncRequest
+    assert AsyncRequest._fields == theirs._fields
+    assert AsyncRequest._field_defaults == theirs._field_defaults

@@ -1,0 +1,86 @@
+"""Cliques as users of local checkpoints describe them. Cliques of process groups are in test_local_faults."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.local import (
+    CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
+    ReplicationStrategy,
+    parse_group_sequence,
+)
+from ml_flashpoint.replication.strategies import Topology
+
+
+@pytest.mark.parametrize(
+    ("jump", "factor", "world_size", "expected"),
+    [
+        (1, 2, 4, [[0, 1], [2, 3]]),
+        (2, 2, 8, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (4, 2, 8, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (1, 3, 6, [[0, 1, 2], [3, 4, 5]]),
+        (1, 2, 5, [[0, 1], [2, 3, 4]]),
+        (1, 2, 1, [[0]]),
+    ],
+)
+def test_group_sequences(jump: int, factor: int, world_size: int, expected: list[list[int]]) -> None:
+    assert parse_group_sequence(jump, factor, world_size) == expected
+
+
+@given(st.integers(1, 9), st.integers(2, 5), st.integers(1, 40))
+def test_every_rank_is_in_one_group(jump: int, factor: int, world_size: int) -> None:
+    groups = parse_group_sequence(jump, factor, world_size)
+    assert sorted(rank for group in groups for rank in group) == list(range(world_size))
+    for group in groups:
+        assert all(b - a == jump for a, b in itertools.pairwise(group))
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 5))
+def test_any_rank_alone_may_be_lost(jump: int, factor: int, blocks: int) -> None:
+    world_size = jump * factor * blocks
+    topology = Topology(tuple(f"node-{rank}" for rank in range(world_size)))
+    strategy = CliqueReplicationStrategy.from_replication_params(jump, factor)
+    for clique in parse_group_sequence(jump, factor, world_size):
+        for rank in clique:
+            assert set(strategy.copies_of(rank, topology)) == set(clique) - {rank}
+    assert strategy.survivable_losses(topology) == factor - 1
+
+
+def test_the_lazy_strategy_is_the_same() -> None:
+    lazy = LazyCliqueReplicationStrategy(2, 3)
+    eager = CliqueReplicationStrategy.from_replication_params(2, 3)
+    assert isinstance(eager, CliqueReplicationStrategy)
+    assert isinstance(lazy, ReplicationStrategy)
+    # The ranks of a job compare their strategies by these.
+    assert repr(lazy) == repr(eager)
+    assert lazy == eager
+    assert hash(lazy) == hash(eager)
+    assert repr(lazy) != repr(LazyCliqueReplicationStrategy(3, 2))
+
+
+def test_a_clique_of_one_rank_alone_holds_nothing() -> None:
+    strategy = CliqueReplicationStrategy([0])
+    assert strategy.copies_of(0, Topology(("a",))) == ()
+
+
+@pytest.mark.parametrize("group", [None, "0", [1], [0, 1], [0.0]])
+def test_groups_that_are_none_are_refused(group: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="local_group"):
+        CliqueReplicationStrategy(group)  # type: ignore[arg-type]
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="factor"):
+        parse_group_sequence(1, 1, 4)
+    with pytest.raises(InvalidArgumentError, match="jump"):
+        LazyCliqueReplicationStrategy(0, 2)
+    with pytest.raises(InvalidArgumentError, match="world_size"):
+        parse_group_sequence(1, 2, 0)
+    with pytest.raises(InvalidArgumentError, match="target_device"):
+        CliqueReplicationStrategy([0], target_device="toaster")

@@ -1,0 +1,295 @@
+"""What a state may be made of, that it comes back bit for bit, and that nothing in a checkpoint is executed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.local import (
+    BasicTensorAwareStateDict,
+    CheckpointingException,
+    LocalCheckpointManager,
+    NoReplicasAvailableError,
+    TensorAwareStateDict,
+)
+from ml_flashpoint.local.structure import STRUCTURE_KEY
+from tests.local.states import (
+    Colour,
+    Frozen,
+    Hooked,
+    HookedState,
+    Ordinary,
+    Pair,
+    Plain,
+    WholeState,
+    assert_equal,
+    everything,
+)
+
+
+@pytest.fixture
+def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
+    made = LocalCheckpointManager(tmpfs / "job")
+    yield made
+    made.close()
+
+
+def round_trip(manager: LocalCheckpointManager, state: Any, *, is_async: bool = False) -> Any:
+    wrapped = state if isinstance(state, TensorAwareStateDict) else BasicTensorAwareStateDict(state)
+    request = manager.save(wrapped, max(0, manager.latest_iteration + 1), is_async=is_async)
+    if request is not None:
+        request.execute_sync()
+    loaded, _ = manager.load()
+    return loaded.state_dict if isinstance(loaded, BasicTensorAwareStateDict) else loaded
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_everything_comes_back_bit_for_bit(manager: LocalCheckpointManager, is_async: bool) -> None:
+    state = everything()
+    got = round_trip(manager, state, is_async=is_async)
+    assert_equal(got, state)
+    assert got["tied"][0] is got["tied"][1], "tied weights are one tensor still"
+    assert got["tied"][2][1].first is got["tied"][0]
+
+
+def test_the_callers_state_is_not_touched(manager: LocalCheckpointManager) -> None:
+    state = {"a": torch.ones(3), "nested": [{"b": torch.zeros(2)}, Plain(torch.ones(1))]}
+    tensors = (state["a"], state["nested"][0]["b"], state["nested"][1].content)  # type: ignore[union-attr,index]
+    expected = copy.deepcopy(state)
+    wrapped = BasicTensorAwareStateDict(state)
+    manager.save(wrapped, 1)
+    wrapped.copy_tensors_to_cpu()
+    wrapped.pop_tensors()
+    assert_equal(state, expected)
+    nested: Any = state["nested"]
+    assert all(a is b for a, b in zip(tensors, (state["a"], nested[0]["b"], nested[1].content), strict=True))
+
+
+def test_what_is_changed_after_an_asynchronous_save_is_saved_as_it_was(manager: LocalCheckpointManager) -> None:
+    state = {"a": torch.ones(1000), "n": [1]}
+    request = manager.save(BasicTensorAwareStateDict(state), 1, is_async=True)
+    assert request is not None
+    state["a"].zero_()  # type: ignore[union-attr]
+    state["n"].append(2)  # type: ignore[union-attr]
+    request.execute_sync()
+    loaded, _ = manager.load()
+    assert_equal(loaded.state_dict, {"a": torch.ones(1000), "n": [1]})  # type: ignore[attr-defined]
+
+
+def test_what_is_loaded_is_independent_of_the_checkpoint(manager: LocalCheckpointManager) -> None:
+    got = round_trip(manager, {"a": torch.ones(10)})
+    got["a"].zero_()
+    again, _ = manager.load()
+    assert_equal(again.state_dict, {"a": torch.ones(10)})  # type: ignore[attr-defined]
+
+
+_leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=8)
+    | st.sampled_from([*Colour, torch.float32, torch.Size([1, 2])])
+    | st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor)
+)
+_nests = st.recursive(
+    _leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=4) | st.integers() | st.tuples(st.integers(), st.text()), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Frozen, inner, inner)
+        | st.builds(Plain, inner)
+    ),
+    max_leaves=12,
+)
+
+
+def test_any_nesting_comes_back(manager: LocalCheckpointManager) -> None:
+    @settings(max_examples=60)
+    @given(_nests)
+    def check(nest: Any) -> None:
+        state = {"nest": nest}
+        assert_equal(round_trip(manager, state), state)
+
+    check()
+
+
+def test_a_subclass_with_only_the_two_methods_is_stored_whole(manager: LocalCheckpointManager) -> None:
+    got = round_trip(manager, WholeState([torch.ones(3), {"a": Frozen(torch.zeros(2))}]))
+    assert type(got) is WholeState
+    assert_equal(got.content, [torch.ones(3), {"a": Frozen(torch.zeros(2))}])
+    assert got.restored == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_state_that_was_copied_to_the_cpu_comes_back_where_it_was(
+    manager: LocalCheckpointManager, is_async: bool
+) -> None:
+    wrapped = BasicTensorAwareStateDict({"a": torch.ones(3), "b": [torch.zeros(2)]})
+    wrapped.copy_tensors_to_cpu()
+    got = round_trip(manager, wrapped, is_async=is_async)
+    assert_equal(got, {"a": torch.ones(3), "b": [torch.zeros(2)]})
+    assert wrapped.is_away
+
+
+def test_its_tensors_are_tensors_of_the_checkpoint(manager: LocalCheckpointManager) -> None:
+    from safetensors.torch import load_file
+
+    manager.save(WholeState({"layer": [torch.full((3,), 5.0)]}), 2)
+    (path,) = manager.local_ckpt_dir.glob("step-2_ckpt/*.safetensors")
+    assert torch.equal(load_file(path)["content.layer.0"], torch.full((3,), 5.0))
+
+
+# ---- what is not allowed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [Ordinary(1), Hooked(1), HookedState([1])], ids=lambda value: type(value).__name__)
+def test_other_types_need_to_be_listed_when_saving_and_when_loading(tmpfs: Path, value: Any) -> None:
+    state = value if isinstance(value, TensorAwareStateDict) else BasicTensorAwareStateDict({"v": value})
+    name = type(value).__name__
+    manager = LocalCheckpointManager(tmpfs / "job")
+    with pytest.raises(CheckpointingException, match=name) as refused:
+        manager.save(state, 1)
+    assert isinstance(refused.value.__cause__, UnsafeContentError)
+    manager = LocalCheckpointManager(tmpfs / "job", safe_globals=[type(value)])
+    manager.save(state, 1)
+    loaded, _ = manager.load()
+    got: Any = loaded.state_dict["v"] if isinstance(loaded, BasicTensorAwareStateDict) else loaded
+    assert type(got) is type(value)
+    assert got.content == value.content
+    manager = LocalCheckpointManager(tmpfs / "job")
+    assert manager.find_latest() == 1
+    with pytest.raises(UnsafeContentError, match=name):
+        manager.load()
+    manager.close()
+
+
+def test_a_type_that_cannot_be_found_again_is_refused_when_saving(manager: LocalCheckpointManager) -> None:
+    @dataclass
+    class Hidden:
+        a: int
+
+    with pytest.raises(CheckpointingException, match=r"Hidden.*top level"):
+        manager.save(BasicTensorAwareStateDict({"h": Hidden(1)}), 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [(lambda: 0, "cannot be stored"), (defaultdict(lambda: 0), "factory"), ({torch.ones(1): 1}, "key of a dict")],
+    ids=["function", "factory", "tensor as key"],
+)
+def test_what_cannot_be_stored_is_refused(manager: LocalCheckpointManager, value: Any, why: str) -> None:
+    with pytest.raises(CheckpointingException, match=why):
+        manager.save(BasicTensorAwareStateDict({"place": value}), 1)
+
+
+def test_a_state_that_contains_itself_is_refused(manager: LocalCheckpointManager) -> None:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    with pytest.raises(InvalidArgumentError, match="contains itself"):
+        BasicTensorAwareStateDict(state)
+    with pytest.raises(CheckpointingException, match="contains itself"):
+        manager.save(WholeState(state), 1)
+
+
+# ---- what somebody else has written -----------------------------------------------------------------------
+
+
+def _load_crafted(base: Path, description: Any) -> Any:
+    """What a manager makes of a checkpoint with this description."""
+    objects = CheckpointObjectManager()
+    saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
+    data = description if isinstance(description, bytes) else json.dumps(description).encode()
+    saver.save(CheckpointContainerId(f"{base}/step-1_ckpt"), [("t", torch.ones(2))], [(STRUCTURE_KEY, data)])
+    saver.close()
+    objects.close()
+    manager = LocalCheckpointManager(base)
+    try:
+        assert manager.find_latest() == 1
+        return manager.load()
+    finally:
+        manager.close()
+
+
+def _described(root: Any, **changed: Any) -> dict[str, Any]:
+    described = {"local": 1, "root": root, "names": ["t"], "devices": [["cpu", 1]], "same": {}}
+    return {**described, "meshes": [], "dtensors": [], "bytes": [], **changed}
+
+
+def test_a_crafted_checkpoint_is_read_like_any_other(tmpfs: Path) -> None:
+    loaded, _ = _load_crafted(tmpfs / "job", _described(["basic", ["d", ["x"], [["t", 0]]]]))
+    assert_equal(loaded.state_dict, {"x": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os:system", "subprocess:Popen", "antigravity:fly", "pathlib:PosixPath", "torch.nn:Linear", "os:", ":", "os:path"],
+)
+@pytest.mark.parametrize("tag", ["o", "n", "e"])
+def test_types_that_are_not_allowed_are_not_made(tmpfs: Path, name: str, tag: str) -> None:
+    node = {"o": ["o", name, [], []], "n": ["n", name, []], "e": ["e", name, "X"]}[tag]
+    with pytest.raises(UnsafeContentError):
+        _load_crafted(tmpfs / "job", _described(["basic", node]))
+
+
+def test_a_pickle_is_not_opened(tmpfs: Path) -> None:
+    import base64
+    import io
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmpfs / "exploded"),)
+
+    stream = io.BytesIO()
+    torch.save(Bomb(), stream)
+    data = base64.b64encode(stream.getvalue()).decode()
+    with pytest.raises(UnsafeContentError, match="mkdir"):
+        _load_crafted(tmpfs / "job", _described(["basic", ["z", data]]))
+    assert not (tmpfs / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        _described(["basic", ["unknown"]]),
+        _described(["basic", ["t", 1]]),
+        _described(["basic", ["t", -1]]),
+        _described(["basic", ["t", "0"]]),
+        _described(["basic", {}]),
+        _described(["d", [], []]),
+        _described(["basic", ["d", ["a"], []]]),
+        _described(["basic", ["dt", ["t", 0], 0]]),
+        _described(["basic", ["b", 0]]),
+        _described(["basic", ["torch", "load"]]),
+        _described(["basic", ["nd", "O", [1], "AAAA"]]),
+        _described(["basic", ["n", "tests.local.states:Pair", []]]),
+        _described(["basic", 1], names=["nothing"]),
+        _described(["basic", 1], same={"0": 5}),
+        _described(["basic", 1], local=2),
+    ],
+    ids=lambda description: str(description)[:60],
+)
+def test_a_description_that_makes_no_sense_is_passed_over(tmpfs: Path, description: Any) -> None:
+    with pytest.raises(NoReplicasAvailableError):
+        _load_crafted(tmpfs / "job", description)

@@ -24,6 +24,7 @@ pytestmark = [
 CASES = [
     "every_layout",
     "fully_parallel",
+    "a_gpt_with_the_distributed_optimizer",
     "what_megatron_core_reads_by_itself",
     "saved_by_dist_checkpointing_itself",
     "strict_handling",

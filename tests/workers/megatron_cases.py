@@ -148,20 +148,28 @@ def a_gpt_with_the_distributed_optimizer(door: Door, other: TorchDist) -> None:
             other.save(trained.sharded_state() | {"step": step})
             saved = trained.parameters()
             loss = trained.step(3)
-            for tp in {min(2, world): None, 1: None} if sharding != "dp_reshardable" else {min(2, world): None}:
+            reshardable = sharding != "dp_reshardable"
+            for tp in {min(2, world): None, 1: None} if reshardable else [min(2, world)]:
                 results = []
                 for load in (functools.partial(door.load_megatron, step=step), other.load):
                     model = Gpt(tp, sharding, seed=7)
                     model.step(9)  # torch's optimizers have no state to load into before
                     loaded = load(model.sharded_state(is_loading=True))
-                    assert loaded["step"] == step
-                    model.load(loaded)
-                    before = model.parameters()
-                    results.append((before, [model.step(number) for number in (3, 4)], model.parameters()))
-                assert_same_state(dict(enumerate(results[0])), dict(enumerate(results[1])))
+                    results.append((loaded, model))
+                (ours, model), (theirs, model_of_theirs) = results
+                assert ours["step"] == step
+                if sharding == "fully_reshardable":
+                    # Without Apex, megatron-core's optimizer cannot take it; the others hold uninitialized padding.
+                    assert_same_state(ours, theirs)
+                    continue
+                model.load(ours)
+                model_of_theirs.load(theirs)
                 if tp == min(2, world):
-                    assert_same_state(results[0][0], saved)
-                    assert results[0][1][0] == loss
+                    assert_same_state(model.parameters(), saved)
+                    assert model.step(3) == model_of_theirs.step(3) == loss
+                else:
+                    assert model.step(3) == model_of_theirs.step(3)
+                assert_same_state(model.parameters(), model_of_theirs.parameters())
 
 
 def version_of_megatron_core() -> tuple[int, int]:
@@ -510,6 +518,14 @@ def load_and_keep(root: Path, saved_by: list[Layout]) -> None:
         door.close()
 
 
+def load_from_fewer(root: Path, saved_by: list[Layout]) -> None:
+    """Load what `load_from_others` has saved."""
+    for saved in saved_by:
+        door = Door(root / str(saved))
+        check_load(door, LAYOUTS[world_size()][0], 3, LAYOUTS[2][0])
+        door.close()
+
+
 def load_from_others(root: Path, saved_by: list[Layout]) -> None:
     """Load that, in all layouts of this many ranks, and compare with `torch_dist`; then save, and load that."""
     for saved in saved_by:
@@ -543,7 +559,7 @@ def main(names: list[str]) -> None:
         error = None
         function, *args = name.split(":")
         try:
-            if function in ("save_for_others", "load_and_keep", "load_from_others"):
+            if function in ("save_for_others", "load_and_keep", "load_from_others", "load_from_fewer"):
                 globals()[function](base_path(), [layouts[each] for each in args])
             else:
                 door = Door(base_path() / name)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import item_keys
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, allowing
 from ml_flashpoint.core.errors import SaveError, UnsafeContentError
 from ml_flashpoint.core.rank_group import RankGroup
 
@@ -136,7 +136,7 @@ def _encoded(plan: SavePlan) -> bytes:
 
 
 def _decoded(data: bytes, rank: int) -> SavePlan:
-    with torch.serialization.safe_globals([*_PLAN_TYPES, *metadata_types()]):
+    with allowing([*_PLAN_TYPES, *metadata_types()]):
         try:
             plan = torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:

@@ -48,6 +48,7 @@ DEFAULT_BUFFER_BYTES = 16 << 30
 # The newest verified version and the one being written; while replication lags behind the saves also the one being
 # replicated, and the newest sealed one, or a crash in the middle of the next save would lose more than that.
 _MAX_OWN_ARENAS = 4
+_SAVES_OF_A_SAVER = 10**9
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
 _NOTICE_POLL_S = 0.002
@@ -102,7 +103,6 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
         self._replication = replication_manager
         self._group = rank_group()
-        self._generation = next(self._group.savers)
         self.rank = global_rank_getter() if global_rank_getter is not None else self._group.rank
         self.world_size = self._group.world_size
         self.node = self._group.node
@@ -111,7 +111,9 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             self._group, replication_manager, seal_deadline_s=seal_deadline_s, watch=self._watch
         )
         self._lock = threading.RLock()
-        self._sequence = 0
+        # Numbers of a later saver are higher. Ranks compare them at each save, so they learn if one has made a saver
+        # that others have not.
+        self._sequence = next(self._group.savers) * _SAVES_OF_A_SAVER
         self._staged: list[SaveTicket] = []  # staged, not yet claimed by a write
         self._saves: list[SaveTicket] = []  # under way or held, oldest first
         self._handed_off: dict[str, SaveTicket] = {}
@@ -128,7 +130,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
             self._sequence += 1
-            attempt = f"{self._group.run_id}-{self._generation:03d}{self._sequence:09d}"
+            attempt = f"{self._group.run_id}-{self._sequence:012d}"
             ticket = SaveTicket(attempt, self._sequence, pending=PendingSave(attempt, self._sequence))
             self._saves = [
                 t for t in self._saves if t.pending and (not t.pending.settled.is_set() or _holds_arena(t))

@@ -281,6 +281,24 @@ def test_a_failed_asynchronous_save_is_told_when_it_is_finalized(manager: LocalC
     assert value_of(manager.load()) == 2
 
 
+def test_a_failure_in_the_background_is_told_when_it_is_finalized(manager: LocalCheckpointManager) -> None:
+    manager.save(state(1), 1)
+    in_the_way = manager.local_ckpt_dir / "step-2_ckpt"
+    in_the_way.write_text("")  # noticed by the commit, which is the last that the background does
+    request = manager.save(state(2), 2, is_async=True)
+    assert request is not None
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match=r"rank 0.*step-2_ckpt"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    in_the_way.unlink()
+    request = manager.save(state(2), 2, is_async=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+    queue.close()
+    assert value_of(manager.load()) == 2
+
+
 def test_the_request_can_be_waited_for_in_another_process(manager: LocalCheckpointManager) -> None:
     """As a queue that forks or sends it does: see `BackgroundSave`."""
     import pickle

@@ -25,7 +25,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -102,6 +105,18 @@ def fully_parallel(door: Door, other: TorchDist) -> None:
     if world_size() > 1:
         shares = _gathered((used[-1], alone))
         assert max(share for share, _ in shares) < max(whole for _, whole in shares), shares
+
+
+@case
+def fully_parallel_load(door: Door, other: TorchDist) -> None:
+    """megatron-core's other wrapper: each rank loads a share of what is replicated, and gives it to the others."""
+    from tests.support.megatron_gpt import PlayedCuda
+
+    layout = Layout(dp=world_size())
+    door.save_megatron(sharded_state(layout, 1), 1)
+    with PlayedCuda():
+        wrapped = FullyParallelLoadStrategyWrapper(door.load_strategy)
+        check_load(door, layout, 1, strategy=wrapped)
 
 
 def _header_bytes(door: Door, step: int) -> int:
@@ -353,21 +368,33 @@ def queues(door: Door, other: TorchDist) -> None:
     """Several requests under way in one queue; callers of both kinds, with a process and without."""
     layout = some_layout()
     step = 0
-    for child, persistent in ((True, False), (False, False), (False, True)):
+    for child, persistent in ((True, False), (False, False), (False, True), (True, True)):
         made = Door(base_path() / f"queues-{child}-{persistent}", child=child)
         queue = AsyncCallsQueue(persistent=persistent)
         finalized: list[int] = []
-        for _ in range(3):
+        started = step
+        for number in range(3):
             step += 1
-            request = save_local_aware_megatron_checkpoint(
-                sharded_state(layout, step), made.version(step), made.save_strategy, True
-            )
-            assert (request.async_fn is not None) == child
+            if number == 1 and child:
+                # As in a job that saves to disk, too, through the same queue.
+                os.makedirs(other.folder / str(step), exist_ok=True)
+                dist.barrier()
+                request = dist_checkpointing.save(
+                    sharded_state(layout, step),
+                    str(other.folder / str(step)),
+                    other.save_strategy,
+                    async_sharded_save=True,
+                )
+            else:
+                request = save_local_aware_megatron_checkpoint(
+                    sharded_state(layout, step), made.version(step), made.save_strategy, True
+                )
+                assert (request.async_fn is not None) == child
             request.add_finalize_fn(functools.partial(finalized.append, step))
             queue.schedule_async_request(request)
         assert finalized == []
         queue.maybe_finalize_async_calls(blocking=True)
-        assert finalized == [step - 2, step - 1, step]
+        assert finalized == [started + 1, started + 2, started + 3]
         assert queue.get_num_unfinalized_calls() == 0
         check_load(made, layout, step)
         queue.close()
@@ -548,9 +575,12 @@ def load_from_others(root: Path, saved_by: list[Layout]) -> None:
         door.close()
 
 
+# Not in `main`: the process of a persistent caller imports this, too.
+without_cuda()
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    without_cuda()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     meeting = dist.new_group(timeout=timedelta(seconds=120))
     layouts = {str(layout): layout for each in LAYOUTS.values() for layout in each}

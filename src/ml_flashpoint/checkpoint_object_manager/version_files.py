@@ -145,6 +145,7 @@ def write_companions(base: Path, version: str, files: Mapping[str, bytes]) -> No
                 continue
         temporary = directory / f".{name}.{secrets.token_hex(4)}.tmp"
         try:
+            temporary.touch(0o600)
             temporary.write_bytes(content)
             os.replace(temporary, path)
         except BaseException:

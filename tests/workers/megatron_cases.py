@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.core.errors import CapacityError, FlashpointError
+from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointError
 from ml_flashpoint.core.rank_group import rank_group
 from tests.support.megatron import Door, TorchDist, load_from, without_cuda
 from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, plain, sharded_state
@@ -361,6 +361,38 @@ def plans_are_sent_when_they_change(door: Door, other: TorchDist) -> None:
         assert_same_state(door.load_megatron(template, step, validate_access_integrity=False), wanted)
     changed = rank() == world_size() - 1
     assert [count > 0 for count in sent] == [True, False, False, changed, False, False, False], sent
+
+
+@case
+def an_exchange_of_plans_that_breaks_off(door: Door, other: TorchDist) -> None:
+    """What rank 0 did not hear is said again: no save is described by the plans of another."""
+    layout = some_layout()
+    gather = rank_group().gather
+
+    def cut_off(blob: bytes) -> list[bytes]:
+        gather(blob)
+        raise DeadlineError("played")
+
+    logging.disable(logging.CRITICAL)
+    failed = []
+    for step in range(1, 7):
+        state = sharded_state(layout, step)
+        if step >= 3:
+            state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((5,), float(step)), replica_id=rank())
+        if step == 3 and rank() == 0:
+            rank_group().gather = cut_off  # type: ignore[method-assign]
+        door.save_megatron(state, step)
+        vars(rank_group()).pop("gather", None)
+        if door.save_strategy.last_error is not None:
+            failed.append(step)
+            continue
+        template, wanted = sharded_state(layout, 0, blank=True), expected(layout, step)
+        if step >= 3:
+            template["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(5), replica_id=rank())
+            wanted["more"] = torch.full((5,), float(step))
+        assert_same_state(door.load_megatron(template, step), wanted)
+    logging.disable(logging.NOTSET)
+    assert failed == [3, 4], failed
 
 
 @case

@@ -22,7 +22,7 @@ STAMP := .venv/.setup-stamp
 setup: $(STAMP)
 
 # Build isolation is off so that a second run needs nothing from the network.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
 	$(BIN)/python -m pip install -q "setuptools>=77" "$(TORCH)" $(MEGATRON)

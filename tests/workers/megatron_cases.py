@@ -201,7 +201,10 @@ def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
     content = {"distrib_optim_sharding_type": "dp_reshardable", "version": 3}
     door.save_megatron(sharded_state(layout, 1), 1, content_metadata=content)
     folder = door.version(1)
-    assert sorted(name for name in os.listdir(folder) if not name.startswith("rank-")) == ["common.pt", "metadata.json"]
+    assert sorted(name for name in os.listdir(folder) if not name.startswith(("rank-", "."))) == [
+        "common.pt",
+        "metadata.json",
+    ]
     other.save(sharded_state(layout, 1))
     assert dist_checkpointing.check_is_distributed_checkpoint(folder)
     common = dist_checkpointing.load_common_state_dict(folder)

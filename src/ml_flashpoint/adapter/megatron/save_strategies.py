@@ -152,7 +152,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """Everything that the caller has to wait for. Errors are kept: they must not leave other ranks waiting."""
         for failed in self._failed:
             if failed != version:
-                remove_remains(Path(str(failed)))
+                remove_remains(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
         self._failed.clear()
         ticket = self._writer.saver.begin()
         save = _Save(self._writer, ticket, version)

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, local, peers, transfers
+from benchmarks import engine, local, megatron, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -56,6 +56,7 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from peers.saves_and_loads(name, state, memcpy, folder / "peers")
         yield from local.saves(name, state, memcpy, folder / "local")
         yield from local.peer_saves(name, state, memcpy, folder / "peer")
+        yield from megatron.saves(name, state, memcpy, folder)
         del state, memcpy
         gc.collect()
     if not only or only in "replication":

@@ -170,6 +170,8 @@ def planners_take_turns(door: Door, mode: str) -> None:
         except CheckpointException:
             failed += 1
             continue
+        finally:
+            door.settle()  # what a saving process says is heard a moment after its answer
         prefix = RenamingPlanner.PREFIX if step % 5 == 3 else ""
         load_planner = DefaultLoadPlanner(flatten_state_dict=False) if step % 5 == 4 else None
         loaded = door.load({f"{prefix}bias": torch.zeros(17)}, step, planner=load_planner)

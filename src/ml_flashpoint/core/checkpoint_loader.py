@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.companions import carrier_of, companion_files
 from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
 from ml_flashpoint.core.knobs import transfer_deadline_s
+from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name
 from ml_flashpoint.core.part_reader import (
     ObjectReader,
@@ -50,52 +50,7 @@ _log = logging.getLogger(__name__)
 Damage = tuple[str, str, str, int]
 """``(node, version, attempt, rank)`` of a part that is not what it should be."""
 
-
-@dataclass(frozen=True, slots=True)
-class RecoveryReport:
-    """What a recovery did, on this rank; times in seconds.
-
-    Attributes:
-        version: the version recovered, None if there was none.
-        detect_s: reading and gathering inventories. plan_s: planning. fetch_s: fetching and verifying.
-        fetched_bytes: bytes that this rank received from peers.
-        tries: plans made; more than one means that something was damaged.
-        world_size: number of ranks that saved the version, None if there was none.
-    """
-
-    version: str | None
-    detect_s: float
-    plan_s: float
-    fetch_s: float
-    fetched_bytes: int
-    tries: int
-    world_size: int | None = None
-
-
-class MLFlashpointCheckpointLoader(ABC):
-    """What a door needs to load."""
-
-    @abstractmethod
-    def get_latest_complete_checkpoint(
-        self, checkpoint_base_container: str | os.PathLike[str]
-    ) -> CheckpointContainerId | None:
-        """Collective: the newest version that every rank can load, made loadable here; None if there is none."""
-
-    @abstractmethod
-    def discard(self, version: CheckpointContainerId) -> None:
-        """Collective: never return this version again; what it holds could not be loaded."""
-
-    @abstractmethod
-    def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
-        """The manifest of one rank's part of a version, from this node or a holder."""
-
-    @abstractmethod
-    def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
-        """A reader of one object. It stays valid until :meth:`release`."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Let go of everything that was opened."""
+__all__ = ["DefaultMLFlashpointCheckpointLoader", "MLFlashpointCheckpointLoader", "RecoveryReport"]
 
 
 class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):

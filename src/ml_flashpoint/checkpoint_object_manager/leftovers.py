@@ -78,7 +78,10 @@ def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
         with contextlib.suppress(FileNotFoundError):
             yield from _adopt_version(base, version, arenas)
         with contextlib.suppress(OSError):
-            # Not what a rank of this run has begun to put there: all were started before the first save.
+            (base / version).rmdir()
+        with contextlib.suppress(OSError):
+            # Companions come before the first part. Those that a rank of this run has begun to put there stay: all
+            # ranks were started before the first save.
             if os.stat(base / version).st_mtime < psutil.Process().create_time():
                 remove_remains(base / version)
 

@@ -26,7 +26,7 @@ from lightning.pytorch.plugins import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
@@ -71,17 +71,20 @@ class SizedLoader(Loader):
 
 
 class Model(LightningModule):
-    def __init__(self, shard: bool, loader: Loader) -> None:
+    def __init__(self, kind: str, loader: Loader) -> None:
         super().__init__()
         self.save_hyperparameters({"width": WIDTH, "function": leave})  # not to be pickled
         self.net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(WIDTH, FEATURES))
         self.register_buffer("seen", torch.zeros(1))
         self.batches: list[tuple[int, list[int]]] = []
-        self.shard, self.loader = shard, loader
+        self.kind, self.loader = kind, loader
         self.restored: list[str] = []
 
     def configure_model(self) -> None:
-        if self.shard and not isinstance(next(self.parameters()), DTensor):
+        if self.kind == "fsdp" and not isinstance(self.net, FullyShardedDataParallel):
+            # Lightning's own wrapping leaves it to torch to find a GPU.
+            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
+        if self.kind == "model_parallel" and not isinstance(next(self.parameters()), DTensor):
             mesh = self.device_mesh["data_parallel"]
             fully_shard(self.net[0], mesh=mesh)
             fully_shard(self.net[3], mesh=mesh)
@@ -214,7 +217,8 @@ def strategy_of(kind: str) -> tuple[Any, Any]:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True), CountingPrecision()
     if kind == "fsdp":
-        return CpuFSDPStrategy(process_group_backend="gloo"), CountingFSDPPrecision("32-true")
+        # Whole ones, which would be gathered for `ModelCheckpoint`, make torch crash without a GPU.
+        return CpuFSDPStrategy(process_group_backend="gloo", state_dict_type="sharded"), CountingFSDPPrecision("32-true")
     return ModelParallelStrategy(process_group_backend="gloo", data_parallel_size=2, tensor_parallel_size=1), (
         CountingPrecision()
     )
@@ -226,7 +230,7 @@ def train(kind: str, folder: Path, ours: FlashpointCallback | None, kill_at: int
     strategy, precision = strategy_of(kind)
     # Of sized and unsized loaders, each with sharded and unsharded strategies.
     loader = Loader(rank) if kind in ("ddp", "fsdp") else SizedLoader(rank)
-    model = Model(kind == "model_parallel", loader)
+    model = Model(kind, loader)
     tally = Tally(rank)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
     averaging = [EMAWeightAveraging(decay=0.9)] if kind in ("single", "ddp") else []

@@ -218,7 +218,9 @@ def strategy_of(kind: str) -> tuple[Any, Any]:
         return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True), CountingPrecision()
     if kind == "fsdp":
         # Whole ones, which would be gathered for `ModelCheckpoint`, make torch crash without a GPU.
-        return CpuFSDPStrategy(process_group_backend="gloo", state_dict_type="sharded"), CountingFSDPPrecision("32-true")
+        return CpuFSDPStrategy(process_group_backend="gloo", state_dict_type="sharded"), CountingFSDPPrecision(
+            "32-true"
+        )
     return ModelParallelStrategy(process_group_backend="gloo", data_parallel_size=2, tensor_parallel_size=1), (
         CountingPrecision()
     )

@@ -15,6 +15,9 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 
+# Most tests wait for processes more than they compute. A file's tests stay together, in their order.
+TWO_AT_A_TIME ?= -n 2 --dist loadfile
+
 .PHONY: setup lint format check test demo bench clean distclean
 
 setup: $(STAMP)
@@ -37,10 +40,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 check: lint
-	$(BIN)/pytest -m "not slow and not e2e and not cuda" $(PYTEST_ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not e2e and not cuda" $(PYTEST_ARGS)
 
 test: lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/flashpoint demo $(DEMO_ARGS)

@@ -36,7 +36,12 @@ def test_a_notice_is_taken_once() -> None:
 
 
 def test_boards_of_killed_owners_are_swept_and_of_live_ones_kept(tmp_path: Path) -> None:
-    script = "from ml_flashpoint.core.save_ticket import NoticeBoard\nb = NoticeBoard()\nprint(b.directory, flush=True)\ninput()"
+    script = """
+from ml_flashpoint.core.save_ticket import NoticeBoard
+board = NoticeBoard()
+print(board.directory, flush=True)
+input()
+"""
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

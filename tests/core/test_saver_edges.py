@@ -82,6 +82,35 @@ def test_the_oldest_save_finds_an_arena_where_later_ones_hold_all(
     assert saver.stats.last_verified == 4
 
 
+def test_many_saves_at_once_take_no_more_arenas_than_a_few(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    tickets = [saver.begin() for _ in range(12)]
+    tensors = [("weight", torch.ones(2 << 20))]
+    together = threading.Barrier(len(tickets))
+    errors: list[BaseException] = []
+
+    def write(step: int) -> None:
+        try:
+            together.wait(30)
+            saver.write(tickets[step], version(tmpfs, step + 2), tensors)
+            saver.seal(tickets[step])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(step,)) for step in range(len(tickets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert saver.wait(30)
+    assert saver.stats.last_verified == 13
+    sizes = [path.stat().st_size for path in store_of(saver).directory.glob("arena-*")]
+    assert sum(size >= tensors[0][1].nbytes for size in sizes) <= 4, "three, and one for the oldest save"
+
+
 def test_the_arena_of_a_save_whose_thread_is_gone_is_taken_back_before_its_turn(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
 ) -> None:

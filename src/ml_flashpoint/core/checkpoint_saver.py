@@ -249,28 +249,29 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             hint="save less often, or wait for a save before the next one",
         )
         while True:
-            if store.has_free(size) or self._may_add_arena(ticket):
+            preceded = self._is_preceded(ticket)
+            with self._lock:  # saves of several threads must not all take the last one
+                # There is always one for the oldest under way: later ones that hold all the others wait for it.
+                others = sum(held is not ticket for held in self._own_arenas())
+                ticket.taking = others < _MAX_OWN_ARENAS + (not preceded)
+            if ticket.taking:
                 try:
                     return store.acquire(size)
                 except CapacityError as full:
+                    ticket.taking = False
                     error = full
-            if self._drop_one() or self._fail_abandoned():
+            if self._drop_one(ticket) or self._fail_abandoned():
                 continue
             # Nothing to take back now; an earlier save that is under way may free something when it settles, or when
             # it turns out that nobody goes on with it.
             settled = self._commits.settled_count
             left = give_up - time.monotonic()
-            if left <= 0 or not self._is_preceded(ticket):
+            if left <= 0 or not preceded:
                 raise error
             self._commits.wait_for_change(
                 lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
                 min(left, _ABANDONED_POLL_S),
             )
-
-    def _may_add_arena(self, ticket: SaveTicket) -> bool:
-        """Whether a save may take one more arena. The oldest one under way always may: later saves that hold all
-        the others wait for it."""
-        return len(self._own_arenas()) < _MAX_OWN_ARENAS + (not self._is_preceded(ticket))
 
     def _is_preceded(self, ticket: SaveTicket) -> bool:
         """Whether an earlier save than this one is under way. Saves settle in order, so later ones do not count."""
@@ -278,12 +279,14 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             earlier = [t.pending for t in self._saves if t.sequence < ticket.sequence]
         return any(pending is not None and not pending.settled.is_set() for pending in earlier)
 
-    def _drop_one(self) -> bool:
-        """Give up the oldest sealed save that is neither verified nor being copied, if another one remains."""
+    def _drop_one(self, ticket: SaveTicket) -> bool:
+        """Give up the oldest save before this one that is sealed, but neither verified nor being copied, if another
+        sealed one remains."""
         held = [t for t in self._own_arenas() if t.pending is not None and t.pending.part is not None]
         if len(held) < 2:
             return False
-        return any(t.pending is not None and self._commits.drop(t.pending) for t in held)
+        earlier = [t.pending for t in held if t.sequence < ticket.sequence]
+        return any(pending is not None and self._commits.drop(pending) for pending in earlier)
 
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:
@@ -431,7 +434,7 @@ def _holds_arena(ticket: SaveTicket) -> bool:
         return False
     if pending.part is not None:
         return pending.store is not None and pending.store.find(pending.attempt, pending.part.rank) is not None
-    return not pending.resolved.is_set() and bool(ticket.arenas)
+    return not pending.resolved.is_set() and (ticket.taking or bool(ticket.arenas))
 
 
 def _is_alive(pid: int | None) -> bool:

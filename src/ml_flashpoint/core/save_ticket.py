@@ -43,6 +43,7 @@ class SaveTicket:
         worker: the thread that writes and seals the save, if the door says so. Once it is gone, so is the save.
         abandoned: nobody can write the save any more, although it was staged and offered.
         given_back: its arenas are no longer its own, because it failed.
+        taking: it is about to take an arena, or has and is filling it.
     """
 
     attempt: str
@@ -58,6 +59,7 @@ class SaveTicket:
     worker: threading.Thread | None = field(default=None, repr=False)
     abandoned: bool = False
     given_back: bool = False
+    taking: bool = False
 
     @property
     def arenas(self) -> set[Arena]:
@@ -72,7 +74,7 @@ class SaveTicket:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.attempt, self.sequence, self.staged, self.error, self.spare_path = state
         self.spare = self.version = self.filled = self.others = self.pending = self.worker = None
-        self.abandoned = self.given_back = False
+        self.abandoned = self.given_back = self.taking = False
 
 
 @dataclass(frozen=True, slots=True)

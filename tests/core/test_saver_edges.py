@@ -220,3 +220,18 @@ def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writ
     finally:
         after.close(0.1)
         after._objects.close()
+
+
+def test_staged_copies_stay_the_object_with_many_byte_items(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
+) -> None:
+    items = [(f"layers.{i}.self_attention.linear_qkv._extra_state/shard_{i}_2000", b"") for i in range(2000)]
+    ticket = saver.begin()
+    base = CheckpointContainerId(tmpfs)
+    (copy,) = saver.stage(ticket, TENSORS, base=base, byte_keys=[key for key, _ in items]) or [None]
+    assert copy is not None, "staged nothing, although the base container was named"
+    saver.write(ticket, version(tmpfs, 1), [("weight", copy)], items)
+    assert ticket.staged is not None
+    assert ticket.filled is not None
+    assert ticket.filled.arena is ticket.staged.arena
+    saver.seal(ticket)

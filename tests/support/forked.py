@@ -47,6 +47,11 @@ class ChildError(AssertionError):
 _context: Any = None
 
 
+def preload(module: str) -> None:
+    """Have a module imported in the fork server too; to be called when tests are collected, before it starts."""
+    _PRELOADED.append(module)
+
+
 def _fork_server() -> Any:
     global _context
     if _context is None:

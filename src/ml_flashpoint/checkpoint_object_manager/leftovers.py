@@ -1,7 +1,7 @@
 """What an earlier process of a rank left behind: parts to keep, and what a crash cut short, which goes.
 
 Owns telling the two apart, on the files alone. A crash can leave, of a part that was coming or going: links
-without a manifest, the temporary file of a manifest, an empty directory; and from damage: a manifest without
+without a manifest, the temporary file of a manifest, a directory without parts; and from damage: a manifest without
 objects, or an object whose arena is gone. Other processes of the node may be at work in the same directories,
 so only what certainly is nobody's, or this rank's, is touched.
 """
@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_remains, unpublish
 from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.core.manifest import (
     Manifest,
@@ -76,7 +78,9 @@ def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
         with contextlib.suppress(FileNotFoundError):
             yield from _adopt_version(base, version, arenas)
         with contextlib.suppress(OSError):
-            (base / version).rmdir()
+            # Not what a rank of this run has begun to put there: all were started before the first save.
+            if os.stat(base / version).st_mtime < psutil.Process().create_time():
+                remove_remains(base / version)
 
 
 def _adopt_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:

@@ -3,6 +3,9 @@
 Owns the order of those steps, by which no instant shows a part without its bytes: links first and manifest
 last on the way in, manifest first and links last on the way out. Used by stores, and by the saving process of
 DCP, which has none. It knows nothing of pools; arenas are files here.
+
+Beside the parts there may be *companions*: files that a framework looks for in a checkpoint's folder. They go with
+the last part. What they hold is in the objects too (`core.companions`), so losing one loses nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +15,24 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.core.errors import CapacityError, FlashpointError, ObjectNotFoundError, SaveError
-from ml_flashpoint.core.manifest import Manifest, manifest_name, write_manifest
+from ml_flashpoint.core.errors import (
+    CapacityError,
+    FlashpointError,
+    InvalidNameError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.core.manifest import (
+    Manifest,
+    manifest_name,
+    parse_manifest_name,
+    parse_object_name,
+    write_manifest,
+)
 
 _TRIES = 8
 
@@ -82,11 +97,59 @@ def unpublish(base: Path, version: str, rank: int, attempt: str, names: Sequence
 
 
 def _remove(directory: Path, names: Sequence[str]) -> None:
-    """Remove files, in this order, and the directory if it is empty then."""
+    """Remove files, in this order, and the directory if no part is left in it then."""
     for name in names:
         (directory / name).unlink(missing_ok=True)
+    remove_remains(directory)
+
+
+def is_companion_name(name: str) -> bool:
+    """Whether a file of this name beside the parts is a companion: no file of a part, and not hidden."""
+    return not name.startswith(".") and parse_manifest_name(name) is None and parse_object_name(name) is None
+
+
+def remove_remains(directory: Path) -> None:
+    """Remove a version's directory with its companions, unless there is still something of a part in it."""
     with contextlib.suppress(OSError):
         directory.rmdir()
+        return
+    with contextlib.suppress(OSError):
+        names = os.listdir(directory)
+        if all(is_companion_name(_without_temporary(name)) for name in names):
+            for name in names:
+                (directory / name).unlink(missing_ok=True)
+            directory.rmdir()
+
+
+def _without_temporary(name: str) -> str:
+    """The name that a file is to get, if this is a temporary one."""
+    return name[1:].rsplit(".", 2)[0] if name.startswith(".") and name.endswith(".tmp") else name
+
+
+def write_companions(base: Path, version: str, files: Mapping[str, bytes]) -> None:
+    """Put companions into a version's directory, which is made if need be. Each appears whole or not at all.
+
+    Raises:
+        InvalidNameError: a name is not one of a companion. Nothing was written.
+        OSError: the filesystem refused.
+    """
+    directory = base / validate_segment(version)
+    for name in files:
+        if not is_companion_name(validate_segment(name)):
+            raise InvalidNameError("it would pass for a file of a part, or is hidden", path=directory / name)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = directory / name
+        with contextlib.suppress(OSError):
+            if not path.is_symlink() and path.read_bytes() == content:
+                continue
+        temporary = directory / f".{name}.{secrets.token_hex(4)}.tmp"
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager

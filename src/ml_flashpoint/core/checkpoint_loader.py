@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.companions import carrier_of, companion_files
 from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
 from ml_flashpoint.core.knobs import transfer_deadline_s
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name
@@ -224,16 +226,37 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
                     return share
                 # A copy for the next loss: good to have, and no reason to lose this recovery.
                 _log.warning("cannot restore the copy of rank %d: %s", fetch.part_rank, error)
-        if not plan.same_topology:
-            return share
-        try:
-            self._verify_own(version, store)
-        except (FlashpointError, OSError) as caught:
-            error = _as_ours(caught)
-            _log.warning("the part of rank %d is damaged: %s", store.rank, error)
-            share.damage.append((group.node, version.version, version.attempt, store.rank))
-            share.error = error
+        if plan.same_topology:
+            try:
+                self._verify_own(version, store)
+            except (FlashpointError, OSError) as caught:
+                error = _as_ours(caught)
+                _log.warning("the part of rank %d is damaged: %s", store.rank, error)
+                share.damage.append((group.node, version.version, version.attempt, store.rank))
+                share.error = error
+                return share
+        if group.is_node_leader:
+            try:
+                self._restore_companions(version, store)
+            except (FlashpointError, OSError) as caught:
+                share.error = _as_ours(caught)
+                _log.warning("the files beside the parts of %s cannot be restored: %s", version.version, share.error)
         return share
+
+    def _restore_companions(self, version: CompleteVersion, store: RankStore) -> None:
+        """Write the files that belong beside the parts of a version on this node: see `core.companions`."""
+        self._recovered = version  # where holders are looked up
+        path = CheckpointContainerId.create_child(store.base, version.version)
+        own = find_local_manifest(store.base, version.version, store.rank, version.attempt)
+        carrier = carrier_of(own or self.read_manifest(path, 0))
+        if carrier is None:
+            return
+        manifest = self.read_manifest(path, carrier)
+        try:
+            files = companion_files(self.open_object(path, manifest, manifest.objects[0]))
+        finally:
+            self.release()
+        write_companions(store.base, version.version, files)
 
     def _verify_own(self, version: CompleteVersion, store: RankStore) -> None:
         manifest = find_local_manifest(store.base, version.version, store.rank, version.attempt)

@@ -135,11 +135,20 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             self._commits.submit(ticket.pending)
         return ticket
 
-    def stage(self, ticket: SaveTicket, tensors: Sequence[TensorItem]) -> list[Any] | None:
+    def stage(
+        self,
+        ticket: SaveTicket,
+        tensors: Sequence[TensorItem],
+        *,
+        base: CheckpointContainerId | None = None,
+        byte_keys: Sequence[str] = (),
+    ) -> list[Any] | None:
         """Copy tensors away now, to be named by the write.
 
         Args:
             tensors: names (only to size the header) and plain strided tensors on any device.
+            base: base container of the save, where it is known this early; else the one used last.
+            byte_keys: names of the byte items, where they are known this early.
 
         Returns:
             The copies, in order; None if there is no base container yet to copy them into.
@@ -147,10 +156,10 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         Raises:
             CapacityError: no room.
         """
-        store = self._objects.store
+        store = self._objects.store if base is None else self._store(base)
         if store is None:
             return None
-        staged = self._writer.stage(lambda size: self._acquire(ticket, store, size), store.release, tensors)
+        staged = self._writer.stage(lambda size: self._acquire(ticket, store, size), store.release, tensors, byte_keys)
         ticket.staged = staged
         return staged.views
 

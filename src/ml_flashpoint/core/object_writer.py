@@ -173,15 +173,22 @@ class ObjectWriter:
 
     # ---- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, acquire: Acquire, release: Callable[[Arena], None], tensors: Sequence[TensorItem]) -> StagedObject:
+    def stage(
+        self,
+        acquire: Acquire,
+        release: Callable[[Arena], None],
+        tensors: Sequence[TensorItem],
+        byte_keys: Sequence[str] = (),
+    ) -> StagedObject:
         """Copy tensors into an arena now; :meth:`write` names them later.
 
         Args:
             acquire: gives an arena of at least so many bytes.
             release: takes it back if the copy fails.
             tensors: plain strided tensors on any device. Names are only used to size the header, and must differ.
+            byte_keys: names of byte items, if there will be many: the header gets room for them.
         """
-        plan = self._planned(self._staged_plan, tensors, [])
+        plan = self._planned(self._staged_plan, tensors, list(byte_keys))
         if self._cache:
             self._staged_plan = plan
         layout = plan.layout

@@ -13,7 +13,9 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,6 +63,8 @@ class _Save(threading.local):
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
+    extra: tuple[BytesItem, ...] = ()
+    labels: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,38 @@ class MemoryStorageWriter(StorageWriter):
         self._in_flight = ticket
         return StagedStateDict(leaves.rebuild(replacements), ticket, self._take_on)
 
+    def stage_tensors(
+        self,
+        ticket: SaveTicket,
+        tensors: Sequence[TensorItem],
+        *,
+        base: CheckpointContainerId,
+        byte_keys: Sequence[str] = (),
+    ) -> list[torch.Tensor]:
+        """Copies of some tensors, made now, for a door that plans before it stages: see the saver's ``stage``.
+
+        Raises:
+            CapacityError: no room.
+        """
+        saver = self._saver
+        if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
+            raise SaveError("a writer in a saving process does not stage")
+        copies = saver.stage(ticket, tensors, base=base, byte_keys=byte_keys) if self._cache_staged else None
+        return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
+
+    def take_on(
+        self, ticket: SaveTicket, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str] | None = None
+    ) -> None:
+        """Have the calling thread's next :meth:`write_data` complete a save that was staged and offered, after
+        :meth:`reset`.
+
+        Args:
+            extra: further items for this rank's object, which DCP does not know of.
+            labels: further strings for its manifest.
+        """
+        self._save.staged = ticket
+        self._save.extra, self._save.labels = tuple(extra), dict(labels or {})
+
     def _take_on(self, ticket: SaveTicket) -> None:
         self._save.staged = ticket
 
@@ -213,6 +249,7 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))
             save.ticket = None
         save.staged = save.own_tensors = None
+        save.extra, save.labels = (), {}
         save.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
 
     @classmethod
@@ -257,9 +294,9 @@ class MemoryStorageWriter(StorageWriter):
             keys = self._keys_of(plan)
             # What staging left undone is told by the write, better than by resolving what is not there.
             tensors, byte_items = _resolve(plan, planner, keys) if ticket.error is None else ([], [])
-            self._saver.write(ticket, save.version, tensors, byte_items)
+            self._saver.write(ticket, save.version, tensors, [*byte_items, *save.extra])
             if not save.is_coordinator and save.use_collectives:
-                self._saver.seal(ticket, labels={"door": "dcp"})
+                self._saver.seal(ticket, labels={"door": "dcp", **save.labels})
                 save.ticket = None
         except BaseException as error:
             self._saver.fail(ticket, error)
@@ -281,7 +318,7 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.seal(
                 ticket,
                 extra=[(METADATA_KEY, encode_metadata(metadata))],
-                labels={"door": "dcp", METADATA_SCOPE: scope},
+                labels={"door": "dcp", **save.labels, METADATA_SCOPE: scope},
             )
         except BaseException as error:
             self._saver.fail(ticket, error)
@@ -289,7 +326,7 @@ class MemoryStorageWriter(StorageWriter):
 
     def _keys_of(self, plan: SavePlan) -> list[str]:
         known = self._written
-        return known.keys if known is not None and known.plan is plan else _keys(plan.items)
+        return known.keys if known is not None and known.plan is plan else item_keys(plan.items)
 
     def _write_results(
         self, plan: SavePlan, keys: list[str], tensors: list[TensorItem], byte_items: list[BytesItem]
@@ -317,7 +354,7 @@ class MemoryStorageWriter(StorageWriter):
         return ticket
 
 
-def _keys(items: list[WriteItem]) -> list[str]:
+def item_keys(items: Sequence[WriteItem]) -> list[str]:
     """Name of each item in the object: its FQN, with the offset where one rank writes several shards of it."""
     counts = Counter(item.index.fqn for item in items)
     keys: dict[str, None] = {}

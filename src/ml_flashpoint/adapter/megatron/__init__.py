@@ -1,0 +1,1 @@
+"""Megatron-LM: strategies for megatron-core's `dist_checkpointing`, on the DCP writer and reader in memory."""

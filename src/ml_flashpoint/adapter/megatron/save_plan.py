@@ -1,0 +1,160 @@
+"""The plan of a save: which items each rank writes, known to rank 0 as DCP's metadata.
+
+Owns the exchange of plans between ranks. Structures rarely change, so a rank sends its plan only when it is another
+one than before, compared item by item in every save; what the metadata are then is kept, too, as bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import item_keys
+from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.core.errors import SaveError, UnsafeContentError
+from ml_flashpoint.core.rank_group import RankGroup
+
+_log = logging.getLogger(__name__)
+
+_PLAN, _FAILURE = b"p", b"f"
+_MAX_SHOWN = 500
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """What one rank writes.
+
+    Attributes:
+        plan, keys: the items, and the name of each in the object.
+        planner: gives their data.
+        metadata: DCP's metadata of the whole save as bytes, on rank 0.
+    """
+
+    plan: SavePlan
+    keys: list[str]
+    planner: SavePlanner
+    metadata: bytes | None
+
+
+class PlanExchange:
+    """Plans the saves of one strategy.
+
+    Args:
+        group: the ranks of the job.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._own: SavePlan | None = None
+        self._keys: list[str] = []
+        self._plans: list[SavePlan | None] = [None] * group.world_size
+        self._metadata: bytes | None = None
+
+    def plan(self, state: dict[str, Any] | None, failure: BaseException | None) -> PlannedSave:
+        """Collective: plan a save.
+
+        Args:
+            state: what this rank saves, see `translation.state_to_save`; None after a failure.
+            failure: why this rank cannot save; so all ranks learn of it.
+
+        Raises:
+            SaveError: a rank cannot save; which one, and why.
+            FlashpointError: a rank is gone.
+        """
+        planner, message, plan = save_planner(), b"", None
+        if failure is None and state is not None:
+            try:
+                planner.set_up_planner(state, is_coordinator=self._group.rank == 0)
+                plan = planner.create_local_plan()
+                if self._own is None or plan != self._own:
+                    message = _PLAN + _encoded(plan)
+            except Exception as error:  # of whatever kind: the other ranks wait for what this one says
+                failure = error
+        if failure is not None:
+            message = _FAILURE + f"{type(failure).__name__}: {failure}".encode()[:_MAX_SHOWN]
+        known, self._own = self._own, None  # if the exchange breaks off, others may not have what was sent
+        said = self._group.gather(message)
+        if message[:1] == _PLAN:
+            known, self._keys = plan, item_keys(plan.items) if plan is not None else []
+        self._own = known
+        if self._group.rank == 0:
+            self._take_note(said)
+        for rank, each in enumerate(said):
+            if each[:1] == _FAILURE:
+                raise SaveError(f"it failed before it was staged: {each[1:].decode(errors='replace')}", rank=rank)
+        assert known is not None
+        metadata = self._encoded_metadata() if self._group.rank == 0 else None
+        planner.finish_plan(known)
+        return PlannedSave(known, self._keys, planner, metadata)
+
+    def _take_note(self, said: list[bytes]) -> None:
+        for rank, message in enumerate(said):
+            if message[:1] == _PLAN:
+                self._metadata = self._plans[rank] = None
+                self._plans[rank] = self._own if rank == 0 else _decoded(message[1:], rank)
+
+    def _encoded_metadata(self) -> bytes:
+        if self._metadata is None:
+            plans = [plan for plan in self._plans if plan is not None]
+            if len(plans) < len(self._plans):
+                raise SaveError("the plan of a rank is missing", rank=self._plans.index(None))
+            metadata: Metadata
+            _, metadata = save_planner().create_global_plan(plans)
+            metadata.storage_data = {
+                item.index: ItemPlace(rank, key)
+                for rank, plan in enumerate(plans)
+                for item, key in zip(plan.items, item_keys(plan.items), strict=True)
+            }
+            self._metadata = encode_metadata(metadata)
+        return self._metadata
+
+
+def _encoded(plan: SavePlan) -> bytes:
+    stream = io.BytesIO()
+    torch.save(plan, stream)
+    return stream.getvalue()
+
+
+def _decoded(data: bytes, rank: int) -> SavePlan:
+    with torch.serialization.safe_globals([*_PLAN_TYPES, *metadata_types()]):
+        try:
+            plan = torch.load(io.BytesIO(data), weights_only=True)
+        except Exception as error:
+            raise UnsafeContentError(f"the plan that a rank sent is not acceptable: {error}", rank=rank) from error
+    if not isinstance(plan, SavePlan):
+        raise UnsafeContentError(f"a rank sent a {type(plan).__name__} as its plan", rank=rank)
+    return plan
+
+
+_PLAN_TYPES: list[Any] = [
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+    TensorWriteData,
+    ChunkStorageMetadata,
+    TensorProperties,
+    MetadataIndex,
+    _MEM_FORMAT_ENCODING,
+    torch.Size,
+    torch.layout,
+]

@@ -1,0 +1,337 @@
+"""`MLFlashpointMegatronAsyncSaveStrategy`: megatron-core's way into the engine.
+
+Owns the order of a save: plan and stage on the caller's thread, everything else on a thread of its own. There is
+nothing left for the process that megatron-core starts for an asynchronous save: no process could seal sooner than
+this one, which has the arenas. What a version consists of, and its commit, are the writer's and the engine's.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
+from ml_flashpoint.adapter.megatron.translation import state_to_save
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided, settled
+from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains, write_companions
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.companions import companion_items, companion_labels
+from ml_flashpoint.core.errors import DeadlineError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.core.knobs import seal_deadline_s
+from ml_flashpoint.core.object_writer import BytesItem
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.core.save_ticket import SaveTicket
+
+_log = logging.getLogger(__name__)
+
+
+def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
+    """The version that a checkpoint folder is.
+
+    Raises:
+        InvalidArgumentError: it is none. InvalidNameError: it is no absolute path.
+    """
+    version = CheckpointContainerId(checkpoint_dir)
+    if version.step is None:
+        raise InvalidArgumentError(
+            "must be a version of a base container: .../step-<n>_ckpt",
+            argument="checkpoint_dir",
+            value=str(checkpoint_dir),
+            hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
+        )
+    return version
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """The files that belong beside the parts of a version on this node.
+
+    Attributes:
+        carrier: the rank whose object keeps them.
+        common: makes this rank's common.pt; None where another rank keeps the files.
+    """
+
+    carrier: int
+    common: Callable[[], bytes | None] | None
+
+
+class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """Saves megatron-core's sharded state dicts into memory. Use one for all saves of a job, from one thread.
+
+    A save that fails does not stop the training, be it synchronous or not: it is logged, counted in
+    ``storage_writer.saver.stats`` and told by :attr:`last_error`, on every rank, and the next one is made as usual.
+
+    Args:
+        storage_writer: the job's writer.
+        backend, version: what ``metadata.json`` says of the format. As for megatron-core's `torch_dist`, which reads
+            the rest of such a checkpoint, common state and content metadata, by itself.
+        child: give `AsyncCallsQueue` a function that does nothing, which it runs in a process. Without one it starts
+            none, which saves a fork in each save; but a persistent caller that other strategies use, too, waits for
+            the answer of that process to each request, and so for ever.
+
+    Raises:
+        InvalidArgumentError: ``storage_writer`` is no `MemoryStorageWriter`.
+    """
+
+    def __init__(
+        self, storage_writer: MemoryStorageWriter, backend: str = "torch_dist", version: int = 1, *, child: bool = True
+    ) -> None:
+        super().__init__(backend, version)
+        if not isinstance(storage_writer, MemoryStorageWriter):
+            raise InvalidArgumentError("must be a MemoryStorageWriter", argument="storage_writer", value=storage_writer)
+        self._writer = storage_writer
+        self._child = child
+        self._group = rank_group()
+        self._plans = PlanExchange(self._group)
+        self._carried: _Carried | None = None
+        self._failed: list[CheckpointContainerId] = []
+        self.last_error: FlashpointError | None = None
+
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects are saved like tensors. (megatron-core asks for the attribute, and calls it nowhere.)"""
+        return True
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
+        """Collective: plan and stage; return when the tensors may change again.
+
+        Args:
+            sharded_state_dict: of sharded tensors and objects only.
+            checkpoint_dir: a version's folder. It need not exist.
+
+        Returns:
+            What `AsyncCallsQueue` takes. Its finalization waits until every rank has sealed its part. Of a save that
+            failed, it is as good as any other.
+
+        Raises:
+            InvalidArgumentError, InvalidNameError: ``checkpoint_dir`` is no version.
+        """
+        save = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        save.go_on_in_background()
+        return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(save)])
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Collective: save; every rank has sealed its part on return, unless the save failed (:attr:`last_error`).
+
+        Args and errors are those of :meth:`async_save`.
+        """
+        save = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        save.complete()
+        self._end(save)
+
+    @contextmanager
+    def carrying(self, common_state: Mapping[str, Any]) -> Iterator[None]:
+        """The save made in here keeps ``common_state`` of every node, as its lowest rank has it."""
+        leader = self._group.topology.ranks_of(self._group.node)[0]
+        common = (lambda: _saved(common_state)) if self._group.is_node_leader else None
+        self._carried = _Carried(leader, common)
+        try:
+            yield
+        finally:
+            self._carried = None
+
+    def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Save:
+        """Everything that the caller has to wait for. Errors are kept: they must not leave other ranks waiting."""
+        for failed in self._failed:
+            if failed != version:
+                remove_remains(Path(str(failed)))
+        self._failed.clear()
+        ticket = self._writer.saver.begin()
+        save = _Save(self._writer, ticket, version)
+        state, failure = None, None
+        try:
+            try:
+                self._add_files(save)
+                state = state_to_save(sharded_state_dict)
+            except Exception as error:
+                failure = error
+            save.stage(self._plans.plan(state, failure))
+        except Exception as error:
+            save.fail(error)
+        except BaseException as error:
+            save.fail(error)
+            raise
+        return save
+
+    def _add_files(self, save: _Save) -> None:
+        """Have the files that `dist_checkpointing.load` looks for kept in an object."""
+        carried = self._carried
+        if carried is None:  # `dist_checkpointing.save` has written the common state, on rank 0 only
+            mine = (lambda: _content(save.version)) if self._group.rank == 0 else None
+            carried = _Carried(0, mine)
+        save.labels.update(companion_labels(carried.carrier))
+        if carried.common is not None:
+            config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
+            common = carried.common()
+            save.files = {CONFIG_FNAME: config.encode()} | ({} if common is None else {COMMON_STATE_FNAME: common})
+
+    def _end(self, save: _Save) -> None:
+        """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
+        error = save.outcome()
+        try:
+            if not self._group.all_ok(error is None) and error is None:
+                error = SaveError("another rank could not save its part", step=save.version.step, rank=self._group.rank)
+        except FlashpointError as gone:
+            error = error or gone
+        self.last_error = error
+        if error is None:
+            return
+        _log.error("the save of step %s failed, training goes on: %s", save.version.step, error)
+        self._failed.append(save.version)
+        if self._group.rank == 0:
+            # `dist_checkpointing.save` is about to write a file there.
+            try:
+                os.makedirs(str(save.version), exist_ok=True)
+            except OSError as refused:
+                _log.error("the folder of the failed save cannot be made: %s", refused)
+
+
+class _Save:
+    """One save on this rank, from its plan to its seal."""
+
+    def __init__(self, writer: MemoryStorageWriter, ticket: SaveTicket, version: CheckpointContainerId) -> None:
+        self.version = version
+        self.files: dict[str, bytes] = {}
+        self.labels: dict[str, str] = {}
+        self._writer = writer
+        self._ticket = ticket
+        self._plan: SavePlan | None = None
+        self._extra: list[BytesItem] = []
+        self._data = _StagedData()
+        self._error: FlashpointError | None = None
+        self._over = threading.Event()
+
+    def stage(self, planned: PlannedSave) -> None:
+        """Copy what the plan says, once. The copies are the object."""
+        self._extra = companion_items(self.files)
+        if planned.metadata is not None:
+            self._extra.append((METADATA_KEY, planned.metadata))
+            self.labels[METADATA_SCOPE] = "global"
+        staged: list[MetadataIndex] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
+        byte_keys = [key for key, _ in self._extra]
+        for item, key in zip(planned.plan.items, planned.keys, strict=True):
+            data = planned.planner.resolve_data(item)
+            if item.type is WriteItemType.BYTE_IO:
+                byte_keys.append(key)
+                self._data[item.index] = data
+                continue
+            assert isinstance(data, torch.Tensor)
+            data = settled(data)
+            if is_plain_strided(data) and not data.is_meta:
+                staged.append(item.index)
+                tensors.append((key, data))
+            else:  # of a class of its own: written as bytes
+                self._data[item.index] = data.clone()
+        copies = self._writer.stage_tensors(self._ticket, tensors, base=self.version.parent, byte_keys=byte_keys)
+        self._data.update(zip(staged, copies, strict=True))
+        self._plan = planned.plan
+        saver: Any = self._writer.saver
+        saver.offer(self._ticket)
+
+    def go_on_in_background(self) -> None:
+        """Write and seal on another thread, unless the save has failed."""
+        if self._over.is_set():
+            return
+        try:
+            threading.Thread(target=self.complete, name="flashpoint-megatron", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self.fail(error)
+
+    def complete(self) -> None:
+        """Write and seal, unless the save has failed."""
+        if self._over.is_set():
+            return
+        assert self._plan is not None
+        writer, self._ticket.worker = self._writer, threading.current_thread()
+        try:
+            writer.reset(str(self.version))
+            # Nobody waits for what the other ranks have written: rank 0 knows their plans, and so the metadata.
+            writer.set_up_storage_writer(False)
+            writer.take_on(self._ticket, extra=self._extra, labels=self.labels)
+            writer.write_data(self._plan, self._data.planner())
+            if self.files:
+                write_companions(Path(str(self.version.parent)), self.version.name, self.files)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        self._let_go()
+
+    def fail(self, error: BaseException) -> None:
+        """Give the save up. Nothing of it is left, unless it was sealed."""
+        self._writer.saver.fail(self._ticket, error)
+        kept = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
+        kept.step = self.version.step if kept.step is None else kept.step
+        kept.rank = self._writer.saver.rank if kept.rank is None else kept.rank
+        self._error = kept
+        self._let_go()
+
+    def outcome(self) -> FlashpointError | None:
+        """Wait until this rank's part is sealed, or the save has failed; why it has."""
+        if not self._over.wait(seal_deadline_s()):
+            self.fail(DeadlineError(f"not sealed within {seal_deadline_s():.0f} s"))
+        return self._error
+
+    def _let_go(self) -> None:
+        self._data = _StagedData()
+        self._extra = []
+        self._over.set()
+
+
+class _StagedData(dict[MetadataIndex, Any]):
+    """What was staged, by the places in the plan."""
+
+    def planner(self) -> SavePlanner:
+        """Gives the writer the staged copies."""
+        return _StagedPlanner(self)
+
+
+class _StagedPlanner(SavePlanner):
+    def __init__(self, data: Mapping[MetadataIndex, Any]) -> None:
+        self._data = data
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        found: torch.Tensor | io.BytesIO = self._data[write_item.index]
+        return found
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the plan was made before")
+
+    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
+
+
+def _nothing() -> None:
+    """What is left to do for a process of megatron-core's."""
+
+
+def _saved(common_state: Mapping[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(common_state, stream)
+    return stream.getvalue()
+
+
+def _content(version: CheckpointContainerId) -> bytes | None:
+    """What `dist_checkpointing.save` has written as common state; None if the strategy is used without it."""
+    path = Path(str(version)) / str(COMMON_STATE_FNAME)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,118 @@
+"""What of megatron-core's inside the strategies use, and how it differs from version to version (0.13 to 0.16).
+
+Owns the way from megatron-core's sharded state dicts to states that DCP can plan, and back. megatron-core does both
+for its `torch_dist` format, with functions that are not public; nothing else here imports those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import types
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as mcore
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+try:  # until 0.15: tensors of several dimensions of which a rank has a range of the flattened elements
+    from megatron.core.dist_checkpointing.strategies import resharding
+except ImportError:
+    resharding = None
+
+try:  # since 0.14
+    from megatron.core.safe_globals import SAFE_GLOBALS
+except ImportError:
+    SAFE_GLOBALS = []
+
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+def metadata_types() -> list[type]:
+    """Types of megatron-core that DCP's plans and metadata are made of, beside DCP's own."""
+    names = ("MCoreMetadata", "MCoreSavePlan")
+    return [getattr(mcore, name) for name in names if hasattr(mcore, name)]
+
+
+def object_types() -> list[Any]:
+    """Types that megatron-core itself allows in what it loads with ``torch.load``; those of today in all versions."""
+    return [io.BytesIO, argparse.Namespace, types.SimpleNamespace, *SAFE_GLOBALS]
+
+
+def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What this rank saves, for DCP: shards of which it is the main replica, and its objects as bytes.
+
+    The shards refer to the tensors of ``sharded_state_dict``, which is changed the way megatron-core does.
+    """
+    by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+    state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, False)
+    return state
+
+
+def save_planner() -> SavePlanner:
+    """megatron-core's planner, each rank's plan of which stands by itself."""
+    planner: SavePlanner = mcore.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    return planner
+
+
+class LoadTranslation:
+    """One load: the state that DCP fills, and what megatron-core makes of it then.
+
+    Args:
+        sharded_state_dict: what to load, as `LoadShardedStrategy.load` is given it.
+        metadata: of the checkpoint.
+
+    Attributes:
+        state: for DCP. planner: checks shapes.
+
+    Raises:
+        CheckpointingException: the checkpoint does not say what is needed to load it.
+    """
+
+    def __init__(self, sharded_state_dict: dict[str, Any], metadata: Metadata) -> None:
+        self._restore: Any = None
+        if resharding is not None:
+            sharded_state_dict, self._restore = resharding.apply_nd_flattened_tensors_reformulation(
+                sharded_state_dict, _flattened(sharded_state_dict, metadata)
+            )
+        tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+        self._template = sharded_state_dict
+        by_key, self._paths, self._names = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        self.state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, True)
+        self.planner: LoadPlanner = mcore.MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+        )
+
+    def result(self) -> dict[str, Any]:
+        """The state dict in megatron-core's form, with what was loaded in place of what described it."""
+        # A shard of any kind is a tensor to DCP; an object was replaced by the list that was loaded.
+        loaded = {
+            key: mcore._unwrap_pyt_sharded_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in self.state.items()
+        }
+        result: dict[str, Any] = mcore._replace_sharded_keys_with_state_dict_keys(loaded, self._paths, self._names)
+        mcore._restore_dict_types(result, self._template)
+        if resharding is not None:
+            result = resharding.restore_nd_flattened_tensors_formulation(result, self._restore)
+        return result
+
+
+def _flattened(sharded_state_dict: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """How tensors that are loaded by ranges of their flattened elements lie in the checkpoint."""
+    kept = getattr(metadata, "mcore_data", None) or {}
+    found = {}
+    for each in nested_values(sharded_state_dict):
+        if not resharding.is_nd_flattened_tensor(each):
+            continue
+        try:
+            shape = kept[each.key][_ORIGINAL_SHAPE]
+        except KeyError:
+            raise CheckpointingException(f"the checkpoint has no shape of the flattened tensor {each.key}") from None
+        stored: Any = metadata.state_dict_metadata[each.key]
+        found[each.key] = resharding.TensorReformulationMetadata(shape, stored.size)
+    return found

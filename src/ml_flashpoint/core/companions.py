@@ -1,0 +1,72 @@
+"""Files that a framework looks for beside the parts of a version, kept as items of an object.
+
+Owns how they are named there and how they come back. A door that needs such files adds them to the object of one
+rank of each node, or of one rank for all; every part says in its manifest which rank that is. As items they have
+digests, copies and recovery like all others; the files are written from them, by the door when a part is sealed
+and by every recovery, from bytes that were verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ml_flashpoint.checkpoint_object_manager.version_files import is_companion_name
+from ml_flashpoint.core.checkpoint_id_types import validate_segment
+from ml_flashpoint.core.errors import InvalidNameError, ManifestError
+from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.object_writer import BytesItem
+from ml_flashpoint.core.part_reader import ObjectReader
+
+_LABEL = "companions"
+_KEY_PREFIX = "__file__/"
+
+
+def companion_items(files: Mapping[str, bytes]) -> list[BytesItem]:
+    """The items of an object that keep these files, by name.
+
+    Raises:
+        InvalidNameError: a name that a companion cannot have.
+    """
+    for name in files:
+        _check(name)
+    return [(f"{_KEY_PREFIX}{name}", content) for name, content in files.items()]
+
+
+def companion_labels(carrier: int) -> dict[str, str]:
+    """What the manifest of a part says of the files that belong beside it: they are in the object of this rank."""
+    return {_LABEL: str(carrier)}
+
+
+def carrier_of(manifest: Manifest) -> int | None:
+    """The rank whose object keeps the files that belong beside a part; None if there are none.
+
+    Raises:
+        ManifestError: the manifest names no rank of its version.
+    """
+    said = manifest.labels.get(_LABEL)
+    if said is None:
+        return None
+    if not (said.isascii() and said.isdigit() and int(said) < manifest.world_size):
+        raise ManifestError(f"no rank keeps its files: {said!a}", step=manifest.step, rank=manifest.rank)
+    return int(said)
+
+
+def companion_files(reader: ObjectReader) -> dict[str, bytes]:
+    """The files that an object keeps, verified.
+
+    Raises:
+        InvalidNameError: one has a name that no companion can have.
+        FlashpointError: the object is damaged, or out of reach.
+    """
+    files = {}
+    for entry in reader.layout.byte_items:
+        if entry.key.startswith(_KEY_PREFIX):
+            name = _check(entry.key.removeprefix(_KEY_PREFIX))
+            files[name] = bytes(reader.bytes_of(entry.key))
+    return files
+
+
+def _check(name: str) -> str:
+    if not is_companion_name(validate_segment(name)):
+        raise InvalidNameError(f"no name for a file beside the parts: {name!a}")
+    return name

@@ -1,0 +1,125 @@
+"""Files beside the parts of a version: kept in an object, and back on every node after a recovery."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.companions import carrier_of, companion_items, companion_labels
+from ml_flashpoint.core.errors import InvalidNameError, ManifestError
+from ml_flashpoint.core.manifest import object_name, read_manifest
+from tests.support.forked import Team
+from tests.support.tmpfs import remove_folder
+from tests.workers import companion_saves
+from tests.workers.companion_saves import FILES
+
+
+def version(base: Path, step: int) -> CheckpointContainerId:
+    name = CheckpointContainerId.format_version_container(step)
+    return CheckpointContainerId.create_child(CheckpointContainerId(base), name)
+
+
+def run(function: Any, root: Path, world_size: int, *args: Any) -> list[Any]:
+    """What a function returns on each rank; none ends before all have done their work."""
+    with Team(function, root, world_size, *args) as team:
+        for rank in team.ranks:
+            rank.next_report("done")
+        for rank in team.ranks:
+            rank.say("end")
+        return team.results()
+
+
+@pytest.mark.parametrize("carrier", [0, 1])
+def test_a_replaced_node_has_them_again(tmpfs: Path, carrier: int) -> None:
+    run(companion_saves.save, tmpfs, 2, [1, 2], carrier)
+    for node in (0, 1):
+        remove_folder(tmpfs / f"node-{node}")
+        assert run(companion_saves.recover, tmpfs, 2) == [("step-2_ckpt", FILES)] * 2
+
+
+def test_nodes_that_were_not_there_have_them_too(tmpfs: Path) -> None:
+    run(companion_saves.save, tmpfs, 2, [1], 1)
+    assert run(companion_saves.recover, tmpfs, 3) == [("step-1_ckpt", FILES)] * 3
+
+
+class TestOneRank:
+    def save(self, base: Path, steps: list[int], files: dict[str, bytes]) -> None:
+        objects = CheckpointObjectManager()
+        saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
+        for step in steps:
+            items = companion_items(files)
+            saver.save(version(base, step), [("w", torch.ones(9))], items, labels=companion_labels(0))
+            write_companions(base, f"step-{step}_ckpt", files)
+        saver.wait(10)
+        saver.close()
+        objects.close()
+
+    def recover(self, base: Path) -> CheckpointContainerId | None:
+        objects = CheckpointObjectManager()
+        found = DefaultMLFlashpointCheckpointLoader(objects).get_latest_complete_checkpoint(base)
+        objects.close()
+        return found
+
+    def test_a_damaged_file_is_replaced(self, tmpfs: Path) -> None:
+        self.save(tmpfs, [1], FILES)
+        folder = tmpfs / "step-1_ckpt"
+        (folder / "common.pt").write_bytes(b"damaged")
+        (folder / "metadata.json").unlink()
+        (folder / "metadata.json").symlink_to(tmpfs / "elsewhere")
+        assert self.recover(tmpfs) == version(tmpfs, 1)
+        assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+        assert not (tmpfs / "elsewhere").exists()
+
+    def test_they_go_with_the_version(self, tmpfs: Path) -> None:
+        self.save(tmpfs, [1, 2, 3], FILES)
+        assert sorted(p.name for p in tmpfs.iterdir() if p.name != ".flashpoint") == ["step-3_ckpt"]
+
+    def test_what_a_crash_left_without_a_part_is_swept(self, tmpfs: Path) -> None:
+        for step, age_s in ((7, 1e6), (8, 0)):
+            write_companions(tmpfs, f"step-{step}_ckpt", FILES)
+            (tmpfs / f"step-{step}_ckpt" / ".common.pt.0f.tmp").write_bytes(b"cut short")
+            if age_s:
+                os.utime(tmpfs / f"step-{step}_ckpt", (1e9, 1e9))
+        self.save(tmpfs, [1], {})
+        # The other one may be another rank's that is about to save there.
+        assert sorted(p.name for p in tmpfs.iterdir() if p.name != ".flashpoint") == ["step-1_ckpt", "step-8_ckpt"]
+
+    def test_a_name_that_could_be_a_part_s_is_refused(self, tmpfs: Path) -> None:
+        for name in (object_name(0, "a1"), ".hidden", "up/down", ".."):
+            with pytest.raises(InvalidNameError):
+                write_companions(tmpfs, "step-1_ckpt", {name: b""})
+            with pytest.raises(InvalidNameError):
+                companion_items({name: b""})
+        assert list(tmpfs.iterdir()) == []
+
+    def test_a_name_that_came_from_elsewhere_is_refused(self, tmpfs: Path) -> None:
+        objects = CheckpointObjectManager()
+        saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
+        for step, name in ((1, "fine"), (2, "../../escaped")):
+            items = [(f"__file__/{name}", b"content")]
+            saver.save(version(tmpfs / "job", step), [], items, labels=companion_labels(0))
+        assert saver.wait(10)
+        saver.close()
+        objects.close()
+        assert self.recover(tmpfs / "job") is None
+        assert sorted(p.name for p in tmpfs.iterdir()) == ["job"]
+
+    def test_a_carrier_that_is_no_rank_of_the_version_is_refused(self, tmpfs: Path) -> None:
+        objects = CheckpointObjectManager()
+        saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
+        for step, said in enumerate(["1", "-1", "x", "²"], 1):
+            saver.save(version(tmpfs, step), [], labels={"companions": said})
+            (path,) = (tmpfs / f"step-{step}_ckpt").glob("*.manifest")
+            with pytest.raises(ManifestError, match="no rank keeps its files"):
+                carrier_of(read_manifest(path))
+        saver.close()
+        objects.close()

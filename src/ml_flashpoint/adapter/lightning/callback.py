@@ -28,6 +28,7 @@ from ml_flashpoint.facade.arguments import (
     checked_seconds,
     checked_strategy,
 )
+from ml_flashpoint.facade.schedule import passes_multiple
 from ml_flashpoint.replication.strategies import ReplicationStrategy
 
 _log = logging.getLogger(__name__)
@@ -184,7 +185,9 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         if not self._is_open or step == before or trainer.fast_dev_run:
             return  # gradients are being accumulated
         self._step = step
-        is_due = _passes(self.every_n_steps, before, step) and not _passes(self.skip_every_n_steps, before, step)
+        is_due = passes_multiple(self.every_n_steps, before, step) and not passes_multiple(
+            self.skip_every_n_steps, before, step
+        )
         if not is_due and not self._put_off:
             return
         if self._put_off < _MAX_PUT_OFF and _ends_something(trainer):
@@ -235,11 +238,6 @@ def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None
         _log.info("memory has no version to go on from")
         return fallback
     return str(version)
-
-
-def _passes(every: int | None, before: int, step: int) -> bool:
-    """Whether a multiple has been reached. With several optimizers, Lightning counts several steps a batch."""
-    return every is not None and step // every > before // every
 
 
 def _ends_something(trainer: Trainer) -> bool:

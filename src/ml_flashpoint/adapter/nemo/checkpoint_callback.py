@@ -61,7 +61,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 "is not the base container of this trainer's CheckpointIO",
                 argument="base",
                 value=str(self.base),
-                hint="wrap_trainer_and_auto_resume_with_mlflashpoint(trainer, flashpoint_base_container=...) comes first",
+                hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
         self._step = trainer.global_step
 

@@ -85,11 +85,18 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         )
 
     def _context_files(self) -> Mapping[str, bytes]:
-        """The trainer's context, which does not change, as one file."""
+        """The trainer's context, which does not change, as one file; nothing if NeMo cannot write it, which must not
+        cost the checkpoint."""
         if self._context is None:
-            with tempfile.TemporaryDirectory() as folder:
-                TrainerContext.from_trainer(self._trainer).io_dump(Path(folder) / "context", yaml_attrs=["model"])
-                self._context = {CONTEXT_FILE: _zipped(Path(folder) / "context")}
+            self._context = {}
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    TrainerContext.from_trainer(self._trainer).io_dump(Path(folder) / "context", yaml_attrs=["model"])
+                    self._context = {CONTEXT_FILE: _zipped(Path(folder) / "context")}
+            except Exception as error:  # of whatever kind what the user's objects consist of raises
+                _log.error(
+                    "checkpoints in memory are saved without NeMo's context: %s: %s", type(error).__name__, error
+                )
         return self._context
 
     def load_checkpoint(

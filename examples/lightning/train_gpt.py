@@ -105,6 +105,7 @@ def main() -> None:
     if rank == 0 and flashpoint.flashpoint is not None:
         health = flashpoint.flashpoint.health
         print(f"{health.saves} saves, {health.failures} failed, {health.blocked_s * 1e3:.0f} ms each", flush=True)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recipe of the guide on a very small GPT, with NeMo's `MegatronStrategy`. Needs a GPU a rank, and NeMo's container.
+"""The recipe of the guide on a very small GPT, with NeMo's `MegatronStrategy`. Needs a GPU a rank and NeMo's container.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/nemo/pretrain_gpt.py --base /tmp/mlf-jobs/job-145
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
@@ -201,6 +204,24 @@ def test_failing_training_keeps_what_was_saved(tmpfs: Path, tmp_path: Path) -> N
     ours = FlashpointCallback(tmpfs / "job", strict=True)
     with pytest.raises(RuntimeError, match="as it happens"):
         fit(tmp_path, ours, callbacks=[Fails()])
+    fit(tmp_path, ours, max_steps=9)
+    assert ours.flashpoint is not None
+    assert ours.flashpoint.last_recovery is not None
+    assert ours.flashpoint.last_recovery.version == "step-5_ckpt"
+
+
+def test_sigterm_is_left_to_lightning_and_the_last_step_is_kept(tmpfs: Path, tmp_path: Path) -> None:
+    class Terminates(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ours = FlashpointCallback(tmpfs / "job", strict=True)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, ours, callbacks=[Terminates()])
+    signal.signal(signal.SIGTERM, before)
+    # The batch was ended, and the save that it began, too.
     fit(tmp_path, ours, max_steps=9)
     assert ours.flashpoint is not None
     assert ours.flashpoint.last_recovery is not None

@@ -6,6 +6,7 @@ which Lightning goes on exactly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -19,7 +20,7 @@ from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.facade.arguments import (
     checked_base,
     checked_bool,
@@ -165,7 +166,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         if not self._is_open or self._flashpoint is None:
             return
         if isinstance(exception, SIGTERMException):
-            self._flashpoint.wait(self._grace_s)
+            with contextlib.suppress(FlashpointError):  # of a save that failed, which was logged
+                self._flashpoint.wait(self._grace_s)
         self._is_open = False
         self._flashpoint.__exit__(type(exception), exception, None)
 

@@ -47,7 +47,8 @@ test: lint test-nemo
 	$(BIN)/pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
-# `nemo.lightning` imports (nvidia-resiliency-ext) and what writes its context (nemo-run, of releases that fit).
+# `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), and what writes its context
+# (nemo-run), of releases that fit.
 NEMO_BIN := .venv-nemo/bin
 NEMO_STAMP := .venv-nemo/.setup-stamp
 NEMO_PINS := "torch==2.13.0" "nemo_toolkit[lightning]==2.4.0" "megatron-core==0.13.1"
@@ -56,7 +57,8 @@ $(NEMO_STAMP): Makefile pyproject.toml
 	test -x $(NEMO_BIN)/python || $(PYTHON) -m venv .venv-nemo
 	$(NEMO_BIN)/python -m pip install -q "setuptools>=77" $(NEMO_PINS)
 	$(NEMO_BIN)/python -m pip install -q nvidia-resiliency-ext
-	$(NEMO_BIN)/python -m pip install -q $(NEMO_PINS) "nemo-run==0.5.0" "leptonai<0.30" "protobuf~=5.29.5" "packaging<25"
+	$(NEMO_BIN)/python -m pip install -q $(NEMO_PINS) "nemo-run==0.5.0" "leptonai<0.30" "pandas<3" \
+	    "protobuf~=5.29.5" "packaging<25"
 	$(NEMO_BIN)/python -m pip install -q hypothesis pytest pytest-timeout
 	$(NEMO_BIN)/python -m pip install -q --no-build-isolation -e .
 	touch $@

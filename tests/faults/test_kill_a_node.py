@@ -41,7 +41,10 @@ def test_kill_a_rank(
             team[1 - victim].kill()
             sealed = min(last(child, "sealed") for child in team.ranks)
             verified = max(last(child, "verified") for child in team.ranks)
-            least = max(step, verified if lose_memory else sealed)
+            reached = max(step, verified if lose_memory else sealed)
+            if reached == least:
+                longest_s *= 1.5  # a busy machine gets nothing done in so short a life
+            least = reached
             most = max(most, *(last(child, "begins") for child in team.ranks))
     assert least > count / 4
 

@@ -45,8 +45,9 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 _log = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_BYTES = 16 << 30
-# The newest verified version, the one being replicated, and the one being written.
-_MAX_OWN_ARENAS = 3
+# The newest verified version and the one being written; while replication lags behind the saves also the one being
+# replicated, and the newest sealed one, or a crash in the middle of the next save would lose more than that.
+_MAX_OWN_ARENAS = 4
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
 _NOTICE_POLL_S = 0.002
@@ -244,11 +245,11 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             return [t for t in self._saves if _holds_arena(t)]
 
     def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
-        """An arena for a save: a free one if there is, else a new one while few are in use, else one taken from
-        an older save that cannot be the version to recover."""
+        """An arena for a save: a free one if there is, else a new one while few are in use and there is room, else
+        one taken from an older save that is not verified."""
         assert isinstance(store, RankStore)
         self._preflight(store, size)
-        if not store.has_free(size) and len(self._own_arenas()) == _MAX_OWN_ARENAS - 1:
+        if not store.has_free(size) and 2 <= len(self._own_arenas()) < _MAX_OWN_ARENAS:
             self._commits.wait_for_change(lambda: store.has_free(size), 0.05 + size / _FAULT_RATE)
         give_up = time.monotonic() + seal_deadline_s()
         error: FlashpointError = SaveError(
@@ -269,7 +270,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 except CapacityError as full:
                     ticket.taking = False
                     error = full
-            if self._drop_one(ticket) or self._fail_abandoned():
+            if self._drop_one(ticket, full=isinstance(error, CapacityError)) or self._fail_abandoned():
                 continue
             # Nothing to take back now; an earlier save that is under way may free something when it settles, or when
             # it turns out that nobody goes on with it.
@@ -288,13 +289,13 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             earlier = [t.pending for t in self._saves if t.sequence < ticket.sequence]
         return any(pending is not None and not pending.settled.is_set() for pending in earlier)
 
-    def _drop_one(self, ticket: SaveTicket) -> bool:
-        """Give up the oldest save before this one that is sealed, but neither verified nor being copied, if another
-        sealed one remains."""
+    def _drop_one(self, ticket: SaveTicket, *, full: bool) -> bool:
+        """Give up the oldest save before this one that is sealed, but neither verified nor being copied, if a newer
+        one is sealed; without room on the filesystem, if any other is."""
         held = [t for t in self._own_arenas() if t.pending is not None and t.pending.part is not None]
         if len(held) < 2:
             return False
-        earlier = [t.pending for t in held if t.sequence < ticket.sequence]
+        earlier = [t.pending for t in held[: None if full else -1] if t.sequence < ticket.sequence]
         return any(pending is not None and self._commits.drop(pending) for pending in earlier)
 
     def _preflight(self, store: RankStore, size: int) -> None:

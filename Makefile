@@ -9,6 +9,8 @@
 PYTHON ?= python3
 # The torch that this repository is tested with. Another build: make setup TORCH="torch==2.6.0"
 TORCH ?= torch==2.13.0
+# Likewise. None at all: make setup MEGATRON=
+MEGATRON ?= megatron-core==0.16.1
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -24,10 +26,10 @@ TWO_AT_A_TIME ?= -n 2 --dist loadfile
 setup: $(STAMP)
 
 # Build isolation is off so that a second run needs nothing from the network.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
-	$(BIN)/python -m pip install -q "setuptools>=77" "$(TORCH)"
+	$(BIN)/python -m pip install -q "setuptools>=77" "$(TORCH)" $(MEGATRON)
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[pytorch,dev]"
 	touch $@
 

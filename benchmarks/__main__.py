@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, lightning, peers, transfers
+from benchmarks import engine, lightning, megatron, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -54,6 +54,7 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from engine.copy_alone(name, state, memcpy, folder / "copy")
         yield from engine.saves(name, state, memcpy, folder / "ours")
         yield from peers.saves_and_loads(name, state, memcpy, folder / "peers")
+        yield from megatron.saves(name, state, memcpy, folder)
         del state, memcpy
         gc.collect()
     if not only or only in "transfer":

@@ -83,6 +83,12 @@ class TestOneRank:
         self.save(tmpfs, [1, 2, 3], FILES)
         assert sorted(p.name for p in tmpfs.iterdir() if p.name != ".flashpoint") == ["step-3_ckpt"]
 
+    def test_what_is_not_ours_stays(self, tmpfs: Path) -> None:
+        (tmpfs / "step-1_ckpt").mkdir()
+        (tmpfs / "step-1_ckpt" / "notes.txt").write_text("mine")
+        self.save(tmpfs, [1, 2], FILES)
+        assert os.listdir(tmpfs / "step-1_ckpt") == ["notes.txt"]
+
     def test_what_a_crash_left_without_a_part_is_swept(self, tmpfs: Path) -> None:
         for step, age_s in ((7, 1e6), (8, 0)):
             write_companions(tmpfs, f"step-{step}_ckpt", FILES)

@@ -21,24 +21,26 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]
 
+ON_TWO = ["queues"]  # each starts a process a rank
 ON_FOUR = ["a_gpt_with_the_distributed_optimizer"]
 CASES = [
     "every_layout",
     "fully_parallel",
+    "fully_parallel_load",
     "what_megatron_core_reads_by_itself",
     "saved_by_dist_checkpointing_itself",
     "strict_handling",
     "flattened_ranges",
     "the_staged_copies_are_the_object",
     "plans_are_sent_when_they_change",
-    "queues",
+    "an_exchange_of_plans_that_breaks_off",
     "a_save_that_fails_on_one_rank",
     "common_state_that_cannot_be_saved",
     "a_load_that_fails_on_one_rank",
     "objects_that_could_run_code_are_refused",
 ]
 # On two nodes; four ranks under torchrun, as megatron-core is started.
-RUNS = {2: CASES, 4: CASES + ON_FOUR}
+RUNS = {2: CASES + ON_TWO, 4: CASES + ON_FOUR}
 
 
 class _Results:

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -33,9 +34,14 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 def without_cuda() -> None:
     """Let megatron-core's collectives of checkpoints run on the CPU, where there is no CUDA device."""
+    if not hasattr(numpy, "product"):  # megatron-core before 0.16 uses it; numpy 2 has dropped it
+        numpy.product = numpy.prod  # type: ignore[attr-defined]
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
         torch.cuda.synchronize = lambda *args: None
+        # Of the process of a persistent caller.
+        torch.cuda.device_count = lambda: 1
+        torch.cuda.set_device = lambda device: None
 
 
 class Door(dcp.Door):

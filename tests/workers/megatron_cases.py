@@ -25,13 +25,16 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.core.errors import CapacityError, FlashpointError
+from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointError
 from ml_flashpoint.core.rank_group import rank_group
 from tests.support.megatron import Door, TorchDist, load_from, without_cuda
 from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, plain, sharded_state
@@ -102,6 +105,18 @@ def fully_parallel(door: Door, other: TorchDist) -> None:
     if world_size() > 1:
         shares = _gathered((used[-1], alone))
         assert max(share for share, _ in shares) < max(whole for _, whole in shares), shares
+
+
+@case
+def fully_parallel_load(door: Door, other: TorchDist) -> None:
+    """megatron-core's other wrapper: each rank loads a share of what is replicated, and gives it to the others."""
+    from tests.support.megatron_gpt import PlayedCuda
+
+    layout = Layout(dp=world_size())
+    door.save_megatron(sharded_state(layout, 1), 1)
+    with PlayedCuda():
+        wrapped = FullyParallelLoadStrategyWrapper(door.load_strategy)
+        check_load(door, layout, 1, strategy=wrapped)
 
 
 def _header_bytes(door: Door, step: int) -> int:
@@ -186,7 +201,10 @@ def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
     content = {"distrib_optim_sharding_type": "dp_reshardable", "version": 3}
     door.save_megatron(sharded_state(layout, 1), 1, content_metadata=content)
     folder = door.version(1)
-    assert sorted(name for name in os.listdir(folder) if not name.startswith("rank-")) == ["common.pt", "metadata.json"]
+    assert sorted(name for name in os.listdir(folder) if not name.startswith(("rank-", "."))) == [
+        "common.pt",
+        "metadata.json",
+    ]
     other.save(sharded_state(layout, 1))
     assert dist_checkpointing.check_is_distributed_checkpoint(folder)
     common = dist_checkpointing.load_common_state_dict(folder)
@@ -349,25 +367,69 @@ def plans_are_sent_when_they_change(door: Door, other: TorchDist) -> None:
 
 
 @case
+def an_exchange_of_plans_that_breaks_off(door: Door, other: TorchDist) -> None:
+    """What rank 0 did not hear is said again: no save is described by the plans of another."""
+    layout = some_layout()
+    gather = rank_group().gather
+
+    def cut_off(blob: bytes) -> list[bytes]:
+        gather(blob)
+        raise DeadlineError("played")
+
+    logging.disable(logging.CRITICAL)
+    failed = []
+    for step in range(1, 7):
+        state = sharded_state(layout, step)
+        if step >= 3:
+            state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((5,), float(step)), replica_id=rank())
+        if step == 3 and rank() == 0:
+            rank_group().gather = cut_off  # type: ignore[method-assign]
+        door.save_megatron(state, step)
+        vars(rank_group()).pop("gather", None)
+        if door.save_strategy.last_error is not None:
+            failed.append(step)
+            continue
+        template, wanted = sharded_state(layout, 0, blank=True), expected(layout, step)
+        if step >= 3:
+            template["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(5), replica_id=rank())
+            wanted["more"] = torch.full((5,), float(step))
+        assert_same_state(door.load_megatron(template, step), wanted)
+    logging.disable(logging.NOTSET)
+    assert failed == [3, 4], failed
+
+
+@case
 def queues(door: Door, other: TorchDist) -> None:
     """Several requests under way in one queue; callers of both kinds, with a process and without."""
     layout = some_layout()
     step = 0
-    for child, persistent in ((True, False), (False, False), (False, True)):
+    for child, persistent in ((True, False), (False, False), (False, True), (True, True)):
         made = Door(base_path() / f"queues-{child}-{persistent}", child=child)
         queue = AsyncCallsQueue(persistent=persistent)
         finalized: list[int] = []
-        for _ in range(3):
+        started = step
+        for number in range(3):
             step += 1
-            request = save_local_aware_megatron_checkpoint(
-                sharded_state(layout, step), made.version(step), made.save_strategy, True
-            )
-            assert (request.async_fn is not None) == child
+            if number == 1 and child:
+                # As in a job that saves to disk, too, through the same queue.
+                os.makedirs(other.folder / str(step), exist_ok=True)
+                dist.barrier()
+                request = dist_checkpointing.save(
+                    sharded_state(layout, step),
+                    str(other.folder / str(step)),
+                    other.save_strategy,
+                    async_sharded_save=True,
+                )
+            else:
+                request = save_local_aware_megatron_checkpoint(
+                    sharded_state(layout, step), made.version(step), made.save_strategy, True
+                )
+                assert (request.async_fn is not None) == child
             request.add_finalize_fn(functools.partial(finalized.append, step))
             queue.schedule_async_request(request)
         assert finalized == []
         queue.maybe_finalize_async_calls(blocking=True)
-        assert finalized == [step - 2, step - 1, step]
+        assert finalized == [started + 1, started + 2, started + 3]
         assert queue.get_num_unfinalized_calls() == 0
         check_load(made, layout, step)
         queue.close()
@@ -548,9 +610,12 @@ def load_from_others(root: Path, saved_by: list[Layout]) -> None:
         door.close()
 
 
+# Not in `main`: the process of a persistent caller imports this, too.
+without_cuda()
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    without_cuda()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     meeting = dist.new_group(timeout=timedelta(seconds=120))
     layouts = {str(layout): layout for each in LAYOUTS.values() for layout in each}

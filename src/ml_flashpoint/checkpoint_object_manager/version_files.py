@@ -15,7 +15,7 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
@@ -35,6 +35,7 @@ from ml_flashpoint.core.manifest import (
 )
 
 _TRIES = 8
+_INDEX = ".companions"
 
 
 def list_versions(base: Path) -> list[str]:
@@ -104,21 +105,38 @@ def _remove(directory: Path, names: Sequence[str]) -> None:
 
 
 def is_companion_name(name: str) -> bool:
-    """Whether a file of this name beside the parts is a companion: no file of a part, and not hidden."""
-    return not name.startswith(".") and parse_manifest_name(name) is None and parse_object_name(name) is None
+    """Whether a file of this name beside the parts may be a companion: no file of a part, and not hidden."""
+    return not name.startswith(".") and not _is_of_a_part(name)
 
 
-def remove_remains(directory: Path) -> None:
-    """Remove a version's directory with its companions, unless there is still something of a part in it."""
+def _is_of_a_part(name: str) -> bool:
+    return parse_manifest_name(name) is not None or parse_object_name(name) is not None
+
+
+def remove_remains(directory: Path, names: Collection[str] = ()) -> None:
+    """Remove a version's directory with its companions, unless there is still something of a part in it.
+
+    What neither :func:`write_companions` has written nor ``names`` has stays, and so does the directory then.
+    """
     with contextlib.suppress(OSError):
         directory.rmdir()
         return
     with contextlib.suppress(OSError):
-        names = os.listdir(directory)
-        if all(is_companion_name(_without_temporary(name)) for name in names):
-            for name in names:
+        found = {name: _without_temporary(name) for name in os.listdir(directory)}
+        if any(map(_is_of_a_part, found.values())):
+            return
+        ours = {_INDEX, *_indexed(directory), *names}
+        for name, meant in found.items():
+            if meant in ours:
                 (directory / name).unlink(missing_ok=True)
-            directory.rmdir()
+        directory.rmdir()
+
+
+def _indexed(directory: Path) -> list[str]:
+    try:
+        return (directory / _INDEX).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _without_temporary(name: str) -> str:
@@ -138,18 +156,25 @@ def write_companions(base: Path, version: str, files: Mapping[str, bytes]) -> No
         if not is_companion_name(validate_segment(name)):
             raise InvalidNameError("it would pass for a file of a part, or is hidden", path=directory / name)
     directory.mkdir(parents=True, exist_ok=True)
+    # First of all, so that they are known for ours when they are to go.
+    _replace(directory / _INDEX, "\n".join(files).encode())
     for name, content in files.items():
         path = directory / name
         with contextlib.suppress(OSError):
             if not path.is_symlink() and path.read_bytes() == content:
                 continue
-        temporary = directory / f".{name}.{secrets.token_hex(4)}.tmp"
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        _replace(path, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.touch(0o600)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

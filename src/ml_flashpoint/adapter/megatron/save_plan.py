@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import item_keys
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, allowing
 from ml_flashpoint.core.errors import SaveError, UnsafeContentError
 from ml_flashpoint.core.rank_group import RankGroup
 
@@ -59,6 +59,9 @@ class PlannedSave:
 class PlanExchange:
     """Plans the saves of one strategy.
 
+    A rank that sent its plan does not know whether rank 0 has it. If rank 0 has not, it fails the next save, which
+    tells all ranks to send theirs again.
+
     Args:
         group: the ranks of the job.
     """
@@ -69,6 +72,7 @@ class PlanExchange:
         self._keys: list[str] = []
         self._plans: list[SavePlan | None] = [None] * group.world_size
         self._metadata: bytes | None = None
+        self._missed = False
 
     def plan(self, state: dict[str, Any] | None, failure: BaseException | None) -> PlannedSave:
         """Collective: plan a save.
@@ -82,6 +86,8 @@ class PlanExchange:
             FlashpointError: a rank is gone.
         """
         planner, message, plan = save_planner(), b"", None
+        if self._missed:
+            failure = failure or SaveError("not all plans of the last save have come: they are sent again")
         if failure is None and state is not None:
             try:
                 planner.set_up_planner(state, is_coordinator=self._group.rank == 0)
@@ -93,11 +99,13 @@ class PlanExchange:
         if failure is not None:
             message = _FAILURE + f"{type(failure).__name__}: {failure}".encode()[:_MAX_SHOWN]
         known, self._own = self._own, None  # if the exchange breaks off, others may not have what was sent
-        said = self._group.gather(message)
+        said, self._missed = self._gathered(message), False
         if message[:1] == _PLAN:
             known, self._keys = plan, item_keys(plan.items) if plan is not None else []
         self._own = known
-        if self._group.rank == 0:
+        if said[0][:1] == _FAILURE:
+            self._own = None
+        elif self._group.rank == 0:
             self._take_note(said)
         for rank, each in enumerate(said):
             if each[:1] == _FAILURE:
@@ -107,11 +115,22 @@ class PlanExchange:
         planner.finish_plan(known)
         return PlannedSave(known, self._keys, planner, metadata)
 
+    def _gathered(self, message: bytes) -> list[bytes]:
+        try:
+            return self._group.gather(message)
+        except BaseException:
+            self._missed = self._group.rank == 0
+            raise
+
     def _take_note(self, said: list[bytes]) -> None:
-        for rank, message in enumerate(said):
-            if message[:1] == _PLAN:
-                self._metadata = self._plans[rank] = None
-                self._plans[rank] = self._own if rank == 0 else _decoded(message[1:], rank)
+        try:
+            for rank, message in enumerate(said):
+                if message[:1] == _PLAN:
+                    self._metadata = None
+                    self._plans[rank] = self._own if rank == 0 else _decoded(message[1:], rank)
+        except BaseException:
+            self._missed = True
+            raise
 
     def _encoded_metadata(self) -> bytes:
         if self._metadata is None:
@@ -136,7 +155,7 @@ def _encoded(plan: SavePlan) -> bytes:
 
 
 def _decoded(data: bytes, rank: int) -> SavePlan:
-    with torch.serialization.safe_globals([*_PLAN_TYPES, *metadata_types()]):
+    with allowing([*_PLAN_TYPES, *metadata_types()]):
         try:
             plan = torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:

@@ -7,6 +7,7 @@ this one, which has the arenas. What a version consists of, and its commit, are 
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -156,18 +157,19 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """Everything that the caller has to wait for. Errors are kept: they must not leave other ranks waiting."""
         for failed in self._failed:
             if failed != version:
-                remove_remains(Path(str(failed)))
+                remove_remains(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
         self._failed.clear()
         ticket = self._writer.saver.begin()
         save = _Save(self._writer, ticket, version)
         state, failure = None, None
         try:
-            try:
-                self._add_files(save)
-                state = state_to_save(sharded_state_dict)
-            except Exception as error:
-                failure = error
-            save.stage(self._plans.plan(state, failure))
+            with _no_garbage_collection():
+                try:
+                    self._add_files(save)
+                    state = state_to_save(sharded_state_dict)
+                except Exception as error:
+                    failure = error
+                save.stage(self._plans.plan(state, failure))
         except Exception as error:
             save.fail(error)
         except BaseException as error:
@@ -322,6 +324,18 @@ class _StagedPlanner(SavePlanner):
         raise NotImplementedError("the plan was made before")
 
     create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Plans are many small objects; making them would set off passes over all objects of the process."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _nothing() -> None:

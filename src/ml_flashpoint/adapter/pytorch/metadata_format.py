@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal, allowing
 from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
 
 _VERSION = 1
@@ -241,7 +241,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:
-    with torch.serialization.safe_globals([*_GLOBALS, *allowed]):
+    with allowing([*_GLOBALS, *allowed]):
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,15 @@ def check_bytes(data: memoryview, key: str, *, path: str, allowed: Sequence[Safe
             hint="pass these types as safe_globals to the reader if you trust them",
         )
     return stream
+
+
+def allowing(types: Iterable[Any]) -> AbstractContextManager[None]:
+    """Within, ``torch.load`` may make these types, too.
+
+    Unlike ``torch.serialization.safe_globals``, this does not forbid at its end what was allowed before.
+    """
+    before = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([each for each in types if each not in before])
 
 
 def unsafe_globals(stream: io.BytesIO, *, allowed: Sequence[SafeGlobal] = ()) -> set[str]:

@@ -1,0 +1,92 @@
+"""The strategies in one process: wrong arguments, and plans that are none. Saves are tested on several ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
+from ml_flashpoint.adapter.megatron.save_plan import _decoded, _encoded
+from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
+from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
+from ml_flashpoint.adapter.megatron.translation import save_planner, state_to_save
+from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError, UnsafeContentError
+from tests.support.megatron import Door, TorchDist
+from tests.support.megatron_states import Layout, sharded_state
+
+
+@pytest.fixture
+def door(tmpfs: Path) -> Iterator[Door]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    door = Door(tmpfs / "job")
+    yield door
+    door.close()
+    dist.destroy_process_group()
+
+
+def test_constructors_name_what_they_cannot_take(door: Door) -> None:
+    wrong: Any = object()
+    with pytest.raises(InvalidArgumentError, match="storage_writer=<object"):
+        MLFlashpointMegatronAsyncSaveStrategy(storage_writer=wrong)
+    with pytest.raises(InvalidArgumentError, match="replication_manager=<object"):
+        MLFlashpointMegatronLoadStrategy(replication_manager=wrong, checkpoint_loader=door.loader)
+    with pytest.raises(InvalidArgumentError, match="checkpoint_loader=<object"):
+        MLFlashpointMegatronLoadStrategy(replication_manager=door.replication, checkpoint_loader=wrong)
+
+
+@pytest.mark.parametrize(
+    ("folder", "error"), [("relative/step-1_ckpt", InvalidNameError), ("/dev/shm/job/iter_1", InvalidArgumentError)]
+)
+def test_a_folder_that_is_no_version_is_refused(door: Door, folder: str, error: type[Exception]) -> None:
+    for asynchronous in (False, True):
+        with pytest.raises(error):
+            save_local_aware_megatron_checkpoint({}, folder, door.save_strategy, asynchronous)
+    with pytest.raises(error):
+        door.save_strategy.async_save({}, folder)
+    with pytest.raises(error):
+        door.save_strategy.save({}, folder)
+    with pytest.raises(error):
+        door.load_strategy.load({}, folder)
+    assert door.saver.stats.failed == 0
+
+
+def test_another_strategy_is_refused(door: Door, tmpfs: Path) -> None:
+    theirs = TorchDist(tmpfs / "other").save_strategy
+    with pytest.raises(InvalidArgumentError, match="save_strategy"):
+        save_local_aware_megatron_checkpoint({}, door.version(1), theirs, False)
+
+
+def test_plans_survive_the_way_to_another_rank(door: Door) -> None:
+    planner = save_planner()
+    state = sharded_state(Layout(), 1)
+    planner.set_up_planner(state_to_save(_sharded_part(state)), is_coordinator=True)
+    plan = planner.create_local_plan()
+    assert plan.items
+    assert _decoded(_encoded(plan), 0) == plan
+
+
+def test_what_is_no_plan_is_not_unpickled() -> None:
+    class Call:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("it was unpickled",)
+
+    for value in (Call(), {"items": []}):
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        with pytest.raises(UnsafeContentError):
+            _decoded(stream.getvalue(), 3)
+
+
+def _sharded_part(state: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+    sharded, _ = save_preprocess(state)
+    return sharded  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 #
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
+#   make test-nemo   the tests that need NeMo, in .venv-nemo (about 2 GB), which it makes; not part of `make test` yet
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 
@@ -20,7 +21,7 @@ STAMP := .venv/.setup-stamp
 # Most tests wait for processes more than they compute. A file's tests stay together, in their order.
 TWO_AT_A_TIME ?= -n 2 --dist loadfile
 
-.PHONY: setup lint format check test demo bench clean distclean
+.PHONY: setup lint format check test test-nemo demo bench clean distclean
 
 setup: $(STAMP)
 
@@ -47,6 +48,26 @@ check: lint
 test: lint
 	$(BIN)/pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
+# NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
+# `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), and what writes its context
+# (nemo-run), of releases that fit.
+NEMO_BIN := .venv-nemo/bin
+NEMO_STAMP := .venv-nemo/.setup-stamp
+NEMO_PINS := "torch==2.13.0" "nemo_toolkit[lightning]==2.4.0" "megatron-core==0.13.1"
+
+$(NEMO_STAMP): Makefile pyproject.toml
+	test -x $(NEMO_BIN)/python || $(PYTHON) -m venv .venv-nemo
+	$(NEMO_BIN)/python -m pip install -q "setuptools>=77" $(NEMO_PINS)
+	$(NEMO_BIN)/python -m pip install -q nvidia-resiliency-ext
+	$(NEMO_BIN)/python -m pip install -q $(NEMO_PINS) "nemo-run==0.5.0" "leptonai<0.30" "pandas<3" \
+	    "protobuf~=5.29.5" "packaging<25"
+	$(NEMO_BIN)/python -m pip install -q hypothesis pytest pytest-timeout
+	$(NEMO_BIN)/python -m pip install -q --no-build-isolation -e .
+	touch $@
+
+test-nemo: $(NEMO_STAMP)
+	$(NEMO_BIN)/python -m pytest -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS)
+
 demo: setup
 	$(BIN)/flashpoint demo $(DEMO_ARGS)
 
@@ -58,4 +79,4 @@ clean:
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-nemo

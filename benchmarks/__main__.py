@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, local, megatron, peers, transfers
+from benchmarks import engine, lightning, local, megatron, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -63,6 +63,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from local.replication(folder / "replication")
     if not only or only in "transfer":
         yield from transfers.results()
+    if not only or only in "lightning":
+        yield from lightning.results(folder / "lightning", scale)
 
 
 def main(
@@ -70,7 +72,10 @@ def main(
     scale: Annotated[float, typer.Option(help="Size of the states; 1.0 needs about 16 GiB of memory.")] = 1.0,
     only: Annotated[
         str,
-        typer.Option(help="Only states whose name contains this ('128', '20,000', 'tiny', 'replication', 'transfer')."),
+        typer.Option(
+            help="Only states whose name contains this"
+            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'lightning')."
+        ),
     ] = "",
 ) -> None:
     """Measure our saves, loads and transfers beside others', as ratios to a memcpy in the same run."""

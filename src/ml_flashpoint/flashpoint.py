@@ -100,6 +100,8 @@ class Flashpoint:
         FlashpointError: the base container cannot be used, or ranks cannot agree.
     """
 
+    _tracked_type: type[TrackedState] = TrackedState  # a door whose state has another form has another one
+
     def __init__(
         self,
         base: str | os.PathLike[str],
@@ -148,7 +150,7 @@ class Flashpoint:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
             undo.pop_all()
 
-        self._tracked = TrackedState(self._ranks.rank, self._ranks.world_size)
+        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
         self._saves = SaveRunner(
             self._tracked,

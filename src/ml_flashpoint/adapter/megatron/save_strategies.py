@@ -68,10 +68,12 @@ class _Carried:
     Attributes:
         carrier: the rank whose object keeps them.
         common: makes this rank's common.pt; None where another rank keeps the files.
+        others: makes further files, by name.
     """
 
     carrier: int
     common: Callable[[], bytes | None] | None
+    others: Callable[[], Mapping[str, bytes]] = dict
 
 
 class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
@@ -138,11 +140,14 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         self._end(save)
 
     @contextmanager
-    def carrying(self, common_state: Mapping[str, Any]) -> Iterator[None]:
-        """The save made in here keeps ``common_state`` of every node, as its lowest rank has it."""
+    def carrying(
+        self, common_state: Mapping[str, Any], files: Callable[[], Mapping[str, bytes]] = dict
+    ) -> Iterator[None]:
+        """The save made in here keeps ``common_state`` of every node, as its lowest rank has it, and further files
+        for the version's folder, which are made on that rank only. Their names have no directories."""
         leader = self._group.topology.ranks_of(self._group.node)[0]
         common = (lambda: _saved(common_state)) if self._group.is_node_leader else None
-        self._carried = _Carried(leader, common)
+        self._carried = _Carried(leader, common, files)
         try:
             yield
         finally:
@@ -183,6 +188,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
             common = carried.common()
             save.files = {CONFIG_FNAME: config.encode()} | ({} if common is None else {COMMON_STATE_FNAME: common})
+            save.files |= carried.others()
 
     def _end(self, save: _Save) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""

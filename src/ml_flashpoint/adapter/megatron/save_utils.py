@@ -6,7 +6,7 @@ Owns the order of megatron-core's steps up to the strategy, which does the rest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -28,6 +28,7 @@ def save_local_aware_megatron_checkpoint(
     validate_access_integrity: bool = True,
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    files: Callable[[], Mapping[str, bytes]] = dict,
 ) -> AsyncRequest | None:
     """Collective: save a sharded state dict, and the common state of every node as its local rank 0 has it.
 
@@ -41,6 +42,7 @@ def save_local_aware_megatron_checkpoint(
         async_save: return when the state may change again, with the rest still to come.
         validate_access_integrity, preprocess_common_before_consistancy_check, content_metadata: as for
             `dist_checkpointing.save`. Checking, which gathers the keys of all ranks, may be left to one save of many.
+        files: makes further files for the version's folder, on one rank of each node. Their names have no directories.
 
     Returns:
         For an asynchronous save what is to be scheduled on all ranks, else None.
@@ -54,7 +56,7 @@ def save_local_aware_megatron_checkpoint(
     if content_metadata is not None:
         checkpoint[_CONTENT_METADATA_KEY] = content_metadata
     sharded, common = save_preprocess(checkpoint, validate_access_integrity, preprocess_common_before_consistancy_check)
-    with ours.carrying(common):
+    with ours.carrying(common, files):
         if async_save:
             return save_strategy.async_save(sharded, version)
         save_strategy.save(sharded, version)

@@ -1,0 +1,8 @@
+"""PyTorch Lightning: a callback that saves a trainer's state into memory, and the way to go on from there."""
+
+from __future__ import annotations
+
+from ml_flashpoint.adapter.lightning.callback import FlashpointCallback, resume_path
+from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
+
+__all__ = ["FlashpointCallback", "FlashpointCheckpointIO", "resume_path"]

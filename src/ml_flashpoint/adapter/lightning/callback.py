@@ -1,0 +1,264 @@
+"""`FlashpointCallback`: when a trainer's state is saved into memory, and its way back.
+
+Owns the schedule, the life of the engine within that of a trainer, and the choice of points in the training loop from
+which Lightning goes on exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
+from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
+from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.facade.arguments import (
+    checked_base,
+    checked_bool,
+    checked_globals,
+    checked_integer,
+    checked_seconds,
+    checked_strategy,
+)
+from ml_flashpoint.facade.schedule import passes_multiple
+from ml_flashpoint.replication.strategies import ReplicationStrategy
+
+_log = logging.getLogger(__name__)
+
+# Enough for a validation just before the end of an epoch; where every batch is such, saves must be made nevertheless.
+_MAX_PUT_OFF = 2
+
+
+class FlashpointCallback(Callback):  # type: ignore[misc]
+    """Saves the state of a trainer into memory every few steps.
+
+    ::
+
+        trainer = Trainer(strategy="fsdp", callbacks=[FlashpointCallback("/dev/shm/mlf-jobs/job-145", 10)])
+        trainer.fit(model, ckpt_path=resume_path(trainer))
+
+    A step is one of the optimizer (``trainer.global_step``). What is saved is what Lightning's own checkpoint has,
+    of every rank, and the random number generators. Saves go beside `ModelCheckpoint`; this callback moves itself
+    behind all others, so that what they do at a step is in the checkpoint of that step.
+
+    A save that is due at the last batch of an epoch, or at one that validation follows, is made at the next step that
+    is neither, two steps later at most: Lightning, resumed from there, would leave out that validation and the hooks
+    at the end of that epoch.
+
+    Args:
+        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
+        every_n_steps: how often to save.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out.
+        enabled: False to do nothing at all.
+        replication, strict, safe_globals, deadline_s: see `ml_flashpoint.Flashpoint`.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable.
+    """
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        every_n_steps: int = 1,
+        skip_every_n_steps: int | None = None,
+        enabled: bool = True,
+        *,
+        replication: ReplicationStrategy | None = None,
+        strict: bool = False,
+        safe_globals: Sequence[SafeGlobal] = (),
+        deadline_s: float | None = None,
+        grace_s: float = 20.0,
+    ) -> None:
+        super().__init__()
+        self.base = checked_base(base)
+        self.every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
+        self.skip_every_n_steps = skip_every_n_steps
+        if skip_every_n_steps is not None:
+            checked_integer("skip_every_n_steps", skip_every_n_steps, 1)
+        self.enabled = checked_bool("enabled", enabled)
+        self._grace_s = checked_seconds("grace_s", grace_s)
+        self._options: dict[str, Any] = {
+            "replication": checked_strategy(replication),
+            "strict": checked_bool("strict", strict),
+            "safe_globals": checked_globals(safe_globals),
+            "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
+        }
+        self._flashpoint: TrainerFlashpoint | None = None
+        self._is_open = False
+        self._step = 0
+        self._put_off = 0
+
+    @property
+    def flashpoint(self) -> TrainerFlashpoint | None:
+        """The engine: its health, the last recovery. None before the trainer's processes are set up."""
+        return self._flashpoint
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def open(self, trainer: Trainer) -> TrainerFlashpoint:
+        """The engine, with its way back built into the trainer. Collective at first; processes must be set up.
+
+        Raises:
+            InvalidArgumentError: the strategy or a callback is not supported; says why.
+            FlashpointError: the base container cannot be used.
+        """
+        if self._is_open:
+            assert self._flashpoint is not None
+            return self._flashpoint
+        sharded = is_sharded(trainer.strategy)
+        check_callbacks(trainer)
+        flashpoint = TrainerFlashpoint(
+            str(self.base), sharded=sharded, every_n_steps=self.every_n_steps, **self._options
+        )
+        self._flashpoint, self._is_open = flashpoint, True
+        strategy = trainer.strategy
+        if sharded:
+            # These strategies go around the CheckpointIO.
+            given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
+            strategy.load_checkpoint = _loading(flashpoint, trainer, given)
+        else:
+            given = strategy.checkpoint_io
+            if isinstance(given, FlashpointCheckpointIO):
+                given = given.checkpoint_io
+            strategy.checkpoint_io = FlashpointCheckpointIO(flashpoint, given)
+        return flashpoint
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning when the processes are set up and the model is not."""
+        if not self.enabled or stage != "fit":
+            return
+        # Another list: Lightning is going through this one.
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+        flashpoint = self.open(trainer)
+        if not is_sharded(trainer.strategy):
+            flashpoint.attach(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by Lightning when everything is set up and restored."""
+        if not self._is_open or self._flashpoint is None:
+            return
+        self._flashpoint.attach(trainer)
+        self._flashpoint.check_capacity()
+        self._flashpoint.go_on(trainer)
+        self._step, self._put_off = trainer.global_step, 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by Lightning at the end of an epoch, before schedulers that follow a metric have their turn.
+
+        In an epoch that was resumed in the middle, Lightning leaves them out, since it does not save metrics.
+        """
+        plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if self._is_open and all(config.monitor in trainer.callback_metrics for config in plateaus):
+            trainer.fit_loop._restarting = False  # which Lightning does a moment later
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Called by Lightning when training fails, or is ended by a signal."""
+        if not self._is_open or self._flashpoint is None:
+            return
+        if isinstance(exception, SIGTERMException):
+            with contextlib.suppress(FlashpointError):  # of a save that failed, which was logged
+                self._flashpoint.wait(self._grace_s)
+        self._is_open = False
+        self._flashpoint.__exit__(type(exception), exception, None)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning at the end: lets saves under way finish. Versions stay."""
+        if self._is_open and self._flashpoint is not None:
+            self._is_open = False
+            self._flashpoint.close()
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by Lightning after each batch: saves if that is due."""
+        step, before = trainer.global_step, self._step
+        if not self._is_open or step == before or trainer.fast_dev_run:
+            return  # gradients are being accumulated
+        self._step = step
+        is_due = passes_multiple(self.every_n_steps, before, step) and not passes_multiple(
+            self.skip_every_n_steps, before, step
+        )
+        if not is_due and not self._put_off:
+            return
+        if self._put_off < _MAX_PUT_OFF and _ends_something(trainer):
+            self._put_off += 1
+            return
+        self._put_off = 0
+        self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Save now, whatever the schedule says. Collective; in the middle of training, after a step.
+
+        Raises:
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+            InvalidArgumentError: the trainer is not training with this callback.
+        """
+        if not self._is_open or self._flashpoint is None:
+            raise InvalidArgumentError("is not training with this callback", argument="trainer", value=trainer)
+        self._flashpoint.save(trainer.global_step)
+
+
+def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
+    """What to go on from, for ``trainer.fit(model, ckpt_path=...)``. Collective, before `fit`.
+
+    Args:
+        trainer: has a `FlashpointCallback`.
+        fallback: what to return when memory has no version: a path, ``"last"`` and the like, or None to start anew.
+
+    Returns:
+        The path of the newest version that all ranks can load, which has been fetched and verified; or the fallback.
+
+    Raises:
+        InvalidArgumentError: there is no such callback, or the strategy is not supported; says why.
+        FlashpointError: the base container cannot be used, or ranks lost each other.
+    """
+    callbacks = [each for each in trainer.callbacks if isinstance(each, FlashpointCallback)]
+    if len(callbacks) != 1:
+        raise InvalidArgumentError(
+            f"must have one FlashpointCallback, and has {len(callbacks)}", argument="trainer.callbacks", value=callbacks
+        )
+    (callback,) = callbacks
+    if not callback.enabled:
+        return fallback
+    is_sharded(trainer.strategy)
+    check_callbacks(trainer)
+    join_processes(trainer.strategy)
+    version = callback.open(trainer).newest()
+    if version is None:
+        _log.info("memory has no version to go on from")
+        return fallback
+    return str(version)
+
+
+def _ends_something(trainer: Trainer) -> bool:
+    """Whether the epoch ends with this batch, or validation follows it."""
+    if trainer.is_last_batch:
+        return True
+    loop = trainer.fit_loop
+    # Validation by time is left alone: clocks differ between ranks, and all must save or none.
+    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+    return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def _loading(flashpoint: TrainerFlashpoint, trainer: Trainer, given: Any) -> Any:
+    @functools.wraps(given)
+    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not flashpoint.holds(checkpoint_path):
+            return given(checkpoint_path, *args, **kwargs)
+        flashpoint.attach(trainer)
+        return flashpoint.load(checkpoint_path)
+
+    load_checkpoint.func_before = given  # type: ignore[attr-defined]
+    return load_checkpoint

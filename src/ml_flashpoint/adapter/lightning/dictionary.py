@@ -1,0 +1,194 @@
+"""A Lightning checkpoint dictionary as something that a `Flashpoint` tracks.
+
+Owns taking the dictionary apart, into tensors, which are staged with one copy, and everything else, which is packed,
+and putting it together again. What is in the dictionary is Lightning's business.
+
+::
+
+    shared.state_dict.layer.weight          tensors that all ranks have alike: each is saved by one of them
+    own.rank-00003.callbacks.Mean.total     tensors of one rank
+    _flashpoint.rank-00003.lightning        everything else, with the places of tensors marked
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided
+from ml_flashpoint.core.errors import LoadError
+from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState
+
+Checkpoint = dict[str, Any]
+"""What `Trainer.save_checkpoint` would save."""
+
+REST = "lightning"
+SHARED = "shared"
+OWN = "own"
+
+# Parts of the dictionary that strategies which are not sharded keep alike on all ranks; `current_model_state` is
+# where Lightning's weight averaging puts the model's.
+_ALIKE = ("state_dict.", "current_model_state.", "optimizer_states.")
+_OF_MODEL = _ALIKE[:2]
+_PLACE = "ml_flashpoint.tensor"
+
+
+def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Separate the tensors of nested dicts, lists and tuples from everything else.
+
+    Returns:
+        The same structure with marks in the places of tensors, and the tensors by their places, detached and not
+        copied. Tensors that are more than their memory (sparse, quantized, of classes of their own) stay in place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not is_plain_strided(value) or value.is_meta:
+                return value.detach()
+            while path in tensors:  # "a.b" beside a["b"]
+                path += "'"
+            tensors[path] = value.detach()
+            return (_PLACE, path)
+        if type(value) in (dict, OrderedDict, defaultdict):
+            made = copy.copy(value)  # with what it has beside its items, as state dicts of modules have
+            for key, item in value.items():
+                made[key] = walk(item, f"{path}.{key}" if path else str(key))
+            return made
+        if type(value) in (list, tuple):
+            return type(value)([walk(item, f"{path}.{index}") for index, item in enumerate(value)])
+        return value
+
+    return walk(value, ""), tensors
+
+
+def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What :func:`take_apart` was given.
+
+    Raises:
+        LoadError: a tensor is missing.
+    """
+    if type(value) is tuple and len(value) == 2 and value[0] == _PLACE:
+        if value[1] not in tensors:
+            raise LoadError(f"the checkpoint does not have the tensor {value[1]!r}, which its dictionary refers to")
+        return tensors[value[1]]
+    if type(value) in (dict, OrderedDict, defaultdict):
+        for key, item in value.items():
+            value[key] = put_together(item, tensors)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)([put_together(item, tensors) for item in value])
+    return value
+
+
+class Slot:
+    """A tracked object whose state is made on demand, and kept when it is loaded.
+
+    Args:
+        make: gives the state to save.
+
+    Attributes:
+        loaded: the state that was loaded; None before.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.loaded: Any = None
+
+    def state_dict(self) -> Any:
+        """The state to save."""
+        return self._make()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Keep what was loaded."""
+        self.loaded = state_dict
+
+
+class DictionaryState(TrackedState):
+    """Tracks one checkpoint dictionary; nothing else needs to be added.
+
+    Attributes:
+        make: gives the dictionary to save. To be set before the first save.
+        parameters: names of the model's parameters in the dictionary. Of what else there is of the model (buffers),
+            rank 0's is saved, as Lightning does. None: there is one rank, or all ranks have the same.
+        sizes: gives tensors as large as what will be saved of model and optimizers.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.make: Callable[[], Checkpoint] = dict
+        self.parameters: Collection[str] | None = None
+        self.sizes: Callable[[], list[torch.Tensor]] = list
+        self._marked: Any = None
+        self._rest = Slot(lambda: self._marked)
+        self.add(REST, self._rest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of everything tracked."""
+        return (*super().names, SHARED, OWN)
+
+    def to_save(self) -> dict[str, Any]:
+        """See `TrackedState.to_save`."""
+        self._marked, tensors = take_apart(self.make())
+        try:
+            state = super().to_save()
+        finally:
+            self._marked = None
+        shared = {path: tensor for path, tensor in tensors.items() if path.startswith(_ALIKE)}
+        own = {path: tensor for path, tensor in tensors.items() if path not in shared}
+        if self.parameters is not None and self._rank != 0:
+            shared = {path: tensor for path, tensor in shared.items() if self._is_parameter(path)}
+        if shared:
+            state[SHARED] = shared
+        if own:
+            state[OWN] = {_of_rank(self._rank): own}
+        return state
+
+    def _is_parameter(self, path: str) -> bool:
+        prefix = next((each for each in _OF_MODEL if path.startswith(each)), None)
+        return prefix is None or self.parameters is None or path.removeprefix(prefix) in self.parameters
+
+    def expected_bytes(self) -> int:
+        """See `TrackedState.expected_bytes`."""
+        return sum(-(-tensor.nbytes // self._world_size) for tensor in self.sizes())
+
+    def target(self, metadata: Metadata) -> LoadTarget:
+        """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""
+        target = super().target(metadata)
+        shared = _empty(metadata, f"{SHARED}.")
+        own = _empty(metadata, f"{OWN}.{_of_rank(target.source_rank)}.")
+        state = {**target.state, **({SHARED: shared} if shared else {})}
+        if own:
+            state[OWN] = {_of_rank(target.source_rank): own}
+        return LoadTarget(state, frozenset({SHARED}), target.saved_by, target.source_rank)
+
+    def apply(self, target: LoadTarget, packed: Mapping[str, bytes]) -> None:
+        """See `TrackedState.apply`."""
+        super().apply(target, packed)
+        own = target.state.get(OWN, {}).get(_of_rank(target.source_rank), {})
+        self._rest.loaded = put_together(self._rest.loaded, {**target.state.get(SHARED, {}), **own})
+
+    def take(self) -> Checkpoint | None:
+        """The dictionary that was loaded, once; it is not kept."""
+        loaded, self._rest.loaded = self._rest.loaded, None
+        taken: Checkpoint | None = loaded
+        return taken
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _empty(metadata: Metadata, prefix: str) -> dict[str, torch.Tensor]:
+    """New tensors for all that the checkpoint has below a name."""
+    return {
+        key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }

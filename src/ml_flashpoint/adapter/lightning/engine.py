@@ -1,0 +1,203 @@
+"""The façade, tracking the state of a trainer instead of objects one by one.
+
+Owns what is saved of a trainer, in which form, and where what was loaded waits for Lightning to take it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+
+from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
+from ml_flashpoint.adapter.lightning.strategies import without_tensors
+from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal, unsafe_globals
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import FlashpointError, LoadError
+from ml_flashpoint.facade.optimizer_state import OptimizerState
+from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+from ml_flashpoint.flashpoint import Flashpoint
+
+_log = logging.getLogger(__name__)
+
+_BESIDES = "ml_flashpoint"  # what Lightning does not save itself
+_TENSORS = ("state_dict", "optimizer_states")
+
+
+class TrainerFlashpoint(Flashpoint):
+    """A `Flashpoint` for one trainer, from the set-up of its processes to its teardown. See there for the arguments.
+
+    Args:
+        sharded: whether the strategy shards model and optimizers, see `strategies.is_sharded`.
+    """
+
+    def __init__(self, base: str | os.PathLike[str], *, sharded: bool, **options: Any) -> None:
+        if not sharded:
+            self._tracked_type = DictionaryState
+        self._sharded = sharded
+        self._allowed: tuple[SafeGlobal, ...] = tuple(options.get("safe_globals", ()))
+        self._rest = Slot(dict)
+        self._generators: dict[str, Any] | None = None
+        self._besides: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+        self._hparams_left_out = False
+        super().__init__(base, handle_sigterm=False, **options)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Track a trainer whose model and optimizers are set up, or, if they are not sharded, will be. Idempotent."""
+        if self._trainer is not None:
+            return
+        self._trainer = trainer
+        tracked = self._tracked
+        if isinstance(tracked, DictionaryState):
+            tracked.make = lambda: self._dictionary(trainer)
+            tracked.sizes = lambda: _tensors_of(trainer)
+            if self._ranks.world_size > 1:
+                module = trainer.lightning_module
+                tracked.parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            return
+        self._rest = Slot(lambda: self._without_tensors(trainer))
+        optimizers = {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
+        self.track(model=trainer.strategy.model, **optimizers, **{REST: self._rest})
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that save together."""
+        return self._ranks.world_size
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def _without_tensors(self, trainer: Trainer) -> Checkpoint:
+        with without_tensors(trainer.strategy):
+            checkpoint = self._dictionary(trainer)
+        return {key: value for key, value in checkpoint.items() if key not in _TENSORS}
+
+    def _dictionary(self, trainer: Trainer) -> Checkpoint:
+        checkpoint: Checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._leave_out_hparams(checkpoint)
+        fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+        besides: dict[str, Any] = {"metrics": dict(trainer._logger_connector._callback_metrics)}
+        if isinstance(fetcher, _PrefetchDataFetcher) and loader is not None and loader._state_dicts():
+            # Lightning has taken these from the loader already, whose state is after them.
+            besides["fetched"] = list(fetcher.batches)
+        checkpoint[_BESIDES] = besides
+        return checkpoint
+
+    def _leave_out_hparams(self, checkpoint: Checkpoint) -> None:
+        """Hyperparameters may be anything. Nothing of a training is restored from them, so they cannot fail a save."""
+        names = [name for name in checkpoint if name.endswith(("hyper_parameters", "hparams_name", "hparams_type"))]
+        values = {name: checkpoint[name] for name in names}
+        try:
+            stream = io.BytesIO()
+            torch.save(values, stream)
+            unsafe = unsafe_globals(stream, allowed=self._allowed)
+        except Exception as error:  # of whatever kind pickling them raises
+            unsafe = {f"something that cannot be pickled: {error}"}
+        if not unsafe:
+            return
+        for name in names:
+            del checkpoint[name]
+        if not self._hparams_left_out:
+            self._hparams_left_out = True
+            _log.warning("hyperparameters are left out of checkpoints in memory: they hold %s", ", ".join(unsafe))
+
+    def save_dictionary(self, checkpoint: Checkpoint, step: int) -> None:
+        """Save a dictionary that is already made, of unsharded state. Collective.
+
+        Raises:
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+        """
+        tracked = self._tracked
+        assert isinstance(tracked, DictionaryState)
+        with _replaced(tracked, lambda: checkpoint):
+            self.save(step)
+
+    # ---- loading ------------------------------------------------------------------------------------------
+
+    def newest(self) -> CheckpointContainerId | None:
+        """The newest version that all ranks can load, fetched and verified. Collective."""
+        return self._loader.get_latest_complete_checkpoint(self._base)
+
+    def holds(self, path: object) -> bool:
+        """Whether a path is that of a version in the base container."""
+        try:
+            version = CheckpointContainerId(path)  # type: ignore[arg-type]
+            return version.step is not None and version.parent == self._base
+        except (FlashpointError, TypeError):
+            return False
+
+    def load(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """Load a version. Collective. With a sharded strategy, model and optimizers are loaded on return.
+
+        Returns:
+            The dictionary for Lightning to restore from, without model and optimizers if these are sharded.
+
+        Raises:
+            LoadError: it cannot be loaded, nor an older one; or it is not the newest.
+        """
+        self.resume()
+        recovery, name = self.last_recovery, CheckpointContainerId(path).name
+        assert recovery is not None
+        if recovery.version is None or (recovery.version != name and name not in recovery.discarded):
+            raise LoadError(
+                "this version cannot be loaded" if recovery.version is None else f"the newest is {recovery.version}",
+                path=str(path),
+                hint="pass what resume_path(trainer) returns, or None to start anew",
+            )
+        self._generators = capture_rng_state()
+        tracked = self._tracked
+        checkpoint = tracked.take() if isinstance(tracked, DictionaryState) else self._rest.loaded
+        self._rest.loaded = None
+        assert isinstance(checkpoint, dict)
+        self._besides = checkpoint.pop(_BESIDES, {})
+        return checkpoint
+
+    def go_on(self, trainer: Trainer) -> None:
+        """Called when the training loop is about to start: the last that Lightning does not restore.
+
+        In the middle of an epoch, these are the batches that were fetched and not used, the metrics that schedulers
+        may be waiting for, and the random number generators, from which the set-up has drawn since. At the start of
+        an epoch, what was drawn since is what the uninterrupted run draws, too, when it begins the epoch.
+        """
+        generators, self._generators = self._generators, None
+        besides, self._besides = self._besides, {}
+        if generators is None or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return
+        fetcher, fetched = trainer.fit_loop._data_fetcher, besides.get("fetched")
+        if fetched and isinstance(fetcher, _PrefetchDataFetcher):
+            fetcher.batches = [*fetched, *fetcher.batches]
+            fetcher.done = False
+        trainer._logger_connector._callback_metrics.update(besides.get("metrics", {}))
+        restore_rng_state(generators)
+
+    def check_capacity(self) -> None:
+        """Compare what the checkpoints to come need with what there is. Collective.
+
+        Raises:
+            CapacityError: the filesystem is too small.
+        """
+        self._check_capacity()
+
+
+@contextlib.contextmanager
+def _replaced(tracked: DictionaryState, make: Callable[[], Checkpoint]) -> Iterator[None]:
+    before, tracked.make = tracked.make, make
+    try:
+        yield
+    finally:
+        tracked.make = before
+
+
+def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Tensors as large as those of model and optimizers after the first step."""
+    tensors = [each for each in trainer.lightning_module.state_dict().values() if isinstance(each, torch.Tensor)]
+    for optimizer in trainer.optimizers:
+        tensors += OptimizerState("optimizer", optimizer, {}).expected_tensors()
+    return tensors

@@ -1,0 +1,93 @@
+"""`MLFlashpointCheckpointCallback`: when a NeMo trainer saves into memory. Owns the schedule."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from ml_flashpoint.adapter.nemo.checkpoint_io import (
+    MLFlashpointAsyncFinalizableCheckpointIO,
+    MLFlashpointCheckpointIO,
+)
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.facade.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.facade.schedule import passes_multiple
+
+
+class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
+    """Saves into memory every few steps, through the trainer that
+    `wrap_trainer_and_auto_resume_with_mlflashpoint` has wrapped.
+
+    Args:
+        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
+        every_n_steps: how often to save.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out.
+        enabled: False to do nothing at all, and to leave the trainer unwrapped.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable.
+    """
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        every_n_steps: int,
+        skip_every_n_steps: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__()
+        self.base = checked_base(base)
+        self.every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
+        self.skip_every_n_steps = skip_every_n_steps
+        if skip_every_n_steps is not None:
+            checked_integer("skip_every_n_steps", skip_every_n_steps, 1)
+        self.enabled = checked_bool("enabled", enabled)
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called by Lightning when everything is set up and restored.
+
+        Raises:
+            InvalidArgumentError: the trainer is not wrapped, or with another base container.
+        """
+        if not self.enabled:
+            return
+        io = flashpoint_io_of(trainer)
+        if io is None or io.parts.base != self.base:
+            raise InvalidArgumentError(
+                "is not the base container of this trainer's CheckpointIO",
+                argument="base",
+                value=str(self.base),
+                hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
+            )
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called by Lightning after each batch: saves if that is due."""
+        step, before = trainer.global_step, self._step
+        if not self.enabled or step == before:
+            return
+        self._step = step
+        if passes_multiple(self.every_n_steps, before, step) and not passes_multiple(
+            self.skip_every_n_steps, before, step
+        ):
+            self.save(trainer)
+
+    def save(self, trainer: Any) -> None:
+        """Save now, whatever the schedule says. Collective; in the middle of training, after a step."""
+        name = CheckpointContainerId.format_version_container(trainer.global_step)
+        path = CheckpointContainerId.create_child(self.base, name)
+        # As `Trainer.save_checkpoint`, without its barrier of all ranks.
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        trainer.strategy.save_checkpoint(checkpoint, str(path))
+
+
+def flashpoint_io_of(trainer: Any) -> MLFlashpointCheckpointIO | None:
+    """The `CheckpointIO` for memory that a trainer was wrapped with; None if it was not."""
+    io = trainer.strategy.checkpoint_io
+    if isinstance(io, MLFlashpointAsyncFinalizableCheckpointIO):
+        io = io.checkpoint_io
+    return io if isinstance(io, MLFlashpointCheckpointIO) else None

@@ -1,0 +1,221 @@
+"""NeMo's way to versions in memory: a `CheckpointIO`, and its companion for asynchronous saves.
+
+Owns telling our paths from others, which go on to the `CheckpointIO` that was there before, and the queue of our saves.
+Saving and loading are the Megatron-LM adapter's.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import tempfile
+import zipfile
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from nemo.lightning.io.pl import TrainerContext, _fix_tensors_device
+from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, AsyncFinalizableCheckpointIO
+
+from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
+from ml_flashpoint.adapter.nemo.parts import EngineParts
+
+_log = logging.getLogger(__name__)
+
+CONTEXT_FILE = "context.zip"
+"""File of a version that holds NeMo's context folder."""
+
+
+class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[misc]
+    """Saves to and loads from memory what lies in the base container, and passes everything else on.
+
+    Args:
+        parts: the engine.
+        alternate: what paths elsewhere are for: the trainer's own.
+        trainer: whose context is saved.
+        async_save: return requests for what is left to do after staging, instead of doing it.
+        always_save_context: save NeMo's context with each version.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        alternate: CheckpointIO,
+        *,
+        trainer: Any = None,
+        async_save: bool = True,
+        always_save_context: bool = False,
+    ) -> None:
+        self.parts = parts
+        self.alternate = alternate
+        self.async_save = async_save
+        self.always_save_context = always_save_context
+        self._trainer = trainer
+        self._checked = False
+        self._context: dict[str, bytes] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> AsyncRequest | None:
+        """Collective: save a sharded checkpoint.
+
+        Returns:
+            What is left to do, if saves are asynchronous; in the base container it is staged, and goes on by itself.
+        """
+        if not self.parts.holds(path):
+            request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
+            return request
+        checks, self._checked = not self._checked, True
+        return save_local_aware_megatron_checkpoint(
+            checkpoint,
+            path,
+            self.parts.save_strategy,
+            self.async_save,
+            # Collective and slow: the first save shows whether the ranks' shards make up the whole.
+            validate_access_integrity=checks,
+            files=self._context_files if self.always_save_context else dict,
+        )
+
+    def _context_files(self) -> Mapping[str, bytes]:
+        """The trainer's context, which does not change, as one file; nothing if NeMo cannot write it, which must not
+        cost the checkpoint."""
+        if self._context is None:
+            self._context = {}
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    TrainerContext.from_trainer(self._trainer).io_dump(Path(folder) / "context", yaml_attrs=["model"])
+                    self._context = {CONTEXT_FILE: _zipped(Path(folder) / "context")}
+            except Exception as error:  # of whatever kind what the user's objects consist of raises
+                _log.error(
+                    "checkpoints in memory are saved without NeMo's context: %s: %s", type(error).__name__, error
+                )
+        return self._context
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        sharded_state_dict: dict[str, Any] | None = None,
+        map_location: Any = None,
+        strict: Any = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Collective: load a sharded checkpoint.
+
+        Args:
+            strict: as for NeMo's `MegatronCheckpointIO`.
+        """
+        if not self.parts.holds(path):
+            found: dict[str, Any] = self.alternate.load_checkpoint(
+                path, sharded_state_dict=sharded_state_dict, map_location=map_location, strict=strict, **options
+            )
+            return found
+        if strict is None or isinstance(strict, bool):
+            strict = StrictHandling.LOG_ALL if strict is False else StrictHandling.ASSUME_OK_UNEXPECTED
+        loaded: dict[str, Any] = dist_checkpointing.load(
+            sharded_state_dict=sharded_state_dict,
+            checkpoint_dir=str(path),
+            sharded_strategy=self.parts.load_strategy,
+            common_strategy=TorchCommonLoadStrategy(),
+            strict=strict,
+        )
+        return _fix_tensors_device(loaded) if torch.cuda.is_available() else loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""
+        if self.parts.holds(path):
+            _log.warning("not removing %s: versions in memory go when newer ones are verified", path)
+            return
+        self.alternate.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Give saves under way time, and tear down what paths elsewhere are for."""
+        self.parts.settle()
+        self.alternate.teardown()
+
+
+class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type: ignore[misc]
+    """Finalizes asynchronous saves: ours in a queue of their own, the trainer's in theirs.
+
+    Ours are sealed without being finalized. That only tells all ranks what became of a save, so it is done before the
+    next one and at the end, where it waits for nothing, and not at every step, where all ranks would have to agree.
+
+    Args:
+        checkpoint_io: saves to memory, and elsewhere.
+    """
+
+    def __init__(self, checkpoint_io: MLFlashpointCheckpointIO) -> None:
+        super().__init__(checkpoint_io)
+        self._ours: deque[AsyncRequest] = deque()
+
+    @property
+    def _alternate(self) -> CheckpointIO:
+        io: MLFlashpointCheckpointIO = self.checkpoint_io
+        return io.alternate
+
+    @property
+    def unfinalized(self) -> int:
+        """Number of our saves that are not finalized."""
+        return len(self._ours)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Collective: save. In the base container, it is staged on return, and nothing else is waited for."""
+        ours: MLFlashpointCheckpointIO = self.checkpoint_io
+        if not ours.parts.holds(path):
+            self._alternate.save_checkpoint(checkpoint, path, storage_options)
+            return
+        finalize = (storage_options or {}).pop("finalize_fn", None)
+        self._finalize_ours()
+        request = ours.save_checkpoint(checkpoint, path, storage_options)
+        if request is None:  # ours are not asynchronous
+            if finalize is not None:
+                finalize()
+            return
+        if finalize is not None:
+            request.add_finalize_fn(finalize)
+        self._ours.append(request)
+
+    def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
+        """Finalize what can be.
+
+        Args:
+            blocking: wait for all saves, and finalize them.
+
+        Returns:
+            Whether a save was finalized.
+        """
+        finalized = self._finalize_ours() if blocking else False
+        if isinstance(self._alternate, AsyncFinalizableCheckpointIO):
+            finalized = bool(self._alternate.maybe_finalize_save_checkpoint(blocking)) or finalized
+        return finalized
+
+    def _finalize_ours(self) -> bool:
+        """Collective: finalize all of our saves, in order."""
+        finalized = bool(self._ours)
+        while self._ours:
+            for finalize in self._ours.popleft().finalize_fns:
+                finalize()
+        return finalized
+
+    def teardown(self) -> None:
+        """Tear both down. Saves that are not finalized are so because training has failed: ranks may be lost."""
+        self._ours.clear()
+        self.checkpoint_io.teardown()
+
+
+def _zipped(folder: Path) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                archive.write(path, path.relative_to(folder))
+    return stream.getvalue()

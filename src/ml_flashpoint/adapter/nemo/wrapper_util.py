@@ -1,0 +1,134 @@
+"""`wrap_trainer_and_auto_resume_with_mlflashpoint`: the one call of a recipe. Owns checking what it is given."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+from nemo.lightning.pytorch.strategies import MegatronStrategy
+from nemo.lightning.resume import AutoResume
+from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, AsyncFinalizerCallback
+
+from ml_flashpoint.adapter.nemo.auto_resume import MLFlashpointAutoResume
+from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
+from ml_flashpoint.adapter.nemo.checkpoint_io import (
+    MLFlashpointAsyncFinalizableCheckpointIO,
+    MLFlashpointCheckpointIO,
+)
+from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.facade.arguments import checked_base, checked_bool, checked_integer
+
+_log = logging.getLogger(__name__)
+
+
+def wrap_trainer_and_auto_resume_with_mlflashpoint(
+    trainer: Any,
+    flashpoint_base_container: str | os.PathLike[str],
+    async_save: bool,
+    default_auto_resume: AutoResume | None = None,
+    always_save_context: bool = False,
+    write_thread_count: int = 1,
+    initial_write_buffer_size_bytes: int = 16 << 30,
+) -> AutoResume | None:
+    """Let a trainer save into memory and go on from there. Collective; processes must be set up.
+
+    Long-term checkpoints go on as before. Wrapping a trainer again is harmless.
+
+    Args:
+        trainer: a trainer with NeMo's `MegatronStrategy`.
+        flashpoint_base_container: base container of the job on this node, that of `MLFlashpointCheckpointCallback`.
+        async_save: whether saves return when the state is staged, with the rest done in the background.
+        default_auto_resume: what to go on from when memory has nothing.
+        always_save_context: save NeMo's context with each version, too.
+        write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
+            of memory.
+        initial_write_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
+
+    Returns:
+        What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable or the trainer is not supported; says why.
+        FlashpointError: ranks lost each other.
+    """
+    base = checked_base(flashpoint_base_container)
+    checked_bool("async_save", async_save)
+    checked_bool("always_save_context", always_save_context)
+    checked_integer("write_thread_count", write_thread_count, 1)
+    checked_integer("initial_write_buffer_size_bytes", initial_write_buffer_size_bytes, 1)
+    if default_auto_resume is not None and not isinstance(default_auto_resume, AutoResume):
+        raise InvalidArgumentError(
+            "must be nemo.lightning's AutoResume, or None", argument="default_auto_resume", value=default_auto_resume
+        )
+    _check_trainer(trainer)
+    callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
+    if any(not each.enabled for each in callbacks):
+        _log.info("the callback is not enabled: the trainer is left as it is")
+        return default_auto_resume
+    if not callbacks:
+        _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
+    for each in callbacks:
+        if each.base != base:
+            raise InvalidArgumentError(
+                f"is not that of the callback, {each.base}",
+                argument="flashpoint_base_container",
+                value=str(base),
+            )
+    while isinstance(default_auto_resume, MLFlashpointAutoResume):
+        default_auto_resume = default_auto_resume.default
+    wrapped = flashpoint_io_of(trainer)
+    if wrapped is None:
+        parts = EngineParts.make(base, initial_write_buffer_size_bytes)
+        _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
+    else:
+        parts = wrapped.parts
+        if parts.base != base:
+            raise InvalidArgumentError(
+                f"differs from that with which this trainer was wrapped before, {parts.base}",
+                argument="flashpoint_base_container",
+                value=str(base),
+            )
+    return MLFlashpointAutoResume(parts, default_auto_resume)
+
+
+def _check_trainer(trainer: Any) -> None:
+    strategy = getattr(trainer, "strategy", None)
+    if not isinstance(strategy, MegatronStrategy):
+        raise InvalidArgumentError(
+            "must have NeMo's MegatronStrategy, whose sharded state dicts are what is saved",
+            argument="trainer.strategy",
+            value=type(strategy),
+            hint="for Lightning's own strategies there is ml_flashpoint.adapter.lightning",
+        )
+    if getattr(strategy, "_fsdp", None) is not None:
+        raise InvalidArgumentError(
+            "has FSDP, whose optimizer state NeMo saves in a form of its own",
+            argument="trainer.strategy",
+            value=type(strategy),
+            hint="use MegatronStrategy without fsdp=",
+        )
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgumentError(
+            "has not set up torch.distributed, which replication needs",
+            argument="trainer.strategy",
+            value=type(strategy),
+            hint="call trainer.strategy.setup_environment() first",
+        )
+
+
+def _wrap(trainer: Any, parts: EngineParts, *, async_save: bool, always_save_context: bool) -> None:
+    alternate = trainer.strategy.checkpoint_io
+    ours = MLFlashpointCheckpointIO(
+        parts, alternate, trainer=trainer, async_save=async_save, always_save_context=always_save_context
+    )
+    if not async_save and not isinstance(alternate, AsyncFinalizableCheckpointIO):
+        trainer.strategy.checkpoint_io = ours
+        return
+    trainer.strategy.checkpoint_io = MLFlashpointAsyncFinalizableCheckpointIO(ours)
+    # The strategy adds one if its own saves are asynchronous.
+    if not any(isinstance(each, AsyncFinalizerCallback) for each in trainer.callbacks):
+        trainer.callbacks.append(AsyncFinalizerCallback())

@@ -1,0 +1,11 @@
+"""Whether a save is due, for the callbacks of trainers. Owns nothing else."""
+
+from __future__ import annotations
+
+
+def passes_multiple(every: int | None, before: int, step: int) -> bool:
+    """Whether a multiple of ``every`` lies after ``before`` and not after ``step``; never, if there is no ``every``.
+
+    Trainers with several optimizers count several steps at once.
+    """
+    return every is not None and step // every > before // every

@@ -1,0 +1,60 @@
+"""What is said where NeMo is not as it is needed, and the recipe's signatures."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+HAS_NEMO = importlib.util.find_spec("nemo") is not None
+
+
+@pytest.mark.skipif(HAS_NEMO, reason="NeMo is installed")
+def test_without_nemo_the_error_says_what_is_needed() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", "import ml_flashpoint.adapter.nemo"], capture_output=True, text=True, timeout=100
+    )
+    assert said.returncode == 1
+    assert "ImportError: ml_flashpoint.adapter.nemo cannot import nemo.lightning" in said.stderr
+    assert "from 2.4 on and below 3, the first version without nemo.lightning.resume" in said.stderr
+
+
+@pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")
+def test_signatures_of_the_recipe() -> None:
+    from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback
+    from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
+
+    assert list(inspect.signature(wrap).parameters) == [
+        "trainer",
+        "flashpoint_base_container",
+        "async_save",
+        "default_auto_resume",
+        "always_save_context",
+        "write_thread_count",
+        "initial_write_buffer_size_bytes",
+    ]
+    assert inspect.signature(wrap).parameters["initial_write_buffer_size_bytes"].default == 16 * 2**30
+    assert list(inspect.signature(MLFlashpointCheckpointCallback).parameters) == [
+        "base",
+        "every_n_steps",
+        "skip_every_n_steps",
+        "enabled",
+    ]
+
+
+@pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")
+def test_bad_arguments_of_the_callback_fail_at_once() -> None:
+    from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback
+    from ml_flashpoint.core.errors import InvalidArgumentError
+
+    for name, options in {
+        "every_n_steps": {"every_n_steps": 0},
+        "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": 0},
+        "enabled": {"every_n_steps": 1, "enabled": "yes"},
+        "base": {"base": "relative", "every_n_steps": 1},
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            MLFlashpointCheckpointCallback(**{"base": "/dev/shm/never", **options})

@@ -1,0 +1,38 @@
+"""The Lightning door: its CheckpointIO, as a trainer's strategy calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from ml_flashpoint.adapter.lightning import FlashpointCheckpointIO
+from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
+from tests.conformance.suite import Conformance, Door, State
+
+
+class LightningDoor(Door):
+    def __init__(self, base: Path) -> None:
+        super().__init__(base)
+        self._flashpoint = TrainerFlashpoint(str(base), sharded=False, strict=True)
+        self._io = FlashpointCheckpointIO(self._flashpoint)
+
+    def save(self, step: int, state: State) -> None:
+        self._io.save_checkpoint(state, f"{self.base}/step-{step}_ckpt")
+        assert self._flashpoint.wait(60)
+
+    def load_latest(self) -> tuple[int, State] | None:
+        path = self._flashpoint.newest()
+        if path is None:
+            return None
+        assert path.step is not None
+        return path.step, self._io.load_checkpoint(str(path))
+
+    def close(self) -> None:
+        self._flashpoint.close()
+
+
+class TestLightning(Conformance):
+    door = LightningDoor

@@ -1,0 +1,47 @@
+"""Lightning jobs under torchrun that are killed and go on from memory, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster
+
+KILLS = {"single": (5, 7, 14), "ddp": (5, 14), "fsdp": (5, 9), "model_parallel": (5, 14)}
+
+
+def last(reports: list[dict[str, Any]], name: str) -> Any:
+    return [each[name] for each in reports if name in each][-1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", list(KILLS))
+def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: str) -> None:
+    ranks = 1 if kind == "single" else 2
+    with Cluster(
+        tmpfs,
+        "lightning_training",
+        ranks_per_node=ranks,
+        args=[kind, tmp_path, "--kill", *KILLS[kind], *(["--leave"] if kind == "fsdp" else [])],
+        torchrun=True,
+        max_restarts=len(KILLS[kind]),
+    ) as cluster:
+        cluster.wait(timeout_s=240)
+        for rank in range(ranks):
+            reports = cluster.reports(rank)
+            resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
+            lives = [each["resumes"] for each in reports if "life" in each][: len(KILLS[kind]) + 1]
+            assert lives[0] is None
+            assert all(each.endswith("_ckpt") for each in lives[1:])
+            # Every batch of every step, in whichever life it was last trained on.
+            own = reports[: next(i for i, each in enumerate(reports) if "resumed" in each)]
+            batches = {each["step"]: each["batch"] for each in own if "batch" in each}
+            assert [batches[step] for step in range(len(batches))] == [batch for _, batch in undisturbed["batches"]]
+            # No step is trained twice but the one or two before a kill that had not been saved.
+            assert sum("batch" in each for each in own) <= len(batches) + 2 * len(KILLS[kind])
+            for name in undisturbed.keys() - {"batches", "restored"}:
+                assert resumed[name] == undisturbed[name], name
+            assert resumed["restored"], "the module's own part of the checkpoint came back"
+            assert last(reports, "health")["failures"] == 0

@@ -1,0 +1,303 @@
+"""A Lightning training job that is killed and goes on, whose every step depends on all that a checkpoint brings back.
+
+Owns the job. Its lives are those that a torchrun agent gives it; in each but the last, every rank that is told to
+kills itself at a step. The last one also trains without any of ours, from the beginning, and tells what both came to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import FSDPPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from tests.support.worker import base_path, leave, report
+
+EPOCH, STEPS, FEATURES, WIDTH = 7, 16, 8, 33
+VALIDATE_EVERY = 3
+
+warnings.filterwarnings("ignore")
+
+
+class Loader:
+    """Batches of one rank that know their place, in an order of their own for each epoch.
+
+    Without a length, Lightning fetches a batch ahead.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.epoch = self.place = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self.place >= EPOCH:
+            self.epoch, self.place = self.epoch + 1, 0
+        generator = torch.Generator().manual_seed(1000 * self.epoch + self.rank)
+        order = torch.randperm(EPOCH, generator=generator).tolist()
+        while self.place < EPOCH:
+            number = order[self.place]
+            self.place += 1
+            yield {"number": torch.tensor([self.epoch, number]), "data": torch.linspace(-1, number, 4 * FEATURES).sin()}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class SizedLoader(Loader):
+    def __len__(self) -> int:
+        return EPOCH
+
+
+class Model(LightningModule):
+    def __init__(self, kind: str, loader: Loader) -> None:
+        super().__init__()
+        self.save_hyperparameters({"width": WIDTH, "function": leave})  # not to be pickled
+        self.net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(WIDTH, FEATURES))
+        self.register_buffer("seen", torch.zeros(1))
+        self.batches: list[tuple[int, list[int]]] = []
+        self.kind, self.loader = kind, loader
+        self.restored: list[str] = []
+
+    def configure_model(self) -> None:
+        if self.kind == "fsdp" and not isinstance(self.net, FullyShardedDataParallel):
+            # Lightning's own wrapping leaves it to torch to find a GPU.
+            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
+        if self.kind == "model_parallel" and not isinstance(next(self.parameters()), DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[0], mesh=mesh)
+            fully_shard(self.net[3], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        numbers = batch["number"].flatten().tolist()
+        self.batches.append((self.trainer.global_step, numbers))
+        report(step=self.trainer.global_step, batch=numbers)
+        self.seen += 1
+        data = batch["data"].view(4, FEATURES)
+        return (self.net(data) - data).square().mean() + 0.001 * torch.rand(()) * self.seen.mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", (self.net(batch) - batch).square().mean(), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["of_module"] = torch.tensor([self.trainer.global_step])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.restored.append(str(checkpoint["of_module"].tolist()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8), "interval": "step"},
+            {"scheduler": plateau, "interval": "epoch", "monitor": "val", "strict": False},
+        ]
+
+    def train_dataloader(self) -> Loader:
+        return self.loader
+
+    def val_dataloader(self) -> list[torch.Tensor]:
+        return [torch.linspace(0, 1, 2 * FEATURES).view(2, FEATURES)]
+
+
+class Tally(Callback):
+    """A callback with a state: tensors and plain values, of this rank alone. It counts hooks, too."""
+
+    def __init__(self, rank: int) -> None:
+        self.total, self.calls = torch.zeros(3), dict.fromkeys(("batch", "epoch", "validation"), 0)
+        self.rank = rank
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.total += self.rank + torch.rand(3)
+        self.calls["batch"] += 1
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.calls["epoch"] += 1
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.calls["validation"] += not trainer.sanity_checking
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "calls": dict(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.calls = state["total"], dict(state["calls"])
+
+
+class _Counting:
+    count = 0
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class CountingPrecision(_Counting, Precision):
+    pass
+
+
+class CountingFSDPPrecision(_Counting, FSDPPrecision):
+    pass
+
+
+class CpuFSDPStrategy(FSDPStrategy):
+    """Lightning allows its own class on GPUs only."""
+
+
+class KillAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            # What is to be resumed from must be there; it is the kill that comes at any time, not the seal.
+            for callback in trainer.callbacks:
+                if isinstance(callback, FlashpointCallback) and callback.flashpoint is not None:
+                    assert callback.flashpoint.wait(60)
+            if dist.is_initialized():
+                dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(value: Any) -> str:
+    stream = hashlib.sha256()
+    _feed(stream, value)
+    return stream.hexdigest()[:16]
+
+
+def _feed(stream: Any, value: Any) -> None:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if hasattr(value, "local_shards"):
+        value = [shard.tensor for shard in value.local_shards()]
+    if isinstance(value, torch.Tensor):
+        stream.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            stream.update(str(key).encode())
+            _feed(stream, value[key])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _feed(stream, each)
+    else:
+        stream.update(repr(value).encode())
+
+
+def strategy_of(kind: str) -> tuple[Any, Any]:
+    if kind == "single":
+        return "auto", CountingPrecision()
+    if kind == "ddp":
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True), CountingPrecision()
+    if kind == "fsdp":
+        # Whole ones, which would be gathered for `ModelCheckpoint`, make torch crash without a GPU.
+        return CpuFSDPStrategy(process_group_backend="gloo", state_dict_type="sharded"), CountingFSDPPrecision(
+            "32-true"
+        )
+    return ModelParallelStrategy(process_group_backend="gloo", data_parallel_size=2, tensor_parallel_size=1), (
+        CountingPrecision()
+    )
+
+
+def train(kind: str, folder: Path, ours: FlashpointCallback | None, kill_at: int = -1) -> dict[str, Any]:
+    rank = int(os.environ.get("RANK", "0"))
+    seed_everything(5 + rank)
+    strategy, precision = strategy_of(kind)
+    # Of sized and unsized loaders, each with sharded and unsharded strategies.
+    loader = Loader(rank) if kind in ("ddp", "fsdp") else SizedLoader(rank)
+    model = Model(kind, loader)
+    tally = Tally(rank)
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    averaging = [EMAWeightAveraging(decay=0.9)] if kind in ("single", "ddp") else []
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1 if kind == "single" else 2,
+        strategy=strategy,
+        plugins=[precision],
+        # Ours in front, from where it has to move behind the others.
+        callbacks=[*([ours] if ours else []), tally, *averaging, checkpoints, KillAt(kill_at)],
+        max_steps=STEPS,
+        max_epochs=-1,
+        val_check_interval=VALIDATE_EVERY,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+    )
+    path = resume_path(trainer) if ours is not None else None
+    report(life=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), resumes=None if path is None else str(path))
+    trainer.fit(model, ckpt_path=path)
+    net: Any = trainer.strategy.model
+    with contextlib.redirect_stderr(io.StringIO()):
+        return {
+            "weights": digest(get_model_state_dict(net)),
+            "optimizer": digest(get_optimizer_state_dict(net, trainer.optimizers[0])["state"]),
+            "groups": digest([{**g, "params": None} for g in trainer.optimizers[0].state_dict()["param_groups"]]),
+            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "loops": trainer.fit_loop.state_dict(),
+            "averaged": [digest(each._average_model.state_dict()) for each in averaging],
+            "callbacks": [digest(tally.total), tally.calls],
+            "precision": precision.count,
+            "loader": loader.state_dict(),
+            "next_random": torch.rand(2).tolist(),
+            "files": sorted(path.name for path in folder.iterdir()),
+            "batches": model.batches,
+            "restored": model.restored,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kill", type=int, nargs="*", default=[])
+    parser.add_argument("--leave", action="store_true")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kill_at = arguments.kill[life] if life < len(arguments.kill) else -1
+    ours = FlashpointCallback(base_path(), 1, strict=True, deadline_s=60)
+    resumed = train(arguments.kind, arguments.folder / "resumed", ours, kill_at)
+    engine = ours.flashpoint
+    assert engine is not None
+    report(resumed=resumed, health={"saves": engine.health.saves, "failures": engine.health.failures})
+    report(undisturbed=train(arguments.kind, arguments.folder / "undisturbed", None))
+    if arguments.leave:
+        leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

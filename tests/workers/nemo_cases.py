@@ -1,0 +1,417 @@
+"""NeMo's trainer, strategy, AutoResume and finalizer on two ranks, wrapped; cases are named on the command line.
+
+Owns the cases. The model and the training step are NeMo's `collections.llm`'s, which needs packages beyond
+`nemo_toolkit[lightning]`; so what is saved here is a sharded state dict of megatron-core's, handed to the trainer's
+`CheckpointIO` just as `MegatronStrategy.save_checkpoint` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import nemo.lightning as nl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from nemo.lightning.io.pl import MegatronCheckpointIO
+from nemo.lightning.pytorch.strategies import MegatronStrategy
+from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, AsyncFinalizerCallback
+
+from ml_flashpoint.adapter.nemo.auto_resume import MLFlashpointAutoResume
+from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
+from ml_flashpoint.adapter.nemo.checkpoint_io import (
+    MLFlashpointAsyncFinalizableCheckpointIO,
+    MLFlashpointCheckpointIO,
+)
+from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
+from ml_flashpoint.core.errors import InvalidArgumentError
+from tests.support.megatron import load_from
+from tests.support.worker import base_path, leave, rank, report, world_size
+
+warnings.filterwarnings("ignore")
+
+ROWS, COLUMNS = 4, 300
+
+
+def without_cuda() -> None:
+    """Let megatron-core's collectives of long-term checkpoints run on the CPU. NeMo still sees that there is no GPU."""
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+        torch.cuda.synchronize = lambda *args: None
+
+
+def trainer_of(
+    base: Path,
+    *callbacks: Callback,
+    user_async: bool = False,
+    every: int = 1,
+    strategy: type[MegatronStrategy] = MegatronStrategy,
+    **options: Any,
+) -> Any:
+    """A trainer of NeMo's, set up as far as a recipe does before it is wrapped."""
+    ours = MLFlashpointCheckpointCallback(str(base), every, **options)
+    trainer = nl.Trainer(
+        accelerator="cpu",
+        devices=world_size(),
+        strategy=strategy(process_group_backend="gloo", ckpt_async_save=user_async),
+        callbacks=[ours, *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.strategy.setup_environment()
+    return trainer
+
+
+def state_of(step: int, *, blank: bool = False) -> dict[str, Any]:
+    """A sharded checkpoint as the strategy makes it: rows sharded over the ranks, and common state."""
+    full = torch.full((ROWS * world_size(), COLUMNS), float(step)) + torch.arange(ROWS * world_size()).view(-1, 1)
+    own = full[rank() * ROWS : (rank() + 1) * ROWS].clone()
+    data = torch.zeros_like(own) if blank else own
+    sharded = ShardedTensor.from_rank_offsets("weight", data, (0, rank(), world_size()))
+    progress = {"fit_loop": {"epoch_loop.batch_progress": {"total": {"completed": step}}}}  # NeMo logs it
+    return {"state_dict": {"weight": sharded}, "global_step": step, "loops": progress}
+
+
+def save(trainer: Any, path: Path, step: int, **storage: Any) -> None:
+    trainer.strategy.checkpoint_io.save_checkpoint(state_of(step), str(path), storage_options=storage or None)
+
+
+def check_load(trainer: Any, path: Path, step: int) -> None:
+    template = {"state_dict": state_of(0, blank=True)["state_dict"]}
+    if (path / "weights").is_dir():
+        # NeMo's own loading ends with an assertion that CUDA is in use (nemo.lightning.io.pl._fix_tensors_device).
+        found = load_from(str(path / "weights"), template, TorchDistLoadShardedStrategy())
+    else:
+        found = trainer.strategy.checkpoint_io.load_checkpoint(str(path), sharded_state_dict=template, strict=True)
+    assert torch.equal(found["state_dict"]["weight"], state_of(step)["state_dict"]["weight"].data)
+    assert found["global_step"] == step
+
+
+def version(base: Path, step: int) -> Path:
+    return base / f"step-{step}_ckpt"
+
+
+def shared(name: str) -> Path:
+    """A folder that all ranks see, whichever node they play to be on."""
+    return base_path().parent.parent / name
+
+
+def settle(trainer: Any) -> None:
+    """Wait until our saves are sealed and have their copies, which is not the same as finalized."""
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    assert io.parts.saver.wait(60)
+    dist.barrier()
+
+
+def finish(trainer: Any) -> None:
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    if isinstance(trainer.strategy.checkpoint_io, MLFlashpointAsyncFinalizableCheckpointIO):
+        trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+    assert io.parts.save_strategy.last_error is None
+    io.parts.settle()
+    dist.barrier()
+    io.parts.close()
+
+
+# ---- saves and loads ------------------------------------------------------------------------------------------
+
+
+def sync(base: Path) -> None:
+    trainer = trainer_of(base)
+    theirs = trainer.strategy.checkpoint_io
+    resume = wrap(trainer, str(base), async_save=False)
+    io = trainer.strategy.checkpoint_io
+    assert type(io) is MLFlashpointCheckpointIO
+    assert io.alternate is theirs
+    assert type(theirs) is MegatronCheckpointIO
+    assert resume.get_trainer_ckpt_path() is None
+    for step in (1, 2):
+        save(trainer, version(base, step), step)
+        assert resume.get_trainer_ckpt_path() == version(base, step)
+        check_load(trainer, version(base, step), step)
+    # Long-term checkpoints go elsewhere, and are theirs: whole, and only there.
+    folder = shared("long-term-sync")
+    save(trainer, folder, 7)
+    dist.barrier()
+    assert (folder / "weights" / "metadata.json").is_file()
+    check_load(trainer, folder, 7)
+    assert resume.get_trainer_ckpt_path() == version(base, 2)
+    io.remove_checkpoint(str(version(base, 2)))
+    assert version(base, 2).is_dir()
+    finish(trainer)
+
+
+def asynchronous(base: Path) -> None:
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=True)
+    io = trainer.strategy.checkpoint_io
+    assert isinstance(io, AsyncFinalizableCheckpointIO)
+    (finalizer,) = (each for each in trainer.callbacks if isinstance(each, AsyncFinalizerCallback))
+    told: list[int] = []
+    for step in (1, 2, 3):
+        save(trainer, version(base, step), step, finalize_fn=lambda step=step: told.append(step))
+        finalizer.on_train_batch_end(trainer)
+        assert told == list(range(1, step)), "a save is finalized before the next one"
+        assert io.unfinalized == 1
+    finalizer.on_train_end(trainer)
+    assert told == [1, 2, 3]
+    assert io.unfinalized == 0
+    # The user's are synchronous, and stay so.
+    folder = shared("long-term-beside-async")
+    save(trainer, folder, 9)
+    assert (folder / "weights" / "metadata.json").is_file()
+    assert resume.get_trainer_ckpt_path() == version(base, 3)
+    check_load(trainer, version(base, 3), 3)
+    finish(trainer)
+
+
+def both_asynchronous(base: Path) -> None:
+    """Ours do not wait in the queue of the long-term ones, which here are not let end."""
+    trainer = trainer_of(base, user_async=True)
+    theirs = trainer.strategy.checkpoint_io
+    assert type(theirs) is AsyncFinalizableCheckpointIO
+    resume = wrap(trainer, str(base), async_save=True)
+    folder = shared("long-term-async")
+    ended: list[str] = []
+    save(trainer, folder, 5, finalize_fn=lambda: ended.append("long-term"))
+    assert theirs.async_calls_queue.get_num_unfinalized_calls() == 1
+    for step in (5, 6):
+        save(trainer, version(base, step), step, finalize_fn=lambda step=step: ended.append(str(step)))
+    assert ended == ["5"], "ours are finalized while the long-term one is queued"
+    settle(trainer)
+    assert resume.get_trainer_ckpt_path() == version(base, 6), "sealed without being finalized"
+    assert theirs.async_calls_queue.get_num_unfinalized_calls() == 1
+    assert trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+    assert sorted(ended) == ["5", "6", "long-term"]
+    assert (folder / "weights" / "metadata.json").is_file()
+    check_load(trainer, folder, 5)
+    check_load(trainer, version(base, 6), 6)
+    finish(trainer)
+
+
+# ---- where to go on from --------------------------------------------------------------------------------------
+
+
+def auto_resume(base: Path) -> None:
+    folder = shared("runs")
+    if rank() == 0:
+        (folder / "model--last" / "weights").mkdir(parents=True)
+        (folder / "model--last" / "context").mkdir(parents=True)
+    dist.barrier()
+    default = nl.AutoResume(resume_from_directory=str(folder), resume_if_exists=True, resume_ignore_no_checkpoint=True)
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=False, default_auto_resume=default)
+    assert isinstance(resume, nl.AutoResume)
+    assert (resume.resume_from_directory, resume.resume_if_exists) == (str(folder), True)
+    # Nothing in memory: what the user's own finds.
+    assert resume.get_trainer_ckpt_path() == default.get_trainer_ckpt_path() == folder / "model--last" / "weights"
+    assert resume.get_context_path() == folder / "model--last" / "context"
+    save(trainer, version(base, 4), 4)
+    assert resume.get_trainer_ckpt_path() == version(base, 4)
+    assert resume.get_context_path() == folder / "model--last" / "context", "ours was saved without"
+    resume.setup(trainer)
+    assert trainer.ckpt_path == version(base, 4)
+    # Another base container, though its path begins like this one's, has nothing to do with it.
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    assert io.parts.holds(version(base, 4))
+    for other in (
+        f"{base}-2/step-4_ckpt",
+        f"{base}/sub/step-4_ckpt",
+        base,
+        f"{base}/model--last",
+        "s3://b/step-4_ckpt",
+    ):
+        assert not io.parts.holds(other), other
+    # A node that is replaced gets everything back, common state included.
+    io.parts.settle()
+    dist.barrier()
+    finish(trainer)
+    if rank() == 1:
+        shutil.rmtree(base)
+    dist.barrier()
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=False, default_auto_resume=default)
+    assert resume.get_trainer_ckpt_path() == version(base, 4)
+    check_load(trainer, version(base, 4), 4)
+    finish(trainer)
+
+
+def context(base: Path) -> None:
+    """The file that holds the context goes with the version, to a node that lost it, too."""
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=False, always_save_context=True)
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    assert io.always_save_context
+    attach(trainer)
+    save(trainer, version(base, 1), 1)
+    path = resume.get_context_path()
+    assert path is not None
+    assert (path / "io.json").is_file()
+    assert (path / "model.yaml").is_file()
+    finish(trainer)
+    if rank() == 0:
+        shutil.rmtree(base)
+    dist.barrier()
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=False)
+    path = resume.get_context_path()
+    assert path is not None
+    assert (path / "io.json").is_file()
+    finish(trainer)
+
+
+class Module(nl.io.IOMixin, LightningModule):  # type: ignore[misc]
+    """As little as a context wants of a module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width)
+
+
+class Strategy(MegatronStrategy):  # type: ignore[misc]
+    """NeMo's, up to what needs `nemo.collections.llm`: Megatron's model, and ModelOpt's state."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint["state_dict"] = state_of(self.lightning_module.trainer.global_step)["state_dict"]
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+
+def callback(base: Path) -> None:
+    """Every second step, but for every fourth; what Lightning puts into a checkpoint is its common state."""
+    trainer = trainer_of(base, every=2, skip_every_n_steps=4, strategy=Strategy)
+    ours = trainer.callbacks[0]
+    resume = wrap(trainer, str(base), async_save=True)
+    attach(trainer)
+    ours.on_train_start(trainer, trainer.lightning_module)
+    found = []
+    for step in range(1, 8):
+        # What the loop counts when the optimizer has stepped.
+        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        assert trainer.global_step == step
+        for _ in range(2):  # the second time as in a batch whose gradients are accumulated
+            ours.on_train_batch_end(trainer, trainer.lightning_module, None, None, step)
+        settle(trainer)
+        found.append(resume.get_trainer_ckpt_path())
+    assert found == [None, *([version(base, 2)] * 4), *([version(base, 6)] * 2)]
+    check_load(trainer, version(base, 6), 6)
+    loaded = trainer.strategy.checkpoint_io.load_checkpoint(str(version(base, 6)), sharded_state_dict={})
+    assert loaded["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"][
+        "total"
+    ] == {
+        "ready": 0,
+        "completed": 6,
+    }
+    finish(trainer)
+
+
+def attach(trainer: Any) -> None:
+    """Give the trainer a module, as `fit` does."""
+    module = Module(3)
+    trainer.strategy._lightning_module = module
+    module.trainer = trainer
+
+
+# ---- wrapping -------------------------------------------------------------------------------------------------
+
+
+def wrapping_twice(base: Path) -> None:
+    trainer = trainer_of(base)
+    default = nl.AutoResume()
+    first = wrap(trainer, str(base), async_save=True, default_auto_resume=default)
+    io, count = trainer.strategy.checkpoint_io, len(trainer.callbacks)
+    second = wrap(trainer, str(base), async_save=True, default_auto_resume=first)
+    assert trainer.strategy.checkpoint_io is io
+    assert len(trainer.callbacks) == count
+    assert isinstance(second, MLFlashpointAutoResume)
+    assert second.default is default
+    assert second.parts is first.parts
+    trainer.callbacks[0].base = trainer.callbacks[0].base.create_child(str(base), "other")
+    with pytest.raises(InvalidArgumentError, match="differs from that with which this trainer was wrapped before"):
+        wrap(trainer, f"{base}/other", async_save=True)
+    finish(trainer)
+
+
+def disabled(base: Path) -> None:
+    trainer = trainer_of(base, enabled=False)
+    theirs, default = trainer.strategy.checkpoint_io, nl.AutoResume()
+    assert wrap(trainer, str(base), async_save=True, default_auto_resume=default) is default
+    assert trainer.strategy.checkpoint_io is theirs
+    assert not base.exists()
+    trainer.callbacks[0].on_train_start(trainer, None)
+
+
+def refusals(base: Path) -> None:
+    def refused(text: str, trainer: Any, path: object = str(base), **options: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=text):
+            wrap(trainer, path, **{"async_save": True, **options})  # type: ignore[arg-type]
+
+    trainer = trainer_of(base)
+    plain = nl.Trainer(accelerator="cpu", devices=world_size(), strategy=DDPStrategy(), logger=False)
+    refused("must have NeMo's MegatronStrategy", plain)
+    refused("must be an absolute path", trainer, "relative")
+    refused("is not that of the callback", trainer, f"{base}-2")
+    refused("must be True or False", trainer, async_save=1)
+    refused("write_thread_count", trainer, write_thread_count=0)
+    refused("initial_write_buffer_size_bytes", trainer, initial_write_buffer_size_bytes=0)
+    refused("must be nemo.lightning's AutoResume", trainer, default_auto_resume="last")
+    with pytest.raises(InvalidArgumentError, match="is not the base container of this trainer's CheckpointIO"):
+        trainer.callbacks[0].on_train_start(trainer, None)
+
+
+CASES = {
+    each.__name__: each
+    for each in (
+        sync,
+        asynchronous,
+        both_asynchronous,
+        callback,
+        auto_resume,
+        context,
+        wrapping_twice,
+        disabled,
+        refusals,
+    )
+}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+    without_cuda()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    parallel_state.initialize_model_parallel()
+    meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
+    for name in names or list(CASES):
+        began, error = time.monotonic(), None
+        try:
+            CASES[name](base_path() / name)
+        except BaseException:
+            error = traceback.format_exc()
+        report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
+        dist.barrier(meeting)
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.support.seed_snippets import INITIALIZATION, runnable_imports, runnable_recovery, runnable_saving
 from tests.support.sharded import Training, check
-from tests.support.worker import base_path, rank, report
+from tests.support.worker import base_path, leave, rank, report
 
 
 def main() -> None:
@@ -35,6 +35,7 @@ def main() -> None:
     assert rank() == torch.distributed.get_rank()
     dist.barrier()
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

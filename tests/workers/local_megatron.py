@@ -15,7 +15,7 @@ from ml_flashpoint.local import (
     TensorAwareStateDict,
     compat,
 )
-from tests.support.worker import base_path, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, report, world_size
 
 
 def stand_in_for_cuda() -> None:
@@ -80,6 +80,7 @@ def main() -> None:
         report(iteration=iteration, queue=type(queue).__module__)
     manager.close()
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.worker import base_path, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, report, world_size
 
 THEIR_IMPORTS = """\
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
@@ -167,6 +167,7 @@ def main() -> None:
             assert torch.equal(one, other), mode
         report(equal=mode)
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointEr
 from ml_flashpoint.core.rank_group import rank_group
 from tests.support.megatron import Door, TorchDist, load_from, without_cuda
 from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, plain, sharded_state
-from tests.support.worker import base_path, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, report, world_size
 
 CASES: dict[str, Callable[[Door, TorchDist], None]] = {}
 
@@ -637,6 +637,7 @@ def main(names: list[str]) -> None:
         report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
         dist.barrier(meeting)
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

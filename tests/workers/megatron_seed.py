@@ -11,7 +11,7 @@ from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_
 from tests.support import megatron_seed, seed_snippets
 from tests.support.megatron import TorchDist, without_cuda
 from tests.support.megatron_states import LAYOUTS, assert_same_state, plain, sharded_state
-from tests.support.worker import base_path, report, world_size
+from tests.support.worker import base_path, leave, report, world_size
 
 
 def main() -> None:
@@ -45,6 +45,7 @@ def main() -> None:
         report(step=names["state_dict"]["step"], found=None if found is None else os.path.basename(str(found)))
     dist.barrier()
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ of one.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import secrets
@@ -28,6 +29,7 @@ from ml_flashpoint.replication.strategies import Topology
 
 SECRET_BYTES = 32
 _MAX_BLOB = 1 << 32
+_GLOO_S = 0.1
 
 
 def local_node_id() -> str:
@@ -81,6 +83,8 @@ class RankGroup:
         self._foreground = self._background = None
         self._last: dict[str, torch.Tensor] = {}
         if self.distributed:
+            atexit.unregister(_let_gloo_finish)  # once is enough for all groups
+            atexit.register(_let_gloo_finish)
             self._foreground = dist.new_group(backend="gloo", timeout=deadline)
             self._background = dist.new_group(backend="gloo", timeout=deadline)
         nodes = [blob.decode() for blob in self.gather(self.node.encode())]
@@ -157,6 +161,16 @@ class RankGroup:
             hint = "a rank died or hung; its own log says why"
             kind = DeadlineError if "timed out" in str(error).lower() else TopologyError
             raise kind(message, rank=self.rank, node=self.node, hint=hint) from error
+
+
+def _let_gloo_finish() -> None:
+    """Called at exit, while other threads can still have the interpreter.
+
+    Gloo's threads free the tensors of the last collectives, the training's included, some time after these have ended.
+    One that still needs the interpreter for that when it is being finalized makes torch abort the process, and nothing
+    tells that there is one.
+    """
+    time.sleep(_GLOO_S)
 
 
 _current: tuple[object, RankGroup] | None = None

@@ -156,6 +156,22 @@ def test_aborting_gives_up_what_hangs(queue: AsyncCallsQueue, tmp_path: Path) ->
     assert seen == []
 
 
+def test_what_does_not_end_in_time_is_given_up(
+    queue: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    seen: list[int] = []
+    monkeypatch.setenv("FLASHPOINT_CALL_DEADLINE_S", "0.5")
+    queue.schedule_async_request(AsyncRequest(wait_for, (pipe,), [partial(seen.append, 0)]))
+    with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 has not ended within"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    monkeypatch.delenv("FLASHPOINT_CALL_DEADLINE_S")
+    queue.schedule_async_request(AsyncRequest(write, (tmp_path / "a", "x"), [partial(seen.append, 1)]))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert seen == [1]
+
+
 def _leave_it_open(report: Any, path: Path) -> None:
     queue = AsyncCallsQueue(persistent=True)
     queue.schedule_async_request(AsyncRequest(write, (path, "x"), []))

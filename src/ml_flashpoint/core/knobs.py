@@ -38,6 +38,11 @@ def seal_deadline_s() -> float:
     return _number("FLASHPOINT_SEAL_DEADLINE_S", 600.0)
 
 
+def call_deadline_s() -> float:
+    """Seconds that a function given to a queue of asynchronous calls may run before a blocking wait gives it up."""
+    return _number("FLASHPOINT_CALL_DEADLINE_S", 3600.0)
+
+
 def lock_deadline_s() -> float:
     """Seconds that a starting rank waits for its dying predecessor to let go of the arenas."""
     return _number("FLASHPOINT_LOCK_DEADLINE_S", 30.0)

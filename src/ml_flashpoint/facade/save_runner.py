@@ -5,13 +5,10 @@ Owns the save under way, its outcome and the counters. What is saved, and when, 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +25,7 @@ from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")
@@ -68,23 +66,6 @@ class _Save:
     step: int
     began: float
     ended: threading.Event = field(default_factory=threading.Event)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from looking through all of torch in the middle of a save.
-
-    Staging makes tens of thousands of objects that are gone when it returns. Collections meanwhile would take them
-    for old ones, and each few thousand of those make Python collect everything: at 2,000 tensors that was 80% of the
-    time that a save blocks.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class SaveRunner:
@@ -134,7 +115,7 @@ class SaveRunner:
         began = time.perf_counter()
         try:
             if self.await_current(self._deadline_s):
-                with self._guard.deferred(), _no_collection():
+                with self._guard.deferred(), collection_paused():
                     self._begin(version, began)
                 return
             assert self._current is not None

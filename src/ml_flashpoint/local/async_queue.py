@@ -16,18 +16,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
 from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.knobs import call_deadline_s, exit_deadline_s
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.errors import BackgroundWorkerError, CallOrderError
 
 _log = logging.getLogger(__name__)
-_RETRY_S = 0.01
+# A blocking wait asks the others this often: ranks that are done must not wait for one that is not beyond the deadline
+# of a collective.
+_VOTE_S = 1.0
 
 
 class _Call(Protocol):
@@ -37,8 +41,8 @@ class _Call(Protocol):
         """Whether it has ended, well or not."""
         ...
 
-    def wait(self) -> None:
-        """Return when it has ended."""
+    def wait(self, timeout_s: float) -> None:
+        """Return when it has ended, or after so many seconds."""
         ...
 
     def failure(self) -> str | None:
@@ -59,9 +63,9 @@ class _Nothing:
     def is_done(self) -> bool:
         return self._save is None or self._save.ended
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         if self._save is not None:
-            self._save.wait()
+            self._save.wait(timeout_s)
 
     def failure(self) -> str | None:
         return None
@@ -86,20 +90,18 @@ class _ForkedCall:
         self._failure: str | None = None
 
     def is_done(self) -> bool:
-        if not self._ended and wait([self._process.sentinel, self._pipe], timeout=0):
-            self._end()
+        self.wait(0)
         return self._ended
 
-    def wait(self) -> None:
-        if not self._ended:
-            wait([self._process.sentinel, self._pipe])
+    def wait(self, timeout_s: float) -> None:
+        if not self._ended and wait([self._process.sentinel, self._pipe], timeout=timeout_s):
             self._end()
 
     def _end(self) -> None:
         said = None
         with contextlib.suppress(EOFError, OSError):
             said = self._pipe.recv() if self._pipe.poll() else None
-        self._process.join()
+        _join(self._process)
         self._failure = said[0] if said is not None else f"its process {_how_it_ended(self._process.exitcode)}"
         self._pipe.close()
         self._ended = True
@@ -124,6 +126,14 @@ def _failure_of(function: Callable[..., Any], args: Any, kwargs: Any) -> str | N
     except BaseException as error:
         return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     return None
+
+
+def _join(process: BaseProcess) -> None:
+    """Wait for a process that has nothing left to do, and kill it if it does not end."""
+    process.join(exit_deadline_s())
+    if process.exitcode is None:
+        process.kill()
+        process.join(exit_deadline_s())
 
 
 def _how_it_ended(code: int | None) -> str:
@@ -151,7 +161,7 @@ class _Worker:
         """Send a request; returns when it has preloaded.
 
         Raises:
-            BackgroundWorkerError: the process is gone.
+            BackgroundWorkerError: the process is gone, or did not preload in time.
         """
         try:
             self._pipe.send(tuple(request._replace(finalize_fns=[])))
@@ -159,20 +169,25 @@ class _Worker:
             self._note_end()
             raise BackgroundWorkerError(f"the worker process is gone: {error}") from error
         if request.preload_fn is not None:
-            self._receive_until(lambda: request.call_idx in self._preloaded or request.call_idx in self._answers)
+            index, deadline_s = request.call_idx, call_deadline_s()
+            self._receive_until(lambda: index in self._preloaded or index in self._answers, deadline_s)
+            if not (index in self._preloaded or index in self._answers or self.ended):
+                self.close(abort=True)
+                raise BackgroundWorkerError(f"asynchronous call {index} did not preload within {deadline_s:.0f} s")
 
-    def answered(self, index: int, *, block: bool) -> bool:
-        """Whether a request has ended, or the process has."""
-        self._receive_until(lambda: index in self._answers, timeout=None if block else 0)
+    def answered(self, index: int, timeout_s: float) -> bool:
+        """Whether a request has ended, or the process has, within so many seconds."""
+        self._receive_until(lambda: index in self._answers, timeout_s)
         return index in self._answers or self.ended
 
     def take(self, index: int) -> str | None:
         """Why a request that has ended failed; None if it did not."""
         return self._answers.pop(index, f"its worker process {_how_it_ended(self._process.exitcode)}")
 
-    def _receive_until(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+    def _receive_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        give_up = time.monotonic() + timeout_s
         while not ready() and not self.ended:
-            found = wait([self._pipe, self._process.sentinel], timeout=timeout)
+            found = wait([self._pipe, self._process.sentinel], timeout=max(0.0, give_up - time.monotonic()))
             if not found:
                 return
             # A process that has just ended may have answered before.
@@ -190,16 +205,18 @@ class _Worker:
                 self._note_end()
 
     def _note_end(self) -> None:
-        self._process.join()
+        _join(self._process)
         self._at_exit.cancel()
         self.ended = True
 
     def close(self, *, abort: bool) -> None:
         """End the process, after what it was sent unless ``abort``."""
+        if self.ended:
+            return
         if abort:
             self._process.kill()
         self._at_exit()
-        self._process.join()
+        _join(self._process)
         self._pipe.close()
         self.ended = True
 
@@ -235,15 +252,16 @@ class _SentCall:
         worker.submit(request)
 
     def is_done(self) -> bool:
-        return self._worker.answered(self._index, block=False)
+        return self._worker.answered(self._index, 0)
 
-    def wait(self) -> None:
-        self._worker.answered(self._index, block=True)
+    def wait(self, timeout_s: float) -> None:
+        self._worker.answered(self._index, timeout_s)
 
     def failure(self) -> str | None:
         return self._worker.take(self._index)
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        self._worker.close(abort=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,35 +328,49 @@ class AsyncCallsQueue:
         """Finalize the requests that have ended on all ranks, oldest first.
 
         Args:
-            blocking: wait for all of them.
+            blocking: wait for all of them, up to ``FLASHPOINT_CALL_DEADLINE_S`` for each.
             no_dist: do not ask the other ranks: a request counts as ended when it has here.
 
         Returns:
             Their numbers.
 
         Raises:
-            BackgroundWorkerError: a request failed, or its process died, on some rank. It is given up; younger ones
-                stay in the queue.
+            BackgroundWorkerError: a request failed, its process died, or it did not end in time, on some rank. It is
+                given up; younger ones stay in the queue.
             Exception: a finalization failed. Its request is given up, likewise.
         """
         finalized: list[int] = []
         while self._calls:
             active = self._calls[0]
-            if blocking:
-                active.call.wait()
-            done = active.call.is_done()
-            if not no_dist:
-                done = rank_group().all_ok(done)
-            if not done:
+            give_up = time.monotonic() + call_deadline_s()
+            while not self._is_done(active, _VOTE_S if blocking else 0.0, no_dist):
                 if not blocking:
-                    break
-                time.sleep(_RETRY_S)
-                continue
+                    return finalized
+                self._check_time(active, give_up, no_dist)
             self._calls.popleft()
             self._check(active, no_dist)
             active.request.execute_finalize_fns(validate_matching_call_idx=not no_dist)
             finalized.append(active.index)
         return finalized
+
+    def _is_done(self, active: _Active, timeout_s: float, no_dist: bool) -> bool:
+        """Whether a call has ended, here within so many seconds, and on all ranks."""
+        active.call.wait(timeout_s)
+        done = active.call.is_done()
+        return done if no_dist else rank_group().all_ok(done)
+
+    def _check_time(self, active: _Active, give_up: float, no_dist: bool) -> None:
+        """Give a call up, on all ranks, once its time is over on one."""
+        in_time = time.monotonic() < give_up
+        if in_time if no_dist else rank_group().all_ok(in_time):
+            return
+        self._calls.popleft()
+        active.call.abort()
+        raise BackgroundWorkerError(
+            f"asynchronous call {active.index} has not ended within {call_deadline_s():.0f} s and is given up",
+            rank=rank_group().rank,
+            hint="FLASHPOINT_CALL_DEADLINE_S sets the time that a call may take",
+        )
 
     def _check(self, active: _Active, no_dist: bool) -> None:
         failure = active.call.failure()

@@ -143,10 +143,10 @@ class BackgroundSave:
         assert self._ticket.pending is not None
         return self._ticket.pending.settled.is_set() or time.monotonic() > self._give_up
 
-    def wait(self) -> None:
-        """Wait for the end, in the process that saves; not for ever."""
+    def wait(self, timeout_s: float = float("inf")) -> None:
+        """Wait for the end, in the process that saves, for so many seconds at most; never for ever."""
         assert self._ticket.pending is not None
-        self._ticket.pending.settled.wait(max(0.0, self._give_up - time.monotonic()))
+        self._ticket.pending.settled.wait(max(0.0, min(timeout_s, self._give_up - time.monotonic())))
 
     def __call__(self) -> None:
         """Wait for the end, in any process."""

@@ -8,12 +8,11 @@ loading a version on all ranks or on none is `part_loader`'s.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +49,7 @@ from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy
+from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class LocalCheckpointManager:
             raise
         self._oldest_accepted = iteration
         try:
-            with _no_collection():
+            with collection_paused():
                 encoded = encode(state_dict, self._types, self._meshes)
                 if is_async:
                     staged = self._saver.stage(ticket, encoded.tensors)
@@ -485,15 +485,3 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
     with contextlib.suppress(NotImplementedError):
         if state_dict.is_hollow:
             raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from looking through all of torch while a save makes its many short-lived objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

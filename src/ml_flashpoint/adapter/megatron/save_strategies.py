@@ -7,7 +7,6 @@ this one, which has the arenas. What a version consists of, and its commit, are 
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
@@ -40,6 +39,7 @@ from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.core.object_writer import BytesItem
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         save = _Save(self._writer, ticket, version)
         state, failure = None, None
         try:
-            with _no_garbage_collection():
+            with collection_paused():
                 try:
                     self._add_files(save)
                     state = state_to_save(sharded_state_dict)
@@ -324,18 +324,6 @@ class _StagedPlanner(SavePlanner):
         raise NotImplementedError("the plan was made before")
 
     create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Plans are many small objects; making them would set off passes over all objects of the process."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _nothing() -> None:

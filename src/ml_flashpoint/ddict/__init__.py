@@ -1,0 +1,1 @@
+"""A distributed dictionary with checkpoints, rollback, persistence and recovery from memory."""

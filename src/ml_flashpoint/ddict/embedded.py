@@ -173,9 +173,12 @@ class EmbeddedRuntime:
                 self._hold.close()
                 if not remove_unused(self.base):
                     _log.error("a manager did not end; its folder stays: %s", self.base)
-                for descriptor in self._handles.values():
-                    os.close(descriptor)
-                self._handles.clear()
+                with self._changed:
+                    self._pids.clear()
+                    self._ready.clear()
+                    for descriptor in self._handles.values():
+                        os.close(descriptor)
+                    self._handles.clear()
 
     # -- inside ----------------------------------------------------------------------------------------------
 

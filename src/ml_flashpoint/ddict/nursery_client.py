@@ -115,12 +115,16 @@ class NurseryClient:
         self._process.returncode = 0  # it is not this process's child: nothing to wait for
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                listener = self._listeners.get(message["group"])
-                if listener is not None:
-                    listener(message)
+        # Not by a file of the socket, which would keep it open in a forked child.
+        rest = b""
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    listener = self._listeners.get(message["group"])
+                    if listener is not None:
+                        listener(message)
         if self._closing:
             return
         # No more is sent once the socket is at its end; a nursery that closed it and lives on is of no use.

@@ -22,6 +22,7 @@ is, an instance of a class that was defined in ``__main__`` need not be.
 
 from __future__ import annotations
 
+import decimal
 import io
 import math
 import numbers
@@ -41,6 +42,7 @@ MAX_KEY_BYTES: Final = 64 << 10
 _FLOAT: Final = struct.Struct(">d")
 _LENGTH: Final = struct.Struct(">I")
 _MAX_DEPTH: Final = 32
+_MAX_DIGITS: Final = 4300  # Python's own limit, unless it was changed
 _NAN: Final = _FLOAT.pack(math.nan)
 
 
@@ -130,6 +132,8 @@ def _encode_number(key: Any) -> bytes | None:
     try:
         if key != key:
             return b"f" + _NAN if isinstance(key, float) else None
+        if isinstance(key, decimal.Decimal) and abs(key.adjusted()) > _MAX_DIGITS:
+            return None  # no float either, and the integer would take for ever to compute
         real = float(key.real) if isinstance(key, complex) and not key.imag else key
         whole = None if real in (math.inf, -math.inf) else int(real)
         if whole is not None and whole == key and hash(whole) == hash(key):

@@ -152,6 +152,7 @@ _TRAVELLING: Final[dict[str, type[FlashpointError]]] = {
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, FlashpointError)
 }
+_MAX_TEXT: Final = 64 << 10
 _ATTRIBUTES: Final = (
     "step", "rank", "node", "path", "hint", "manager", "checkpoint_id", "needed_bytes", "available_bytes", "argument",
     "value",
@@ -162,11 +163,15 @@ def describe_error(error: Exception) -> dict[str, Any]:
     """An error as the subject of a reply. Types of `core.errors` and `ddict.errors` arrive as they are, subclasses
     of theirs as what they derive from, and all others as `DDictError`."""
     if not isinstance(error, FlashpointError):
-        return {"error": "DDictError", "message": f"the manager failed: {type(error).__name__}: {error}"}
+        return {"error": "DDictError", "message": f"the manager failed: {type(error).__name__}: {error}"[:_MAX_TEXT]}
     kind = next(each.__name__ for each in type(error).__mro__ if _TRAVELLING.get(each.__name__) is each)
     found = {name: getattr(error, name, None) for name in _ATTRIBUTES}
-    kept = {name: value for name, value in found.items() if isinstance(value, (str, int))}
-    return {"error": kind, "message": error.message, **kept}
+    kept = {
+        name: value[:_MAX_TEXT] if isinstance(value, str) else value
+        for name, value in found.items()
+        if isinstance(value, (str, int))
+    }
+    return {"error": kind, "message": str(error.message)[:_MAX_TEXT], **kept}
 
 
 def rebuild_error(described: dict[str, Any]) -> FlashpointError:

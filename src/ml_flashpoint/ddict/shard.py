@@ -217,7 +217,11 @@ class Shard:
             present = now
 
     def _add(self, entry: Entry) -> None:
-        self._history.setdefault(entry.key, []).append(dataclasses.replace(entry, sequence=next(self._sequence)))
+        history = self._history.setdefault(entry.key, [])
+        # A write that came late, at an id that had a snapshot already, counts from where it was first seen.
+        at = max(entry.checkpoint_id, history[-1].checkpoint_id) if history else entry.checkpoint_id
+        history.append(dataclasses.replace(entry, checkpoint_id=at, sequence=next(self._sequence)))
+        entry = history[-1]
         if entry.checkpoint_id > self.oldest:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
 

@@ -457,18 +457,41 @@ class Coordinator:
                 raise self._persist_error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
             return max(checkpoint_id, self._persisted)
 
-    def restored(self, checkpoint_id: int) -> None:
-        """All managers hold what was persisted as ``checkpoint_id``, and nothing else."""
+    def restore(self, checkpoint_id: int, fields: dict[str, Any], timeout_s: float) -> None:
+        """Have all managers hold a persisted checkpoint, and nothing else; on an error, all as before.
+
+        Raises:
+            FlashpointError: a manager cannot read it.
+        """
+        until = time.monotonic() + timeout_s
         with self._changed:
-            for writer in self._writers.values():
-                writer.position, writer.wrote, writer.lost = checkpoint_id, {}, None
-            # With snapshots it is committed anew, which makes the copies that it has none of yet.
-            self._committed = checkpoint_id - self._rules.snapshots
-            self._departed, self._departed_wrote = checkpoint_id + 1, {}
-            self._newest = self._oldest_told = self._persisted = checkpoint_id
-            self._sealed, self._to_persist, self._snapshot = [], [], -1
-            self._orphaned = None
-            self._changed.notify_all()
+            self._held_up = True
+            try:
+                while self._busy or self._to_persist:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
+                    self._changed.wait(left)
+                try:
+                    self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
+                except FlashpointError:
+                    self._all("restore_abort", {})
+                    raise
+                self._all("restore_commit", fields)
+                self._restored(checkpoint_id)
+            finally:
+                self._held_up = False
+                self._changed.notify_all()
+
+    def _restored(self, checkpoint_id: int) -> None:
+        for writer in self._writers.values():
+            writer.position, writer.wrote, writer.lost = checkpoint_id, {}, None
+        # With snapshots it is committed anew, which makes the copies that it has none of yet.
+        self._committed = checkpoint_id - self._rules.snapshots
+        self._departed, self._departed_wrote = checkpoint_id + 1, {}
+        self._newest = self._oldest_told = self._persisted = checkpoint_id
+        self._sealed, self._snapshot = [], -1
+        self._orphaned = None
 
     def close(self) -> None:
         """Stop committing."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ml_flashpoint.core.errors import AuthenticationError
 from ml_flashpoint.ddict.connection import Address, Connection, Reply, RequestLostError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Locate = Callable[[int], "Address | None"]
 """``(manager) -> address``; None: it is not anywhere at the moment."""
+
+_Found = TypeVar("_Found")
 
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
@@ -45,6 +47,24 @@ class Answer:
     fields: dict[str, Any]
     blobs: list[bytes]
     incarnation: str
+
+
+class Exchange:
+    """Requests over one connection.
+
+    Args:
+        until: when all of them must be done.
+    """
+
+    def __init__(self, connection: Connection, until: float) -> None:
+        self._connection = connection
+        self._until = until
+
+    def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
+        """One request; see `Connection.request`."""
+        left = max(round(self._until - time.monotonic(), 3), 0.0)
+        # A little more than the manager is told, so that its own error comes first.
+        return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + 0.5)
 
 
 @dataclass(slots=True)
@@ -80,38 +100,59 @@ class Links:
         again: bool = True,
         expected: str | None = None,
     ) -> Answer:
-        """Ask a manager, and try again while it is away.
+        """Ask a manager one thing; see :meth:`attempt`."""
+        answer, incarnation = self.attempt(
+            manager,
+            lambda exchange: exchange.request(operation, fields, blobs),
+            until=until,
+            again=again,
+            expected=expected,
+        )
+        return Answer(answer.fields, answer.blobs, incarnation)
+
+    def attempt(
+        self,
+        manager: int,
+        action: Callable[[Exchange], _Found],
+        *,
+        until: float,
+        again: bool = True,
+        expected: str | None = None,
+    ) -> tuple[_Found, str]:
+        """Have one connection to a manager for some requests, and begin anew while the manager is away.
 
         Args:
+            action: makes the requests.
             until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
-            again: whether the request may be carried out twice: the connection can break after the manager has.
+            again: whether requests may be carried out twice: the connection can break after the manager has.
             expected: incarnation that it must be; None: any.
+
+        Returns:
+            What ``action`` returned, and the incarnation.
 
         Raises:
             DDictManagerLostError: it was away all the time.
             DDictTimeoutError: it did not answer in time.
-            ManagerChangedError: it is another incarnation. The request was not sent.
+            ManagerChangedError: it is another incarnation. No request was made.
             FlashpointError: what it refused with.
         """
         pause = _FIRST_PAUSE_S
         while True:
-            left = until - time.monotonic()
             if self._closed:
                 raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
             try:
-                link = self._take(manager, max(left, 0.05))
-                if expected is not None and link.incarnation != expected:
+                link = self._take(manager, max(until - time.monotonic(), 0.05))
+                try:
+                    if expected is not None and link.incarnation != expected:
+                        raise ManagerChangedError(link.incarnation)
+                    return action(Exchange(link.connection, until)), link.incarnation
+                finally:
+                    # After an error of the manager's own, too: the connection is as good as before then.
                     self._give_back(manager, link)
-                    raise ManagerChangedError(link.incarnation)
-                fields["t"] = max(round(until - time.monotonic(), 3), 0.0)
-                # A little more than the manager was told, so that its own error comes first.
-                reply = self._request(manager, link, operation, fields, blobs, fields["t"] + 0.5)
-                return Answer(reply.fields, reply.blobs, link.incarnation)
-            except (RequestLostError, ConnectionLostError) as error:
+            except ConnectionLostError as error:
                 self._drop_idle(manager)
-                sent = isinstance(error, RequestLostError)
                 left = until - time.monotonic()
-                if left <= pause or (sent and not again):
+                if left <= pause or (isinstance(error, RequestLostError) and not again):
                     raise DDictManagerLostError(
                         f"manager {manager} is not there: {error.message}",
                         manager=manager,
@@ -119,22 +160,6 @@ class Links:
                     ) from error
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-    def _request(
-        self,
-        manager: int,
-        link: _Link,
-        operation: str,
-        fields: dict[str, Any],
-        blobs: Sequence[Buffer],
-        timeout_s: float,
-    ) -> Reply:
-        try:
-            reply = link.connection.request(operation, fields, blobs, timeout_s=timeout_s)
-        finally:
-            # After an error of the manager's own, too: the connection is as good as before then.
-            self._give_back(manager, link)
-        return reply
 
     def _take(self, manager: int, timeout_s: float) -> _Link:
         if self._pid != os.getpid():

@@ -9,7 +9,9 @@ count as attached, and when the main manager comes back after a death, they are 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import secrets
 import threading
 import time
@@ -38,6 +40,7 @@ INLINE_LIMIT = 256 << 10
 
 _WATCH_S = 20
 _LONGEST_PAUSE_S = 1.0
+_LEAVE_S = 5.0
 
 Rejoin = Callable[[], "list[dict[str, Any]]"]
 
@@ -224,7 +227,8 @@ class Lease:
         self._attached = threading.Event()
         self._closed = threading.Event()
         self._joins: dict[str, Callable[[], dict[str, Any]]] = {}
-        self._thread: threading.Thread | None = None
+        self._gone: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     def add(self, handle: str, join: Callable[[], dict[str, Any]], until: float) -> None:
         """Attach a handle.
@@ -237,9 +241,13 @@ class Lease:
         """
         with self._lock:
             self._joins[handle] = join
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ddict-lease", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, name="ddict-lease", daemon=True),
+                    threading.Thread(target=self._run_leaving, name="ddict-leave", daemon=True),
+                ]
+                for thread in self._threads:
+                    thread.start()
         if not self._attached.wait(max(0.0, until - time.monotonic())):
             raise DDictManagerLostError("the main manager is not there", manager=0)
         self._links.call(0, "join", join(), until=until)
@@ -248,6 +256,16 @@ class Lease:
         """Detach a handle, which told the main manager itself."""
         with self._lock:
             self._joins.pop(handle, None)
+
+    def forget(self, handle: str) -> None:
+        """Detach a handle that was garbage collected: from any thread at any moment, so it takes no lock."""
+        self._gone.put(handle)
+
+    def _run_leaving(self) -> None:
+        while (handle := self._gone.get()) is not None:
+            self.remove(handle)
+            with contextlib.suppress(FlashpointError):
+                self._links.call(0, "leave", {"w": handle}, until=time.monotonic() + _LEAVE_S)
 
     def _run(self) -> None:
         pause = 0.01
@@ -277,6 +295,7 @@ class Lease:
     def close(self) -> None:
         """Detach all. Does not wait."""
         self._closed.set()
+        self._gone.put(None)
 
 
 _clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()

@@ -24,15 +24,18 @@ from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictReadOnlyError
 from ml_flashpoint.ddict.links import ManagerChangedError
 
 _Result = TypeVar("_Result")
-_LEAVE_S = 1.0
 
 
 @dataclass(slots=True)
 class _Unsure:
-    """Writes at one manager that may not be committed: they are when checkpoint ``need`` is."""
+    """Writes at one manager that may not be committed: they are when checkpoint ``need`` is.
+
+    ``fresh``: there are some that this handle has not moved past.
+    """
 
     incarnation: str
     need: int
+    fresh: bool = True
 
 
 class Handle:
@@ -137,7 +140,7 @@ class Handle:
             if self._joined:
                 fields = _join_fields(weakref.ref(self), self.id, self.client.lease.id)
                 fields["c"] = checkpoint_id
-                self._note(self.client.links.call(0, "move", fields, until=until).fields, moved=True)
+                self._note(self.client.links.call(0, "move", fields, until=until).fields)
             self.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
@@ -157,19 +160,31 @@ class Handle:
         state = self.client.links.call(0, "newest", {}, until=until).fields
         self.move(max(0, int(state["committed"])), until)
 
-    def _note(self, state: dict[str, Any], *, moved: bool) -> None:
-        """Learn from the coordinator what is committed."""
+    def restored(self, checkpoint_id: int) -> None:
+        """All managers hold what was persisted as this checkpoint, and nothing else."""
+        with self._lock:
+            self._unsure.clear()
+            self.checkpoint_id = checkpoint_id
+
+    def _note(self, state: dict[str, Any]) -> None:
+        """Learn from the coordinator, having moved, what is committed."""
         committed = int(state["committed"])
         for manager, unsure in list(self._unsure.items()):
-            if moved and unsure.need <= committed:
-                # Written at an id that was committed before: the next commit covers it.
-                unsure.need = committed + 1
+            if unsure.fresh:
+                # What is written at an id that was committed before is covered by the next commit only.
+                unsure.need = max(unsure.need, committed + 1)
+                unsure.fresh = False
             elif unsure.need <= committed:
                 del self._unsure[manager]
 
     def wrote(self) -> dict[str, str]:
         """Incarnations of the managers at which writes may not be committed."""
         return {str(manager): unsure.incarnation for manager, unsure in list(self._unsure.items())}
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was detached."""
+        return self._closed
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -185,10 +200,6 @@ class Handle:
                 with contextlib.suppress(FlashpointError):
                     self.client.links.call(0, "leave", {"w": self.id}, until=until)
 
-    def copy(self) -> Handle:
-        """Another handle at the same checkpoint."""
-        return Handle(self.configuration, self.checkpoint_id, read_only=self.read_only)
-
 
 def _join_fields(handle: weakref.ref[Handle], handle_id: str, lease_id: str) -> dict[str, Any]:
     found = handle()
@@ -200,9 +211,7 @@ def _forget_handle(client: Client, handle_id: str, pid: int) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
     if pid != os.getpid():
         return
-    client.lease.remove(handle_id)
-    with contextlib.suppress(FlashpointError):
-        client.links.call(0, "leave", {"w": handle_id}, until=time.monotonic() + _LEAVE_S)
+    client.lease.forget(handle_id)
 
 
 def checked_checkpoint_id(argument: str, value: object) -> int:

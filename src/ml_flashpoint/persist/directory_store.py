@@ -109,6 +109,7 @@ class DirectoryStore(DurableStore):
 
     def remove(self, name: str) -> None:
         """See `DurableStore.remove`."""
+        split_name(name)
         path = self.path_of(name)
         with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
@@ -154,6 +155,7 @@ class DirectoryStore(DurableStore):
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
         """A descriptor of a regular file, and its size."""
+        split_name(name)
         path = self.path_of(name)
         try:
             # Without O_NONBLOCK, a FIFO of this name would block the reader for good.

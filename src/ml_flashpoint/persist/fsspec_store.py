@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _PUBLISHED_WHEN_COMPLETE: Final = frozenset(
-    ["abfs", "abfss", "adl", "az", "cos", "gcs", "gs", "hf", "oci", "ocilake", "oss", "r2", "s3", "s3a", "tos"]
+    ("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "ocilake", "oss", "s3", "s3a", "tos")
 )
 """Protocols of object stores: a name appears there when its upload is complete, and renaming would be a copy."""
 

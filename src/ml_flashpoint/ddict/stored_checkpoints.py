@@ -362,11 +362,13 @@ class StoredCheckpointPersister(CheckpointPersister):
         key = (checkpoint.run, checkpoint.checkpoint_id, checkpoint.parts[part])
         with self._readers_lock:
             reader = self._readers.get(key)
-            if reader is None:
-                folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
-                reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
-                self._check_manifest(checkpoint, part, reader.manifest, reader.path)
-                self._readers[key] = reader
+        if reader is None:
+            # Outside the lock: one part that takes long must not hold up the others.
+            folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
+            reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
+            self._check_manifest(checkpoint, part, reader.manifest, reader.path)
+        with self._readers_lock:
+            self._readers[key] = reader
             self._readers.move_to_end(key)
             while len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)

@@ -1,8 +1,8 @@
 """The copies of a manager's parts at other managers: what they have, pushing what they lack, taking in theirs.
 
-Owns the connections to the holders and what each has acknowledged. What an acknowledgement is worth ends with the
-connection that it came over: a holder that died and came back answers on a new one, and is asked about every part again,
-which costs one small message for each part that it has. So no holder is ever taken to have what it has lost.
+Owns the connections to the holders and what each has acknowledged. An acknowledgement is worth as much as the
+connection that it came over: a holder that died and came back answers on a new one, and is asked about every part
+again, which costs one small message for each part that it has. So no holder is ever taken to have what it has lost.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ml_flashpoint.ddict.snapshot_format import PartRef, part_kind
 from ml_flashpoint.replication.channel import Address, Cancelled, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.wire import check_secret
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +45,13 @@ class Peers:
         secret: of the dictionary.
         nodes: node of every manager, for errors.
         address: where they are.
+
+    Raises:
+        InvalidArgumentError: the secret is too short.
     """
 
     def __init__(self, secret: bytes, nodes: Sequence[str], address: PeerAddress) -> None:
-        self.secret = secret
+        self.secret = check_secret(secret)
         self.nodes = nodes
         self._address = address
 

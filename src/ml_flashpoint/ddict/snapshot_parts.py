@@ -10,7 +10,7 @@ the logarithm of the bytes, nor more dead bytes than live ones, and nothing is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
@@ -40,6 +40,9 @@ from ml_flashpoint.ddict.snapshot_format import (
 _MIN_DELTA = 32
 """Changes that a full index may lack however few entries it has."""
 
+_MIN_DEAD_BYTES = 16 << 10
+"""Bytes of dead values that a part may hold for the sake of its full index, however short that is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -63,6 +66,7 @@ class Memory:
     Attributes:
         known: by ``id`` of the entry.
         full: part of the newest full index.
+        full_bytes, full_segment: bytes of that index, and of the segment beside it.
         count: entries of that index.
         gone: positions in it that are no more.
         segments: bytes of the segment of each part that one of the entries lies in.
@@ -70,6 +74,8 @@ class Memory:
 
     known: dict[int, Known] = field(default_factory=dict)
     full: PartRef | None = None
+    full_bytes: int = 0
+    full_segment: int = 0
     count: int = 0
     gone: set[int] = field(default_factory=set)
     segments: dict[PartRef, int] = field(default_factory=dict)
@@ -77,7 +83,7 @@ class Memory:
     def without_dropped(self, kept: Collection[str]) -> Memory:
         """What is left of it when only parts of these attempts are kept."""
         full = self.full if self.full is not None and self.full.attempt in kept else None
-        memory = Memory(full=full, count=self.count, gone=set(self.gone))
+        memory = replace(self, known={}, full=full, gone=set(self.gone))
         memory.segments = {part: size for part, size in self.segments.items() if part.attempt in kept}
         for key, known in self.known.items():
             part = known.place.part
@@ -177,7 +183,10 @@ class PartBuilder:
         memory, index = self._plan_index(checkpoint_id, own, current, places)
         if segment_bytes:
             memory.segments[own] = segment_bytes
-        self._write(checkpoint_id, attempt, stamp, encode_index(index), segment, segment_bytes)
+        encoded = encode_index(index)
+        if memory.full == own:
+            memory.full_bytes, memory.full_segment = len(encoded), segment_bytes
+        self._write(checkpoint_id, attempt, stamp, encoded, segment, segment_bytes)
         self.memory = memory
         parts = frozenset(place.part for place in places.values() if place.part is not None)
         return BuiltSnapshot(own, parts | {own} | ({index.base} if index.base is not None else set()))
@@ -213,7 +222,7 @@ class PartBuilder:
     ) -> tuple[Memory, Index]:
         """The index of these entries, and what is known once it is written."""
         old = self.memory
-        memory = Memory(full=old.full, count=old.count, gone=set(old.gone))
+        memory = replace(old, known={}, gone=set(old.gone))
         memory.segments = {
             part: old.segments[part]
             for part in {place.part for place in places.values() if place.kind == INLINE}
@@ -227,7 +236,7 @@ class PartBuilder:
                 else:
                     memory.gone.add(known.position)
         changes = len(memory.gone) + len(current) - len(positions)
-        if old.full is None or self._is_gone(old.full) or changes > max(_MIN_DELTA, old.count // 2):
+        if changes > max(_MIN_DELTA, old.count // 2) or not self._is_worth_keeping(memory):
             memory.full, memory.count, memory.gone = own, len(current), set()
             positions = {}
         is_full = memory.full == own
@@ -245,9 +254,16 @@ class PartBuilder:
         )
         return memory, index
 
-    def _is_gone(self, ref: PartRef) -> bool:
-        part = self._store.find(ref.attempt, self._store.rank)
-        return part is None or part.doomed
+    def _is_worth_keeping(self, memory: Memory) -> bool:
+        """Whether there is a full index to build on, and its part is not kept for too many dead bytes."""
+        if memory.full is None:
+            return False
+        part = self._store.find(memory.full.attempt, self._store.rank)
+        return (
+            part is not None
+            and not part.doomed
+            and (memory.full in memory.segments or memory.full_segment <= max(_MIN_DEAD_BYTES, memory.full_bytes // 2))
+        )
 
     def _write(
         self,
@@ -280,7 +296,8 @@ def memory_of(
     index: Index,
     base: Index | None,
     entries: Sequence[tuple[Entry, IndexEntry]],
-    segments: dict[PartRef, int],
+    index_bytes: Mapping[PartRef, int],
+    segments: Mapping[PartRef, int],
 ) -> Memory:
     """What the next snapshot can leave out after one that was read back.
 
@@ -288,9 +305,10 @@ def memory_of(
         ref: its part.
         index, base: of it.
         entries: in the order of `snapshot_format.resolve`.
-        segments: bytes of the segment of each part that an entry lies in, at least.
+        index_bytes, segments: bytes of the indices of both, and of the segments of these and of all parts that entries
+            lie in.
     """
-    full = index if base is None else base
+    full, full_ref = (index, ref) if base is None or index.base is None else (base, index.base)
     gone = set(index.removed)
     positions: list[int | None] = [at for at in range(len(full.added)) if at not in gone]
     positions += [None] * (len(entries) - len(positions))
@@ -301,7 +319,9 @@ def memory_of(
     used = {told.place.part for _, told in entries if told.place.kind == INLINE}
     return Memory(
         known,
-        ref if base is None else index.base,
+        full_ref,
+        index_bytes[full_ref],
+        segments[full_ref],
         len(full.added),
         gone,
         {part: size for part, size in segments.items() if part in used},

@@ -96,8 +96,9 @@ def complete_snapshots(store: RankStore, rank: int, managers: int) -> list[Snaps
     complete = []
     for record in reversed(snapshots_here(store, rank)):
         try:
-            index, base, _ = _read_indices(record.ref, rank, managers, lambda ref: _held(store, rank, ref), store)
-            for ref in needed_parts(record.ref, index.base, resolve(index, base, record.attempt)):
+            read = _read_indices(record.ref, rank, managers, lambda ref: _held(store, rank, ref), store)
+            told = resolve(read.index, read.base, record.attempt)
+            for ref in needed_parts(record.ref, read.index.base, told):
                 _held(store, rank, ref)
         except FlashpointError as error:
             _log.warning("manager %d: a snapshot is not complete here: %s", rank, error)
@@ -133,23 +134,32 @@ def _held(store: RankStore, rank: int, ref: PartRef) -> HeldPart:
 _Opened = Callable[[PartRef], HeldPart]
 
 
-def _read_indices(
-    ref: PartRef, rank: int, managers: int, opened: _Opened, store: RankStore
-) -> tuple[Index, Index | None, dict[PartRef, memoryview]]:
-    """The index of a snapshot, that of its base, and the segments of both."""
+@dataclass(frozen=True, slots=True)
+class _Indices:
+    """The index of a snapshot and that of its base; bytes of both, and the segments beside them."""
+
+    index: Index
+    base: Index | None
+    sizes: dict[PartRef, int]
+    segments: dict[PartRef, memoryview]
+
+
+def _read_indices(ref: PartRef, rank: int, managers: int, opened: _Opened, store: RankStore) -> _Indices:
+    sizes = {}
     segments = {}
 
     def read(ref: PartRef) -> Index:
         part = opened(ref)
         path = str(store.base / part.version / part.names[0])
         data, segments[ref] = split_object(_used(part), _record(part).file_size, path)
+        sizes[ref] = data.nbytes
         index = decode_index(data, path)
         if (index.checkpoint_id, index.manager, index.managers) != (ref.step, rank, managers):
             raise DamagedError("the index is of another snapshot", path=path)
         return index
 
     index = read(ref)
-    return index, None if index.base is None else read(index.base), segments
+    return _Indices(index, None if index.base is None else read(index.base), sizes, segments)
 
 
 def _record(part: HeldPart) -> ObjectRecord:
@@ -209,8 +219,9 @@ class Recoverer:
 
     def _recover_one(self, record: SnapshotRecord, recovery: Recovery) -> None:
         ref = record.ref
-        index, base, segments = _read_indices(ref, self._rank, self._managers, self._part, self._store)
-        self._segments.update(segments)
+        read = _read_indices(ref, self._rank, self._managers, self._part, self._store)
+        index, base = read.index, read.base
+        self._segments.update(read.segments)
         told = resolve(index, base, record.attempt)
         needs = needed_parts(ref, index.base, told)
         for need in sorted(needs):
@@ -218,7 +229,7 @@ class Recoverer:
         entries = [self._entry(entry) for entry in told]
         if not recovery.snapshots:
             sizes = {part: segment.nbytes for part, segment in self._segments.items()}
-            recovery.memory = memory_of(ref, index, base, list(zip(entries, told, strict=True)), sizes)
+            recovery.memory = memory_of(ref, index, base, list(zip(entries, told, strict=True)), read.sizes, sizes)
         recovery.snapshots.append(RecoveredSnapshot(record.checkpoint_id, entries))
         recovery.built[record.checkpoint_id] = BuiltSnapshot(ref, needs)
 

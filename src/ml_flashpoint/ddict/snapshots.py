@@ -76,7 +76,7 @@ class Pin:
 
 
 class Snapshots:
-    """See the module. Thread-safe; seals come one after the other. Never calls back with a lock of its own held.
+    """See the module. Thread-safe; seals come one after the other.
 
     Args:
         store: of this manager; its rank is the manager's number.
@@ -86,7 +86,8 @@ class Snapshots:
         peer_address: see `PeerAddress`.
         tell_holder: see `TellHolder`. Must have a deadline of its own.
         in_use: whether a value id is still in the shard's history, so that its part must stay although no snapshot
-            needs it. Called without locks. An id for which it was false is never asked for again.
+            needs it; once false, it must stay so. It may take locks under which :meth:`pin` and :meth:`let_go` are
+            called, but none under which anything else of this object is.
         release: frees the arena of a value that :meth:`let_go` took over and that did not become a part after all;
             by default ``store.release(value.arena)``.
         incarnation: of this manager process, letters and digits.
@@ -211,7 +212,6 @@ class Snapshots:
             if self._pins[value.value_id]:
                 self._let_go[value.value_id] = value
                 return True
-            del self._pins[value.value_id]
             return self._store.find(value.value_id, self._manager) is not None
 
     # ---- sealing ------------------------------------------------------------------------------------------
@@ -353,7 +353,6 @@ class Snapshots:
         spare = [part for part in mine if part.attempt not in needed and not self._in_use(part.attempt)]
         with self._lock:
             dropped = [part for part in spare if not self._pins[part.attempt]]
-            self._pins += Counter()  # without the zeros
             for part in dropped:
                 self._store.drop(part)
                 self._let_go.pop(part.attempt, None)
@@ -383,12 +382,14 @@ class Snapshots:
         kept = frozenset(keep)
         if not all(isinstance(attempt, str) for attempt in kept):
             raise InvalidArgumentError("must be the names of attempts", argument="keep", value=keep)
-        dropped = []
-        for part in self._store.held():
-            if part.rank == of and part.attempt not in kept:
-                # Of one whose manifest cannot be read nothing could be recovered.
-                if part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before:
-                    dropped.append(part)
+        dropped = [
+            part
+            for part in self._store.held()
+            # One whose manifest cannot be read is of no use.
+            if part.rank == of
+            and part.attempt not in kept
+            and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
+        ]
         for part in dropped:
             self._store.drop(part)
         self._trim(dropped)
@@ -409,7 +410,8 @@ class Snapshots:
         return complete_snapshots(self._store, of, self._managers)
 
     def recover(self, ask_holder: AskHolder) -> list[RecoveredSnapshot]:
-        """What this manager can go on from, newest first: once, before anything is sealed.
+        """What this manager can go on from, newest first: once, before anything is sealed. Snapshots that had retired
+        may be among it, if their parts are still there because newer ones need them.
 
         Parts in the own store are verified; missing and damaged ones are fetched from the holders. A snapshot that
         cannot be had whole is left out, see :attr:`recovery_failures`; so are the snapshots that only a holder has

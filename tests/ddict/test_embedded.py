@@ -75,21 +75,21 @@ class Watch:
             ended, _, _ = select.select([descriptor], [], [], max(0.0, give_up - time.monotonic()))
             assert ended, f"process {pid} is alive after {timeout_s} s: {psutil.Process(pid).cmdline()}"
 
-    def close(self) -> None:
-        for pid, descriptor in self._descriptors.items():
-            if not select.select([descriptor], [], [], 0)[0]:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                os.kill(pid, 0)
+    def close(self, *, kill: bool) -> None:
+        for descriptor in self._descriptors.values():
+            if kill:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
 
 
 @contextlib.contextmanager
-def watching(*pids: int) -> Iterator[Watch]:
+def watching(*pids: int, kill: bool = False) -> Iterator[Watch]:
     watch = Watch(*pids)
     try:
         yield watch
     finally:
-        watch.close()
+        watch.close(kill=kill)
 
 
 @dataclass
@@ -267,9 +267,11 @@ def test_a_creator_that_just_ends_leaves_nothing(tmpfs: Path) -> None:
 
 
 def test_forked_children_of_the_creator_do_not_keep_managers_alive(tmpfs: Path) -> None:
-    with creator(tmpfs, how="fork") as one, watching(*one.children), watching(one.nursery, *one.managers) as watch:
-        one.process.kill()
-        watch.await_end()
+    with creator(tmpfs, how="fork") as one, watching(*one.children, kill=True) as children:
+        with watching(one.nursery, *one.managers) as watch:
+            one.process.kill()
+            watch.await_end()
+        assert sorted(children.alive()) == sorted(one.children)
         assert list(tmpfs.iterdir()) == []
 
 
@@ -346,6 +348,7 @@ def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
             for pid in (one.process.pid, one.nursery, *one.managers):
                 os.kill(pid, signal.SIGKILL)
             watch.await_end()
+        one.process.wait(DEADLINE_S)
         assert one.base.is_dir()
         (one.base / "node-0" / "pool").mkdir(parents=True)
         (one.base / "node-0" / "pool" / "arena").write_bytes(bytes(1 << 16))

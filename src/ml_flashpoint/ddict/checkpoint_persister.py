@@ -212,7 +212,8 @@ class CheckpointPersister(ABC):
             receipts: what `write_part` returned to each manager, by its number.
 
         Raises:
-            FlashpointError: a part is not there; nothing has changed.
+            FlashpointError: a part is not there, and nothing has changed; or the storage failed: then the checkpoint
+                may exist all the same. Either way, it may be written and completed again.
         """
 
     @abstractmethod

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ml_flashpoint.ddict.runtime_folder import FolderHold, remove_unused
+from ml_flashpoint.ddict.runtime_folder import LAST_WORDS_S, FolderHold, remove_unused
 
 Entry: TypeAlias = "Callable[[dict[str, Any], Callable[[], None], threading.Event], None]"
 """What a manager process runs: ``run(config, ready, stop)``. It calls ``ready()`` once it serves, and returns soon
@@ -195,7 +195,8 @@ class Nursery:
             return
         del self._groups[group.name]
         group.hold.close()
-        remove_unused(group.hold.folder)
+        if self._creator is None:
+            remove_unused(group.hold.folder, LAST_WORDS_S)
         if group.failure is not None:
             self._tell("failed", group.name, **group.failure)
         else:
@@ -291,8 +292,9 @@ class Nursery:
 
 
 def _run_manager(group: _Group, manager: _Manager, nursery: socket.socket, hold: FolderHold) -> int:
-    stop = threading.Event()
-    threading.Thread(target=_watch, args=(nursery, stop, hold), name="ddict-lifeline", daemon=True).start()
+    stop, orphaned = threading.Event(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(nursery, stop, orphaned, hold), name="ddict-lifeline", daemon=True)
+    watch.start()
     for name in [name for name in os.environ if name.startswith("FLASHPOINT_")]:
         del os.environ[name]
     os.environ.update(group.env)
@@ -310,15 +312,17 @@ def _run_manager(group: _Group, manager: _Manager, nursery: socket.socket, hold:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    _leave(hold)
+    if orphaned.is_set():
+        _leave(hold)
     return code
 
 
-def _watch(nursery: socket.socket, stop: threading.Event, hold: FolderHold) -> None:
+def _watch(nursery: socket.socket, stop: threading.Event, orphaned: threading.Event, hold: FolderHold) -> None:
     with contextlib.suppress(OSError):
         while nursery.recv(_RECEIVED):
             stop.set()
     # The nursery is gone: nobody else would end a manager that does not end by itself.
+    orphaned.set()
     stop.set()
     time.sleep(END_GRACE_S)
     _leave(hold)
@@ -328,7 +332,7 @@ def _watch(nursery: socket.socket, stop: threading.Event, hold: FolderHold) -> N
 def _leave(hold: FolderHold) -> None:
     # The last one of all takes the folder away: when the creator and the nursery are gone, that is a manager.
     hold.close()
-    remove_unused(hold.folder)
+    remove_unused(hold.folder, LAST_WORDS_S)
 
 
 def _load(entry: str) -> Entry:

@@ -14,8 +14,9 @@ from ml_flashpoint.ddict.checkpoint_persister import (
     PersistedCheckpoint,
     new_run_id,
 )
+from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.stored_checkpoints import StoredCheckpointPersister
-from ml_flashpoint.persist.daos_store import DaosStore
+from ml_flashpoint.persist.daos_store import DaosStore, has_pydaos
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.store import DurableStore
@@ -80,12 +81,21 @@ class DAOSCheckpointPersister(StoredCheckpointPersister):
     Args:
         persist_path: ``<pool>/<container>``, with or without ``daos://`` before it.
         name: see `StoredCheckpointPersister`, as for `managers`.
+
+    Raises:
+        DDictPersistError: `pydaos` is not installed.
+        InvalidArgumentError: `persist_path` is not of this form, or `name` not a name.
     """
 
-    def open_store(self) -> DurableStore:
-        """Returns the container as a store.
+    def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
+        super().__init__(persist_path, name=name, managers=managers)
+        DaosStore.from_path(persist_path)
+        if not has_pydaos():
+            raise DDictPersistError(
+                "DAOSCheckpointPersister needs pydaos, which is not installed",
+                hint="it comes with DAOS; without DAOS, use PosixCheckpointPersister or FsspecCheckpointPersister",
+            )
 
-        Raises:
-            DDictPersistError: `pydaos` is not installed, or the container cannot be opened.
-        """
+    def open_store(self) -> DurableStore:
+        """Returns the container as a store."""
         return DaosStore.from_path(self.persist_path)

@@ -27,6 +27,10 @@ _LOCK = "owner"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _UNFINISHED = re.compile(r"\.new-[0-9a-f]{12}")
 _UNFINISHED_AGE_S = 60.0
+_LOOK_EVERY_S = 0.005
+
+LAST_WORDS_S = 0.5
+"""For `remove_unused` by a process that was told of the end of another by a socket."""
 
 
 class FolderHold:
@@ -103,8 +107,20 @@ def make_folder(root: Path) -> FolderHold:
     return hold
 
 
-def remove_unused(folder: Path) -> bool:
-    """Remove a dictionary's folder if no process holds it; whether it is gone."""
+def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
+    """Remove a dictionary's folder if no process holds it; whether it is gone.
+
+    Args:
+        folder: of the dictionary.
+        wait_s: seconds to go on asking. The end of a process shows on its sockets a moment before its locks are free.
+    """
+    give_up = time.monotonic() + wait_s
+    while not (gone := _remove_now(folder)) and time.monotonic() < give_up:
+        time.sleep(_LOOK_EVERY_S)
+    return gone
+
+
+def _remove_now(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

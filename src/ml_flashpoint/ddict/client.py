@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict import value_files, value_objects, values
 from ml_flashpoint.ddict.configuration import Configuration
@@ -112,23 +110,18 @@ class Client:
         )
         return Written(reply["ok"], reply.get("s", 0), incarnation)
 
-    def _put_mapped(
-        self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _put_mapped(self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]) -> dict[str, Any]:
         size = value_objects.object_size(encoded)
         room = exchange.request("allocate", {"n": size, "c": fields["c"]}).fields
         with self._writer.writing(room["path"], room["v"]) as slot:
             slot.write(encoded)
             return exchange.request("put", {**fields, "v": room["v"]}, (key,)).fields
 
-    def _put_streamed(
-        self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _put_streamed(self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]) -> dict[str, Any]:
         size = value_objects.object_size(encoded)
         room = exchange.request("allocate", {"n": size, "c": fields["c"]}).fields
-        object_ = torch.empty(int(room["size"]), dtype=torch.uint8)
-        value_objects.write_object(encoded, object_, room["v"])
-        return exchange.request("put", {**fields, "v": room["v"]}, (key, memoryview(object_.numpy()))).fields
+        blobs = value_objects.object_blobs(encoded, room["size"], room["v"])
+        return exchange.request("put", {**fields, "v": room["v"]}, (key, *blobs)).fields
 
     def get(self, manager: int, key: bytes, fields: dict[str, Any], *, until: float, copy: bool) -> Found:
         """Read a key at one manager."""
@@ -138,7 +131,7 @@ class Client:
             answer = self.links.call(manager, "get", fields, (key,), until=until)
             try:
                 return Found(self._decode(answer.fields, answer.blobs, copy), answer.fields["s"])
-            except value_files.StaleValueError:
+            except value_objects.StaleValueError:
                 # It was written anew between the answer and the look at it.
                 if time.monotonic() >= until:
                     raise DDictTimeoutError("the value changes faster than it can be read", manager=manager) from None
@@ -147,7 +140,7 @@ class Client:
         if "path" in fields:
             return value_files.read_value(fields["path"], fields["v"], copy=copy)
         if "v" in fields:
-            return value_objects.read_object(memoryview(blobs[0]), fields["v"], copy=copy)
+            return value_objects.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
         return values.from_inline(blobs[0], copy=copy)
 
     # ---- many ---------------------------------------------------------------------------------------------
@@ -158,9 +151,7 @@ class Client:
         """Read keys of one manager, each with its own outcome."""
         if not self.is_local(manager):
             fields = {**fields, "remote": True}
-        answer = self.links.call(
-            manager, "many", {"ops": [["get", fields, 1] for _ in keys]}, list(keys), until=until
-        )
+        answer = self.links.call(manager, "many", {"ops": [["get", fields, 1] for _ in keys]}, list(keys), until=until)
         found: list[Found | FlashpointError] = []
         at = 0
         for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
@@ -171,7 +162,7 @@ class Client:
                 continue
             try:
                 found.append(Found(self._decode(own, blobs, copy), own["s"]))
-            except value_files.StaleValueError:
+            except value_objects.StaleValueError:
                 found.append(self.get(manager, key, fields, until=until, copy=copy))
         return found
 
@@ -210,7 +201,7 @@ def _close(lease: Lease, links: Links, writer: value_files.ValueWriter) -> None:
 
 def _error_of(described: Any) -> FlashpointError:
     """The error of one operation of many."""
-    return rebuild_error(described, "a manager")
+    return rebuild_error(described)
 
 
 class Lease:

@@ -85,9 +85,7 @@ class Options:
         if self.runtime not in (None, "embedded", "ray"):
             raise InvalidArgumentError("must be 'embedded', 'ray' or None", argument="runtime", value=self.runtime)
         if self.persist_freq and self.persister is None:
-            raise InvalidArgumentError(
-                "needs a persister_class", argument="persist_freq", value=self.persist_freq
-            )
+            raise InvalidArgumentError("needs a persister_class", argument="persist_freq", value=self.persist_freq)
 
     @property
     def persister(self) -> type[CheckpointPersister] | None:
@@ -123,9 +121,7 @@ def checked_timeout(timeout: float | None) -> float:
     if timeout is None:
         return DEFAULT_TIMEOUT_S
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
-        raise InvalidArgumentError(
-            "must be a positive number of seconds, or None", argument="timeout", value=timeout
-        )
+        raise InvalidArgumentError("must be a positive number of seconds, or None", argument="timeout", value=timeout)
     return float(timeout)
 
 
@@ -173,12 +169,12 @@ def create(options: Options) -> tuple[Configuration, Runtime]:
 
         return start_on_ray(configuration)
     runtime = EmbeddedRuntime()
-    configuration = dataclasses.replace(configuration, base=str(runtime.base), dictionary=os.path.basename(runtime.base))
+    configuration = dataclasses.replace(
+        configuration, base=str(runtime.base), dictionary=os.path.basename(runtime.base)
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(runtime.stop)
-        runtime.start(
-            [{"configuration": configuration.to_json(), "manager": number} for number in range(len(nodes))]
-        )
+        runtime.start([{"configuration": configuration.to_json(), "manager": number} for number in range(len(nodes))])
         undo.pop_all()
     return configuration, runtime
 

@@ -18,7 +18,7 @@ from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict import values
 from ml_flashpoint.ddict.batch import Batch
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister
-from ml_flashpoint.ddict.client import INLINE_LIMIT
+from ml_flashpoint.ddict.client import INLINE_LIMIT, Client
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.creation import Options, Runtime, checked_timeout, create
 from ml_flashpoint.ddict.errors import (
@@ -112,7 +112,7 @@ class DDict(MutableMapping[Any, Any]):
             checked_checkpoint_id("restore_from", restore_from)
         configuration, started = create(options)
         self._set_up(configuration, 0, read_only=read_only)
-        self._runtime = started
+        self._runtime: Runtime | None = started
         if restore_from is not None:
             try:
                 self.restore(restore_from)
@@ -127,7 +127,6 @@ class DDict(MutableMapping[Any, Any]):
         self._handle = Handle(configuration, checkpoint_id, read_only=read_only)
         self._only = only
         self._batch: Batch | None = None
-        self._runtime: Runtime | None = None
 
     # ---- one key ------------------------------------------------------------------------------------------
 
@@ -250,7 +249,10 @@ class DDict(MutableMapping[Any, Any]):
     def _ask(self, operation: str, key: bytes) -> dict[str, Any]:
         fields = {"c": self._handle.checkpoint_id}
         until = self._handle.until()
-        return self._client.links.call(self._manager_of(key), operation, fields, (key,), until=until).fields
+        found: dict[str, Any] = self._client.links.call(
+            self._manager_of(key), operation, fields, (key,), until=until
+        ).fields
+        return found
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
@@ -314,15 +316,13 @@ class DDict(MutableMapping[Any, Any]):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise DDictError(f"fetch_add needs a number, the value of {key!a} is a {type(value).__name__}")
             if self._write(manager, encoded_key, values.encode(value + amount), expected_sequence=sequence):
-                return value  # type: ignore[return-value]
+                return value
             if time.monotonic() + pause >= until:
                 raise DDictTimeoutError("other handles changed the number all the time", manager=manager)
             time.sleep(random.uniform(0.0, pause))  # so that those who collided do not do so again
             pause = min(0.01, 2 * pause + 0.0001)
 
-    def wait_for(
-        self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None
-    ) -> Any:
+    def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
         """Wait until a key has a value, and return it.
 
         Args:
@@ -341,9 +341,7 @@ class DDict(MutableMapping[Any, Any]):
             if not self._client.links.call(manager, "wait_for", fields, (encoded,), until=until).fields["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
-                found = self._client.get(
-                    manager, encoded, {"c": self._handle.checkpoint_id}, until=until, copy=False
-                )
+                found = self._client.get(manager, encoded, {"c": self._handle.checkpoint_id}, until=until, copy=False)
             except DDictKeyError:
                 continue
             seen = found.sequence
@@ -573,7 +571,8 @@ class DDict(MutableMapping[Any, Any]):
         return later[0]
 
     def _call_main(self, operation: str, **fields: Any) -> dict[str, Any]:
-        return self._client.links.call(0, operation, fields, until=self._handle.until()).fields
+        found: dict[str, Any] = self._client.links.call(0, operation, fields, until=self._handle.until()).fields
+        return found
 
     # ---- managers -----------------------------------------------------------------------------------------
 
@@ -632,7 +631,7 @@ class DDict(MutableMapping[Any, Any]):
             self._client.links.call(each, "freeze", {"frozen": frozen}, until=until)
 
     @property
-    def _client(self) -> Any:
+    def _client(self) -> Client:
         return self._handle.client
 
     def _managers(self) -> list[int]:
@@ -648,9 +647,7 @@ class DDict(MutableMapping[Any, Any]):
     # ---- handles ------------------------------------------------------------------------------------------
 
     def _clone(self, *, only: int | None) -> DDict:
-        clone = DDict.__new__(DDict)
-        clone._set_up(self._configuration, self.checkpoint_id, read_only=self._handle.read_only, only=only)
-        return clone
+        return _made(self._configuration, self.checkpoint_id, read_only=self._handle.read_only, only=only)
 
     def __copy__(self) -> DDict:
         return self._clone(only=self._only)
@@ -751,9 +748,14 @@ class DDict(MutableMapping[Any, Any]):
 
 
 def _attach(configuration: Mapping[str, Any], checkpoint_id: int, read_only: bool, only: int | None) -> DDict:
-    made = DDict.__new__(DDict)
-    made._set_up(Configuration.from_json(configuration), checkpoint_id, read_only=read_only, only=only)
-    return made
+    return _made(Configuration.from_json(configuration), checkpoint_id, read_only=read_only, only=only)
+
+
+def _made(configuration: Configuration, checkpoint_id: int, *, read_only: bool, only: int | None) -> DDict:
+    handle = DDict.__new__(DDict)
+    handle._runtime = None
+    handle._set_up(configuration, checkpoint_id, read_only=read_only, only=only)
+    return handle
 
 
 def _key_error(key: Any, error: DDictKeyError) -> DDictKeyError:

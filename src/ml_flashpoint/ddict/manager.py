@@ -27,7 +27,7 @@ from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DD
 from ml_flashpoint.ddict.links import Links, Locate
 from ml_flashpoint.ddict.shard import Shard
 from ml_flashpoint.ddict.snapshots import Pin, SnapshotRecord, Snapshots
-from ml_flashpoint.ddict.value_arenas import ValueArenas
+from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -138,7 +138,7 @@ class Manager:
         self._stored: set[str] = set()
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
         self._restoring: tuple[PersistedCheckpoint, list[Entry]] | None = None
-        self.store = RankStore(configuration.node_folder(number), number)
+        self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
         self.arenas = ValueArenas(self.store, self.incarnation)
         self.shard = Shard(self._let_go)
         self.snapshots = Snapshots(
@@ -150,7 +150,6 @@ class Manager:
             tell_holder=self._tell_holder,
             in_use=self._is_in_use,
             incarnation=self.incarnation,
-            release=self.arenas.release,
             host=host,
         )
         self._operations = _operations()
@@ -259,6 +258,9 @@ class Manager:
             raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")
         with self.changed:
             self.shard.load([(each, entries) for each, entries in self._recoverable.items() if each <= committed])
+            for value in self.shard.values():
+                if isinstance(value, StoredValue):
+                    self.arenas.count(value)
             self._count_values()
             self._recoverable = {}
         self.snapshots.forget_after(committed)
@@ -325,7 +327,9 @@ class Manager:
             self._inline_bytes -= value.nbytes + _ENTRY_BYTES
             return
         self._stored.discard(value.value_id)
-        if not self.snapshots.let_go(value):
+        if self.snapshots.let_go(value):
+            self.arenas.discount(value)  # it is a snapshot's now, beside what users may have
+        else:
             self.arenas.release(value)
 
     def _is_in_use(self, value_id: str) -> bool:

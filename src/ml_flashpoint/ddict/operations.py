@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, ProtocolError
+from ml_flashpoint.core.errors import FlashpointError, ProtocolError
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import (
@@ -52,17 +52,17 @@ def _operation(function: Operation) -> Operation:
 
 @_operation
 def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Write a key: an inline value (blob), one that lies in an arena (``v``), or one to be put there (``v``, blob).
+    """Write a key: an inline value (blob), one that lies in an arena (``v``), or one to be put there (``v``, blobs).
 
     With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
     """
     manager.wait_until_ready(_until(fields))
-    key, flags = _key(blobs), _integer(fields, "f", 0)
+    key, flags = _key(blobs), _integer(fields, "f") if "f" in fields else 0
     value_id = fields.get("v")
     if value_id is not None:
         _check_own(session, value_id)
         if len(blobs) > 1:
-            _fill(manager, value_id, blobs[1])
+            manager.arenas.fill(value_id, blobs[1:])
         value: Value | None = manager.arenas.adopt(value_id)
         session.allocated.discard(value_id)
     else:
@@ -141,7 +141,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     if isinstance(value, InlineValue):
         return answer, (value.data,)
     assert value is not None
-    answer["v"] = value.value_id
+    answer["v"], answer["size"] = value.value_id, value.arena.size
     if reader is None:
         answer["path"] = str(value.arena.path)
         return answer, ()
@@ -162,7 +162,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
     """Wait until a key has an entry other than the one with sequence number ``s``. Returns whether it has."""
     until = _until(fields)
     manager.wait_until_ready(until)
-    key, checkpoint_id, seen = _key(blobs), _integer(fields, "c"), _integer(fields, "s", 0)
+    key, checkpoint_id, seen = _key(blobs), _integer(fields, "c"), _integer(fields, "s")
 
     def has_changed() -> bool:
         entry = manager.shard.find(key, checkpoint_id)
@@ -205,7 +205,9 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Several operations on data, ``[[operation, fields, number of blobs], ...]``, each with its own outcome."""
     until = _until(fields)
-    outcomes, answers, at = [], [], 0
+    outcomes: list[list[Any]] = []
+    answers: list[Buffer] = []
+    at = 0
     for each in _list(fields, "ops"):
         if not isinstance(each, list) or len(each) != 3 or each[0] not in ("put", "delete", "get", "contains"):
             raise ProtocolError("not an operation that many can be made of")
@@ -381,7 +383,7 @@ def _lease(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @_operation
 def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Answer when time is up. Meanwhile the end of either process is noticed by the other."""
-    manager.ended.wait(_integer(fields, "s", 0))
+    manager.ended.wait(_integer(fields, "s"))
     return {}, ()
 
 
@@ -499,13 +501,6 @@ def _key(blobs: list[bytes]) -> bytes:
 def _check_own(session: Session, value_id: object) -> None:
     if value_id not in session.allocated:
         raise ProtocolError(f"this connection has no room called {value_id!a}")
-
-
-def _fill(manager: Manager, value_id: str, data: bytes) -> None:
-    room = manager.arenas.buffer(value_id)
-    if len(data) > len(room):
-        raise DamagedError("the value is larger than the room that was asked for")
-    room[: len(data)] = data
 
 
 def _release(manager: Manager, value: Value | None) -> None:

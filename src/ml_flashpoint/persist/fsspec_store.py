@@ -41,7 +41,8 @@ class FsspecStore(DurableStore):
     """Files below a URL. Thread-safe as far as the filesystem is.
 
     On an object store, what is larger than 4 MiB is uploaded under its own name: a name that nothing refers to yet is
-    what a writer should choose. Elsewhere, files get their names when they are complete.
+    what a writer should choose. Elsewhere, files get their names when they are complete. A folder of this machine is
+    better kept in a `DirectoryStore`, which also makes the names durable, and has locks.
 
     Args:
         url: such as ``s3://bucket/folder``, ``memory://folder`` or ``file:///data``.

@@ -48,7 +48,8 @@ class FsspecStore(DurableStore):
         url: such as ``s3://bucket/folder``, ``memory://folder`` or ``file:///data``.
 
     Raises:
-        InvalidArgumentError: fsspec does not know this kind of URL, or lacks a package for it; or `url` is empty.
+        InvalidArgumentError: `url` is empty; or, when it is first used, fsspec does not know this kind of URL or lacks
+            a package for it.
     """
 
     def __init__(self, url: str) -> None:

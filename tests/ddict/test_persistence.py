@@ -237,6 +237,31 @@ def test_a_run_that_is_restored_within_does_not_mix(make: Callable[..., Checkpoi
     _assert_whole(persister, 3, "b")
 
 
+def test_an_older_restore_bounds_what_a_later_one_brings(make: Callable[..., CheckpointPersister]) -> None:
+    persister = _begun(make(), "a")
+    _persist(persister, "a", 1, 2, 3, 4, 5)
+    _begun(persister, "b", persister.locate(4))
+    _persist(persister, "b", 3)
+    _assert_whole(persister, 3, "b")
+    _begun(persister, "c", persister.locate(3))
+    assert persister.ids() == [1, 2, 3]
+    _begun(persister, "d", persister.locate(2))
+    assert persister.ids() == [1, 2]
+
+
+def test_a_run_that_others_continue_stays_although_it_is_empty(make: Callable[..., CheckpointPersister]) -> None:
+    persister = _begun(make(), "a")
+    _persist(persister, "a", 1, 2)
+    _begun(persister, "b", persister.locate(2))
+    _persist(persister, "b", 3)
+    _begun(persister, "c", persister.locate(3))
+    _persist(persister, "c", 5)
+    persister.remove(3)
+    persister.close()
+    _begun(make(), "d").close()
+    assert make().ids() == [1, 2, 5]
+
+
 def test_a_restarted_coordinator_goes_on_with_its_run(make: Callable[..., CheckpointPersister]) -> None:
     first = _begun(make(), "a")
     _persist(first, "a", 1, 2)

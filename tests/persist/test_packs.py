@@ -86,6 +86,24 @@ def test_a_large_item_comes_back_wherever_it_lies(tmpfs: Path) -> None:
         assert reader.item(name) == content
 
 
+def test_small_items_in_their_order_take_one_read_a_block(tmpfs: Path) -> None:
+    read: list[int] = []
+
+    class Watched(DirectoryStore):
+        def read_into(self, name: str, begin: int, into: memoryview) -> None:
+            if name.endswith(".safetensors"):
+                read.append(len(into))
+            super().read_into(name, begin, into)
+
+    store = Watched(tmpfs)
+    items = [(f"item-{i}", os.urandom(1000)) for i in range(3000)]
+    reader = PackReader(store, FOLDER, _write(store, items))
+    for name, content in items:
+        assert reader.item(name) == content
+    size = reader.manifest.total_size
+    assert sum(read) < size + 2 * packs.PACK_BLOCK_BYTES
+
+
 def test_any_tool_can_open_a_pack(tmpfs: Path) -> None:
     store = DirectoryStore(tmpfs)
     receipt = _write(store, [("x", b"some"), ("y", b"")], b"the index")

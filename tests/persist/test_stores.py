@@ -168,6 +168,15 @@ def test_a_directory_says_when_there_is_no_room(small_tmpfs: Path) -> None:
     assert store.list() == []
 
 
+def test_who_reads_from_a_directory_meanwhile_sees_the_old_file(tmpfs: Path) -> None:
+    store = DirectoryStore(tmpfs)
+    store.write("file", [b"old"])
+    with open(tmpfs / "file", "rb") as file:
+        store.write("file", [b"new"])
+        assert file.read() == b"old"
+    assert store.read("file", limit=3) == b"new"
+
+
 def test_a_directory_follows_no_links(tmpfs: Path) -> None:
     store = DirectoryStore(tmpfs / "root")
     store.write("folder/real", [b"1"])

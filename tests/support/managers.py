@@ -7,9 +7,11 @@ Owns making values and entries, and managers of this process that find each othe
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -55,6 +57,33 @@ def _bytes_of(entry: Entry) -> bytes | None:
     return tensors["value"].numpy().tobytes()
 
 
+class Others(Protocol):
+    """The other managers, as one of them sees them.
+
+    Attributes:
+        base: folder of the nodes.
+        nodes: node of every manager.
+    """
+
+    base: Path
+    nodes: tuple[str, ...]
+    strategy: ReplicationStrategy
+
+    def address_of(self, number: int) -> Address | None: ...
+
+    def reach(self, number: int) -> Reached:
+        """What a manager answers. Raises if it cannot be reached."""
+        ...
+
+
+class Reached(Protocol):
+    """What managers ask of each other."""
+
+    def drop_copies(self, of: int, keep: Collection[str], before: str) -> None: ...
+
+    def inventory(self, of: int) -> list[SnapshotRecord]: ...
+
+
 class Member:
     """A manager of this process, up or down.
 
@@ -63,7 +92,7 @@ class Member:
         in_use: ids of stored values in it.
     """
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: Others, number: int) -> None:
         self.cluster = cluster
         self.number = number
         self.folder = cluster.base / cluster.nodes[number]
@@ -77,7 +106,7 @@ class Member:
 
     def up(self) -> None:
         self.store = RankStore(self.folder, self.number, lock_deadline_s=5.0)
-        self.incarnation = f"{self.number}x{next(self._lives)}"
+        self.incarnation = f"{self.number}x{os.getpid()}x{next(self._lives)}"
         self.snapshots = Snapshots(
             self.store,
             nodes=self.cluster.nodes,

@@ -179,6 +179,8 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
     items = {entry.key: bytes(view[entry.begin : entry.end]) for entry in layout.byte_items}
     try:
         arrays = json.loads(items[_ARRAYS_ITEM]) if _ARRAYS_ITEM in items else [None] * len(layout.tensors)
+        if type(arrays) is not list or not all(each is None or type(each) is str for each in arrays):
+            raise ValueError("not a list of types of arrays")
         if kind not in _KINDS or len(arrays) != len(layout.tensors) or (kind in _SINGLE and len(arrays) != 1):
             raise ValueError("not what a value consists of")
         parts: list[object] = [None] * len(arrays)

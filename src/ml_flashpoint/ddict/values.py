@@ -344,7 +344,7 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         if tag == b"P":
             return _from_many(octets, copy)
         raise ValueError(f"there is no tag {tag!r}")
-    except (ValueError, struct.error, IndexError) as error:
+    except (ValueError, struct.error, IndexError, pickle.UnpicklingError, EOFError) as error:
         raise DamagedError(f"not an encoded value: {error}") from error
 
 

@@ -41,13 +41,15 @@ class FsspecStore(DurableStore):
     """Files below a URL. Thread-safe as far as the filesystem is.
 
     On an object store, what is larger than 4 MiB is uploaded under its own name: a name that nothing refers to yet is
-    what a writer should choose. Elsewhere, files get their names when they are complete.
+    what a writer should choose. Elsewhere, files get their names when they are complete. A folder of this machine is
+    better kept in a `DirectoryStore`, which also makes the names durable, and has locks.
 
     Args:
         url: such as ``s3://bucket/folder``, ``memory://folder`` or ``file:///data``.
 
     Raises:
-        InvalidArgumentError: fsspec does not know this kind of URL, or lacks a package for it; or `url` is empty.
+        InvalidArgumentError: `url` is empty; or, when it is first used, fsspec does not know this kind of URL or lacks
+            a package for it.
     """
 
     def __init__(self, url: str) -> None:

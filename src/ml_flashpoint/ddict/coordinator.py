@@ -85,6 +85,7 @@ class Coordinator:
         rules: of the dictionary.
         call: reaches a manager.
         persist: makes a checkpoint exist whose parts all managers have written; called with their receipts.
+        unpersist: removes persisted checkpoints above one, which were rolled back.
         committed: checkpoint that was committed last, for one that takes over; -1: none.
         sealed: checkpoints, that one included, of which every manager has a snapshot.
         settle_s: seconds to wait before committing anything, for the handles of one that takes over to come back.
@@ -96,6 +97,7 @@ class Coordinator:
         call: Call,
         persist: Callable[[int, list[str]], None] = lambda checkpoint_id, receipts: None,
         *,
+        unpersist: Callable[[int], None] = lambda above: None,
         committed: int = -1,
         sealed: tuple[int, ...] = (),
         settle_s: float = 0.0,
@@ -103,6 +105,7 @@ class Coordinator:
         self._rules = rules
         self._call = call
         self._persist = persist
+        self._unpersist = unpersist
         self._changed = threading.Condition()
         self._writers: dict[str, _Writer] = {}
         self._departed = committed + 1
@@ -195,6 +198,7 @@ class Coordinator:
                 # At once: a manager that dies later must not come back with what was rolled back. The lock is kept,
                 # managers do not ask back here.
                 self._all("forget", {"above": to})
+                self._unpersist(to)
             finally:
                 self._held_up = False
                 self._changed.notify_all()

@@ -100,11 +100,11 @@ class Options:
         """
         if self.replication is None:
             return None
-        if isinstance(self.replication, str) and self.replication in _STRATEGIES:
-            strategy: ReplicationStrategy = _STRATEGIES[self.replication]()
+        strategy: Any = self.replication
+        if isinstance(strategy, str) and strategy in _STRATEGIES:
+            strategy = _STRATEGIES[strategy]()
+        if isinstance(strategy, ReplicationStrategy) and dataclasses.is_dataclass(strategy):
             return strategy
-        if isinstance(self.replication, ReplicationStrategy) and dataclasses.is_dataclass(self.replication):
-            return self.replication
         raise InvalidArgumentError(
             f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy that is a dataclass",
             argument="replication",

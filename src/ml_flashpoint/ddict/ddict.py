@@ -11,14 +11,15 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict import values
+from ml_flashpoint.ddict.access import Access
 from ml_flashpoint.ddict.batch import Batch
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister
-from ml_flashpoint.ddict.client import INLINE_LIMIT, Client
+from ml_flashpoint.ddict.client import INLINE_LIMIT
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.creation import Options, Runtime, checked_timeout, create
 from ml_flashpoint.ddict.errors import (
@@ -29,14 +30,12 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
 )
 from ml_flashpoint.ddict.handle import Handle, checked_checkpoint_id
-from ml_flashpoint.ddict.keys import decode_key, encode_key, place
+from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.operations import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.stats import ManagerStats
 from ml_flashpoint.replication.strategies import ReplicationStrategy
 
-_Default = TypeVar("_Default")
 _MISSING: Any = object()
-_AT_ONCE = 256
 _STOP_S = 20.0
 
 
@@ -125,7 +124,7 @@ class DDict(MutableMapping[Any, Any]):
     ) -> None:
         self._configuration = configuration
         self._handle = Handle(configuration, checkpoint_id, read_only=read_only)
-        self._only = only
+        self._access = Access(self._handle, only)
         self._batch: Batch | None = None
 
     # ---- one key ------------------------------------------------------------------------------------------
@@ -146,12 +145,8 @@ class DDict(MutableMapping[Any, Any]):
 
     def _get(self, key: Any, *, copy: bool = False, wait: bool = True) -> Any:
         encoded = encode_key(key)
-        until = self._handle.until()
-        fields: dict[str, Any] = {"c": self._handle.checkpoint_id}
-        if wait:
-            fields["wait"] = True
         try:
-            return self._client.get(self._manager_of(encoded), encoded, fields, until=until, copy=copy).value
+            return self._access.get(self._access.manager_of(encoded), encoded, copy=copy, wait=wait).value
         except DDictKeyError as error:
             raise _key_error(key, error) from None
 
@@ -170,22 +165,21 @@ class DDict(MutableMapping[Any, Any]):
     def bput(self, key: Any, value: Any) -> None:
         """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
         encoded_key, encoded = encode_key(key), values.encode(value)
-        for manager in self._managers():
-            self._write(manager, encoded_key, encoded, BROADCAST)
+        for manager in self._access.managers:
+            self._access.write(manager, encoded_key, encoded, BROADCAST)
 
     def bget(self, key: Any, *, copy: bool = False) -> Any:
         """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
         encoded = encode_key(key)
         until = self._handle.until()
-        fields = {"c": self._handle.checkpoint_id, "wait": True}
-        local = set(self.local_managers)
-        candidates = sorted(self._managers(), key=lambda manager: (manager not in local, random.random()))
+        local = set(self._access.local)
+        candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
         lost: DDictManagerLostError | None = None
         for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
             try:
                 # Each gets a fair part of what is left of the time.
                 share = time.monotonic() + (until - time.monotonic()) / left
-                return self._client.get(manager, encoded, dict(fields), until=share, copy=copy).value
+                return self._access.get(manager, encoded, until=share, copy=copy, wait=True).value
             except DDictManagerLostError as error:
                 lost = error
             except DDictKeyError as error:
@@ -195,74 +189,39 @@ class DDict(MutableMapping[Any, Any]):
 
     def _put(self, key: Any, value: Any, flags: int = 0) -> None:
         encoded_key, encoded = encode_key(key), values.encode(value)
-        if self._batch is not None and encoded.nbytes < INLINE_LIMIT and not flags:
-            self._handle.check_writable()
-            self._batch.add(self._manager_of(encoded_key), encoded_key, values.to_inline(encoded))
-            return
-        self._write(self._manager_of(encoded_key), encoded_key, encoded, flags)
-
-    def _write(
-        self, manager: int, key: bytes, encoded: values.Encoded, flags: int = 0, expected_sequence: int | None = None
-    ) -> bool:
-        handle, until = self._handle, self._handle.until()
-        fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id}
-        if flags:
-            fields["f"] = flags
-        if expected_sequence is not None:
-            fields["x"] = expected_sequence
-
-        def send(incarnation: str | None) -> tuple[bool, str]:
-            written = self._client.put(manager, key, encoded, fields, until=until, expected=incarnation)
-            return written.done, written.incarnation
-
-        return handle.write(manager, send, until, lasting=bool(flags & PERSISTENT))
+        manager = self._access.manager_of(encoded_key)
+        if self._batch is not None:
+            if encoded.nbytes < INLINE_LIMIT and not flags:
+                self._handle.check_writable()
+                self._batch.add(manager, encoded_key, values.to_inline(encoded))
+                return
+            self._batch.discard(manager, encoded_key)
+        self._access.write(manager, encoded_key, encoded, flags)
 
     def __delitem__(self, key: Any) -> None:
-        self._delete(key, encode_key(key))
-
-    def _delete(self, key: Any, encoded: bytes, expected_sequence: int | None = None) -> bool:
-        handle, until = self._handle, self._handle.until()
-        manager = self._manager_of(encoded)
-        fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id}
-        if expected_sequence is not None:
-            fields["x"] = expected_sequence
-
-        def send(incarnation: str | None) -> tuple[bool, str]:
-            # Not twice: the second time, the key would not be there.
-            answer = self._client.links.call(
-                manager, "delete", fields, (encoded,), until=until, again=False, expected=incarnation
-            )
-            return bool(answer.fields["ok"]), answer.incarnation
-
+        self._flush()
+        encoded = encode_key(key)
         try:
-            return handle.write(manager, send, until)
+            self._access.delete(self._access.manager_of(encoded), encoded)
         except DDictKeyError as error:
             raise _key_error(key, error) from None
 
     def __contains__(self, key: object) -> bool:
         try:
-            encoded = encode_key(key)  # type: ignore[arg-type]
+            encoded = encode_key(key)
         except InvalidArgumentError:
             return False
-        return bool(self._ask("contains", encoded)["found"])
-
-    def _ask(self, operation: str, key: bytes) -> dict[str, Any]:
-        fields = {"c": self._handle.checkpoint_id}
-        until = self._handle.until()
-        found: dict[str, Any] = self._client.links.call(
-            self._manager_of(key), operation, fields, (key,), until=until
-        ).fields
-        return found
+        found = self._access.ask(self._access.manager_of(encoded), "contains", encoded, until=self._handle.until())
+        return bool(found["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
         encoded = encode_key(key)
-        until = self._handle.until()
+        manager = self._access.manager_of(encoded)
         try:
             while True:
-                fields = {"c": self._handle.checkpoint_id}
-                found = self._client.get(self._manager_of(encoded), encoded, fields, until=until, copy=True)
-                if self._delete(key, encoded, found.sequence):
+                found = self._access.get(manager, encoded, copy=True)
+                if self._access.delete(manager, encoded, sequence=found.sequence):
                     return found.value
         except DDictKeyError as error:
             if default is _MISSING:
@@ -286,15 +245,15 @@ class DDict(MutableMapping[Any, Any]):
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
         encoded_key = encode_key(key)
-        manager = self._manager_of(encoded_key)
+        manager = self._access.manager_of(encoded_key)
         while True:
             try:
                 return self._get(key, wait=False)
             except DDictKeyError:
-                if self._write(manager, encoded_key, values.encode(default), expected_sequence=0):
+                if self._access.write(manager, encoded_key, values.encode(default), sequence=0):
                     return default
 
-    def fetch_add(self, key: Any, amount: int = 1, default: int = 0) -> int:
+    def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
         """Add to a number; returns what it was before. No addition of another handle is lost.
 
         Raises:
@@ -303,19 +262,18 @@ class DDict(MutableMapping[Any, Any]):
             DDictManagerLostError: the manager died, perhaps after it had added.
         """
         encoded_key = encode_key(key)
-        manager = self._manager_of(encoded_key)
+        manager = self._access.manager_of(encoded_key)
         until = self._handle.until()
         pause = 0.0
         while True:
             try:
-                fields = {"c": self._handle.checkpoint_id}
-                found = self._client.get(manager, encoded_key, fields, until=until, copy=True)
+                found = self._access.get(manager, encoded_key, until=until, copy=True)
                 value, sequence = found.value, found.sequence
             except DDictKeyError:
                 value, sequence = default, 0
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise DDictError(f"fetch_add needs a number, the value of {key!a} is a {type(value).__name__}")
-            if self._write(manager, encoded_key, values.encode(value + amount), expected_sequence=sequence):
+            if self._access.write(manager, encoded_key, values.encode(value + amount), sequence=sequence):
                 return value
             if time.monotonic() + pause >= until:
                 raise DDictTimeoutError("other handles changed the number all the time", manager=manager)
@@ -333,15 +291,14 @@ class DDict(MutableMapping[Any, Any]):
             DDictTimeoutError: it did not come in time.
         """
         encoded = encode_key(key)
-        manager = self._manager_of(encoded)
+        manager = self._access.manager_of(encoded)
         until = self._handle.until(timeout)
         seen = 0
         while True:
-            fields = {"c": self._handle.checkpoint_id, "s": seen}
-            if not self._client.links.call(manager, "wait_for", fields, (encoded,), until=until).fields["ok"]:
+            if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen)["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
-                found = self._client.get(manager, encoded, {"c": self._handle.checkpoint_id}, until=until, copy=False)
+                found = self._access.get(manager, encoded, until=until)
             except DDictKeyError:
                 continue
             seen = found.sequence
@@ -384,31 +341,10 @@ class DDict(MutableMapping[Any, Any]):
             batch.flush()
 
     def __iter__(self) -> Iterator[Any]:
-        for manager in self._managers():
-            yield from self._keys_of(manager)
-
-    def _keys_of(self, manager: int) -> Iterator[Any]:
-        for encoded in self._encoded_keys(manager):
-            yield decode_key(encoded)
-
-    def _encoded_keys(self, manager: int) -> list[bytes]:
-        fields = {"c": self._handle.checkpoint_id, "once": self._only is None}
-        answer = self._client.links.call(manager, "keys", fields, until=self._handle.until())
-        data, at, found = answer.blobs[0], 0, []
-        while at < len(data):
-            end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-            found.append(data[at + 4 : end])
-            at = end
-        return found
+        return self._access.keys(self._access.managers)
 
     def __len__(self) -> int:
-        return self._count(self._managers())
-
-    def _count(self, managers: Iterable[int]) -> int:
-        fields = {"c": self._handle.checkpoint_id, "once": self._only is None}
-        until = self._handle.until()
-        call = self._client.links.call
-        return sum(int(call(manager, "length", dict(fields), until=until).fields["n"]) for manager in managers)
+        return self._access.count(self._access.managers)
 
     def keys(self) -> list[Any]:  # type: ignore[override]
         """All keys at the checkpoint of this handle."""
@@ -416,60 +352,38 @@ class DDict(MutableMapping[Any, Any]):
 
     def values(self) -> list[Any]:  # type: ignore[override]
         """All values at the checkpoint of this handle."""
-        return [value for _, value in self._items_of(self._managers())]
+        return [value for _, value in self._access.items(self._access.managers)]
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
         """All keys with their values at the checkpoint of this handle."""
-        return list(self._items_of(self._managers()))
-
-    def _items_of(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
-        for manager in managers:
-            encoded = self._encoded_keys(manager)
-            for at in range(0, len(encoded), _AT_ONCE):
-                some = encoded[at : at + _AT_ONCE]
-                fields = {"c": self._handle.checkpoint_id}
-                got = self._client.get_many(manager, some, fields, until=self._handle.until(), copy=False)
-                for key, found in zip(some, got, strict=True):
-                    if isinstance(found, DDictKeyError):
-                        continue  # deleted in between
-                    if isinstance(found, FlashpointError):
-                        raise found
-                    yield decode_key(key), found.value
+        return list(self._access.items(self._access.managers))
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
         """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers."""
-        return ((key, value) for key, value in self._items_of(self._managers()) if wanted(key, value))
+        return ((key, value) for key, value in self._access.items(self._access.managers) if wanted(key, value))
 
     def clear(self) -> None:
         """Delete all keys at the checkpoint of this handle."""
-        handle, until = self._handle, self._handle.until()
-        for manager in self._managers():
-            fields = {"c": handle.checkpoint_id, "w": handle.id}
-
-            def send(
-                incarnation: str | None, manager: int = manager, fields: dict[str, Any] = fields
-            ) -> tuple[None, str]:
-                return None, self._client.links.call(
-                    manager, "clear", fields, until=until, expected=incarnation
-                ).incarnation
-
-            handle.write(manager, send, until)
+        if self._batch is not None:
+            self._batch.drop()
+        for manager in self._access.managers:
+            self._access.clear(manager)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
-        return [key for manager in self._local() for key in self._keys_of(manager)]
+        return list(self._access.keys(self._access.local))
 
     def local_values(self) -> list[Any]:
         """Values that managers on this node have."""
-        return [value for _, value in self._items_of(self._local())]
+        return [value for _, value in self._access.items(self._access.local)]
 
     def local_items(self) -> list[tuple[Any, Any]]:
         """Keys and values that managers on this node have."""
-        return list(self._items_of(self._local()))
+        return list(self._access.items(self._access.local))
 
     def local_length(self) -> int:
         """Number of keys that managers on this node have."""
-        return self._count(self._local())
+        return self._access.count(self._access.local)
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
@@ -526,7 +440,7 @@ class DDict(MutableMapping[Any, Any]):
     @property
     def committed_checkpoint_id(self) -> int:
         """The newest committed checkpoint; -1: none yet."""
-        return int(self._call_main("state")["committed"])
+        return int(self._access.ask_main("state")["committed"])
 
     # ---- persistence --------------------------------------------------------------------------------------
 
@@ -537,11 +451,11 @@ class DDict(MutableMapping[Any, Any]):
             DDictPersistError: there is no persister, or it failed.
         """
         self._flush()
-        return int(self._call_main("persist_newest")["checkpoint_id"])
+        return int(self._access.ask_main("persist_newest")["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
-        return [int(each) for each in self._call_main("persisted_ids")["ids"]]
+        return [int(each) for each in self._access.ask_main("persisted_ids")["ids"]]
 
     def restore(self, checkpoint_id: int) -> None:
         """Hold a persisted checkpoint instead of what is here, and go to it. On an error, everything is as before.
@@ -555,7 +469,7 @@ class DDict(MutableMapping[Any, Any]):
         checked_checkpoint_id("checkpoint_id", checkpoint_id)
         if self._batch is not None:
             self._batch.drop()
-        self._call_main("restore", checkpoint_id=checkpoint_id)
+        self._access.ask_main("restore", checkpoint_id=checkpoint_id)
         self._handle.restored(checkpoint_id)
 
     def advance(self) -> int:
@@ -570,10 +484,6 @@ class DDict(MutableMapping[Any, Any]):
         self.restore(later[0])
         return later[0]
 
-    def _call_main(self, operation: str, **fields: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._client.links.call(0, operation, fields, until=self._handle.until()).fields
-        return found
-
     # ---- managers -----------------------------------------------------------------------------------------
 
     def manager(self, manager: int) -> DDict:
@@ -587,7 +497,7 @@ class DDict(MutableMapping[Any, Any]):
     @property
     def local_managers(self) -> list[int]:
         """Numbers of the managers on this node."""
-        return [each for each in range(self._configuration.managers) if self._client.is_local(each)]
+        return [each for each in range(self._configuration.managers) if self._access.client.is_local(each)]
 
     @property
     def local_manager(self) -> int | None:
@@ -602,13 +512,13 @@ class DDict(MutableMapping[Any, Any]):
 
     def which_manager(self, key: Any) -> int:
         """Number of the manager that has a key, or would."""
-        return self._manager_of(encode_key(key))
+        return self._access.manager_of(encode_key(key))
 
     def stats(self) -> list[ManagerStats]:
         """What each manager has."""
         until = self._handle.until()
         return [
-            ManagerStats.from_fields(self._client.links.call(each, "stats", {}, until=until).fields)
+            ManagerStats.from_fields(self._access.client.links.call(each, "stats", {}, until=until).fields)
             for each in range(self._configuration.managers)
         ]
 
@@ -623,26 +533,12 @@ class DDict(MutableMapping[Any, Any]):
     @property
     def is_frozen(self) -> bool:
         """Whether writes are refused."""
-        return bool(self._call_main("state")["frozen"])
+        return bool(self._access.ask_main("state")["frozen"])
 
     def _freeze(self, frozen: bool) -> None:
         until = self._handle.until()
         for each in range(self._configuration.managers):
-            self._client.links.call(each, "freeze", {"frozen": frozen}, until=until)
-
-    @property
-    def _client(self) -> Client:
-        return self._handle.client
-
-    def _managers(self) -> list[int]:
-        return list(range(self._configuration.managers)) if self._only is None else [self._only]
-
-    def _local(self) -> list[int]:
-        local = set(self.local_managers)
-        return [each for each in self._managers() if each in local]
-
-    def _manager_of(self, key: bytes) -> int:
-        return place(key, self._configuration.managers) if self._only is None else self._only
+            self._access.client.links.call(each, "freeze", {"frozen": frozen}, until=until)
 
     # ---- handles ------------------------------------------------------------------------------------------
 
@@ -650,10 +546,10 @@ class DDict(MutableMapping[Any, Any]):
         return _made(self._configuration, self.checkpoint_id, read_only=self._handle.read_only, only=only)
 
     def __copy__(self) -> DDict:
-        return self._clone(only=self._only)
+        return self._clone(only=self._access.only)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self._configuration.to_json(), self.checkpoint_id, self._handle.read_only, self._only)
+        return _attach, (self._configuration.to_json(), self.checkpoint_id, self._handle.read_only, self._access.only)
 
     def serialize(self) -> str:
         """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
@@ -662,7 +558,7 @@ class DDict(MutableMapping[Any, Any]):
             "configuration": self._configuration.to_json(),
             "checkpoint_id": self.checkpoint_id,
             "read_only": self._handle.read_only,
-            "only": self._only,
+            "only": self._access.only,
         }
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
 
@@ -691,7 +587,7 @@ class DDict(MutableMapping[Any, Any]):
                 f"is not what serialize() returned: {error}", argument="serialized", value=serialized
             ) from error
         made._handle.timeout_s = configuration.timeout_s if timeout is None else checked_timeout(timeout)
-        made._call_main("state")
+        made._access.ask_main("state")
         return made
 
     def detach(self) -> None:
@@ -721,7 +617,7 @@ class DDict(MutableMapping[Any, Any]):
     def _stop(self) -> None:
         runtime, self._runtime = self._runtime, None
         self._handle.detach(time.monotonic() + 1.0)
-        self._client.close()
+        self._access.client.close()
         if runtime is not None:
             runtime.stop(_STOP_S)
 

@@ -128,6 +128,7 @@ class Manager:
         self.links = Links(locate, configuration.secret)
         self.persister = configuration.make_persister()
         self.run_id = configuration.run_id
+        self.restored: PersistedCheckpoint | None = None
         self.persister.join_run(self.run_id)
         self._restarted = restarted
         self._ready = threading.Event()
@@ -180,11 +181,12 @@ class Manager:
 
     def _new_coordinator(self, committed: int, sealed: tuple[int, ...]) -> Coordinator:
         if self.configuration.persister is not None and not self.configuration.read_only:
-            self.persister.begin_run(self.run_id)
+            self.persister.begin_run(self.run_id, restored=self.restored)
         return Coordinator(
             self.rules,
             self._call,
             self._complete,
+            unpersist=self._unpersist,
             committed=committed,
             sealed=sealed,
             settle_s=_SETTLE_S if self._restarted else 0.0,
@@ -193,6 +195,12 @@ class Manager:
     def _complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
         self.persister.complete(checkpoint_id, receipts)
         self.persister.keep(self.configuration.persist_count)
+
+    def _unpersist(self, above: int) -> None:
+        if self.persister.persists and self.configuration.persist_count:
+            for checkpoint_id in self.persister.ids():
+                if checkpoint_id > above:
+                    self.persister.remove(checkpoint_id)
 
     def wait_until_ready(self, until: float) -> None:
         """Wait for recovery to end.
@@ -242,13 +250,13 @@ class Manager:
         if self.number != 0:
             state = self.links.call(0, "state", {}, until=until).fields
             self.frozen = bool(state["frozen"])
-            self._use_run(str(state["run"]))
+            self._use_run(str(state["run"]), state["restored"])
             return int(state["committed"]), ()
         common = set(self._recoverable)
         for manager in range(1, self.configuration.managers):
             answer = self.links.call(manager, "sealed", {}, until=until).fields
             common &= {int(each) for each in answer["ids"]}
-            self._use_run(str(answer["run"]))
+            self._use_run(str(answer["run"]), answer["restored"])
             self.frozen = self.frozen or bool(answer["frozen"])
         return max(common, default=-1), tuple(sorted(common))
 
@@ -472,7 +480,7 @@ class Manager:
             if isinstance(entry.value, StoredValue):
                 self.arenas.release(entry.value)
 
-    def restore_commit(self, checkpoint_id: int, run_id: str) -> None:
+    def restore_commit(self, checkpoint_id: int, run_id: str, restored: dict[str, Any]) -> None:
         """Hold what was read, in place of everything else."""
         with self.changed:
             restoring = self._restoring
@@ -483,13 +491,19 @@ class Manager:
             self._count_values()
             self.changed.notify_all()
         self.forget(-1)
-        self._use_run(run_id)
+        self._use_run(run_id, restored)
 
-    def _use_run(self, run_id: str) -> None:
+    def _use_run(self, run_id: str, restored: dict[str, Any] | None) -> None:
+        """Take note of the run that this dictionary's checkpoints are persisted under, which a restore changes."""
         if run_id != self.run_id:
             self.run_id = run_id
+            self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
             if self.number != 0:
                 self.persister.join_run(run_id)
+
+    def run_fields(self) -> dict[str, Any]:
+        """The run as other managers are told."""
+        return {"run": self.run_id, "restored": None if self.restored is None else self.restored.to_fields()}
 
     def restore(self, checkpoint_id: int, until: float) -> None:
         """For the main manager: bring back a persisted checkpoint, on all managers or on none.
@@ -503,7 +517,6 @@ class Manager:
         left = max(0.1, until - time.monotonic())
         fields = {"checkpoint": checkpoint.to_fields(), "checkpoint_id": checkpoint_id, "run": run_id}
         self.coordinator.restore(checkpoint_id, fields, left)
-        self.run_id = run_id
         if not self.configuration.read_only:
             self.persister.begin_run(run_id, restored=checkpoint)
 

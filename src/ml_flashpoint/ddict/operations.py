@@ -273,7 +273,7 @@ def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @_operation
 def _sealed(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return {"ids": manager.sealed(_until(fields)), "run": manager.run_id, "frozen": manager.frozen}, ()
+    return {"ids": manager.sealed(_until(fields)), "frozen": manager.frozen, **manager.run_fields()}, ()
 
 
 @_operation
@@ -365,7 +365,7 @@ def _restore_abort(manager: Manager, session: Session, fields: Fields, blobs: li
 
 @_operation
 def _restore_commit(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    manager.restore_commit(_integer(fields, "checkpoint_id"), _text(fields, "run"))
+    manager.restore_commit(_integer(fields, "checkpoint_id"), _text(fields, "run"), fields["checkpoint"])
     return {}, ()
 
 
@@ -420,7 +420,7 @@ def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @_operation
 def _state(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     state = _coordinator(manager, fields).state()
-    return {**state, "run": manager.run_id, "frozen": manager.frozen}, ()
+    return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
 
 
 @_operation

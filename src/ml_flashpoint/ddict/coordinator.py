@@ -12,17 +12,23 @@ commit, not by that one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import seal_deadline_s
-from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError, DDictWritesLostError
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictPersistError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +127,7 @@ class Coordinator:
         self._persist_error: FlashpointError | None = None
         self._busy = False
         self._committing = -1
-        self._held_up = False
+        self._held_up = 0
         self._not_before = time.monotonic() + settle_s
         self._closing = False
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
@@ -177,32 +183,47 @@ class Coordinator:
         """A handle goes back to checkpoint ``to``. It discards what it wrote above from the managers after this.
 
         Raises:
+            DDictCheckpointRetiredError: that has left the working set.
             DDictTimeoutError: a commit that is under way did not end.
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            if to < self._oldest_told:
+                raise DDictCheckpointRetiredError(
+                    f"checkpoint {to} has left the working set", checkpoint_id=self._oldest_told
+                )
             writer = self._writers.get(handle)
             if writer is not None:
                 writer.position, writer.wrote, writer.lost = to, {}, None
             self._changed.notify_all()
             if max(self._committed, self._committing) <= to:
                 return self._state()
-            self._held_up = True
-            try:
+        with self._no_commits(until):
+            with self._changed:
+                self._take_back(to)
+            # At once: a manager that dies later must not come back with what was rolled back.
+            self._all("forget", {"above": to}, timeout_s=max(0.1, until - time.monotonic()))
+            self._unpersist(to)
+        return self.state()
+
+    @contextlib.contextmanager
+    def _no_commits(self, until: float) -> Iterator[None]:
+        """Wait until no commit is under way, and let none begin. The lock is free meanwhile: managers that recover
+        ask where the dictionary is."""
+        with self._changed:
+            self._held_up += 1
+        try:
+            with self._changed:
                 while self._busy:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
                     self._changed.wait(left)
-                self._take_back(to)
-                # At once: a manager that dies later must not come back with what was rolled back. The lock is kept,
-                # managers do not ask back here.
-                self._all("forget", {"above": to})
-                self._unpersist(to)
-            finally:
-                self._held_up = False
+            yield
+        finally:
+            with self._changed:
+                self._held_up -= 1
                 self._changed.notify_all()
-            return self._state()
 
     def _take_back(self, to: int) -> None:
         self._sealed = [each for each in self._sealed if each <= to]
@@ -468,24 +489,22 @@ class Coordinator:
             FlashpointError: a manager cannot read it.
         """
         until = time.monotonic() + timeout_s
-        with self._changed:
-            self._held_up = True
-            try:
-                while self._busy or self._to_persist:
+        with self._no_commits(until):
+            with self._changed:
+                while self._to_persist:
                     left = until - time.monotonic()
                     if left <= 0:
-                        raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
+                        raise DDictTimeoutError("checkpoints are still being persisted")
                     self._changed.wait(left)
-                try:
-                    self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
-                except FlashpointError:
+            try:
+                self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
+            except FlashpointError:
+                with contextlib.suppress(FlashpointError):
                     self._all("restore_abort", {})
-                    raise
-                self._all("restore_commit", fields)
+                raise
+            self._all("restore_commit", fields)
+            with self._changed:
                 self._restored(checkpoint_id)
-            finally:
-                self._held_up = False
-                self._changed.notify_all()
 
     def _restored(self, checkpoint_id: int) -> None:
         for writer in self._writers.values():

@@ -224,6 +224,8 @@ class Manager:
             if self.number == 0:
                 self.coordinator = self._new_coordinator(committed, common)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
+            self._ready.set()
+            self._make_up_copies()
         except FlashpointError as error:
             _log.error("manager %d cannot recover: %s", self.number, error)
             self._failure = DDictManagerLostError(
@@ -270,14 +272,28 @@ class Manager:
                 if isinstance(value, StoredValue):
                     self.arenas.count(value)
             self._count_values()
-            self._recoverable = {}
         self.snapshots.forget_after(committed)
-        if committed >= 0:
-            # A holder that was away, too, gets its copies back before the next loss.
+        if self.persister.persists:
+            for checkpoint_id in sorted(each for each in self._recoverable if each <= committed):
+                self.prepare(checkpoint_id)
+        self._recoverable = {}
+
+    def _make_up_copies(self) -> None:
+        """Have copies again where this manager's death has cost some, before the next loss: its own at those who hold
+        them, if they were away too, and here those of others."""
+        self.replicate()
+        for owner in self.snapshots.held:
             try:
-                self.snapshots.replicate(seal_deadline_s())
+                self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
             except FlashpointError as error:
-                _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
+                _log.warning("manager %d was not asked for new copies: %s", owner, error)
+
+    def replicate(self) -> None:
+        """Push what holders lack of the snapshots here."""
+        try:
+            self.snapshots.replicate(seal_deadline_s())
+        except FlashpointError as error:
+            _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
 
     def sealed(self, until: float) -> list[int]:
         """Checkpoints that this manager has a snapshot of, once it knows."""

@@ -8,6 +8,7 @@ client. ``c`` is a checkpoint, ``w`` the writing handle, ``v`` a value id; the k
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -279,6 +280,14 @@ def _sealed(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @_operation
 def _inventory(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     return {"records": [each.to_json() for each in manager.snapshots.inventory(_integer(fields, "of"))]}, ()
+
+
+@_operation
+def _replicate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """A holder came back, perhaps without its copies. The answer does not wait for them."""
+    manager.wait_until_ready(_until(fields))
+    threading.Thread(target=manager.replicate, name="ddict-replicate", daemon=True).start()
+    return {}, ()
 
 
 @_operation

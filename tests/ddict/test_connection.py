@@ -126,6 +126,25 @@ def test_a_session_is_closed_once_when_its_connection_is_gone(address: Address, 
         assert {peer.pid for peer in echo.opened} == {os.getpid()}
 
 
+def test_a_handler_can_tell_that_nobody_waits_any_more(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    thread = threading.Thread(target=_ask_in_vain, args=(connection,))
+    thread.start()
+    assert echo.wait_for(lambda: bool(echo.handled))
+    assert not echo.opened[0].is_gone()
+    connection.close()
+    thread.join(DEADLINE_S)
+    give_up = time.monotonic() + DEADLINE_S
+    while not echo.opened[0].is_gone():
+        assert time.monotonic() < give_up
+    echo.go_on.set()
+
+
+def _ask_in_vain(connection: Connection) -> None:
+    with pytest.raises(RequestLostError):
+        connection.request("wait", {}, timeout_s=DEADLINE_S)
+
+
 # ---- errors -----------------------------------------------------------------------------------------------------
 
 

@@ -454,6 +454,13 @@ def test_an_arena_whose_file_is_gone_is_not_reused(store: RankStore) -> None:
     assert not is_unused(arena)
 
 
+def test_more_views_than_files_may_be_open(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, full(1))
+    with Child(value_support.hold_many_views, str(stored.arena.path), stored.value_id, 100) as child:
+        assert "copy=True" in child.next_report("refused")[1]
+        child.join()
+
+
 def test_as_many_files_as_allowed() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -290,6 +290,13 @@ def test_views_share_the_buffers_memory_and_copies_do_not() -> None:
         views[1][0] = 1
 
 
+def test_a_view_can_be_saved_and_sent_without_its_neighbours() -> None:
+    found: Any = read_object(written([torch.zeros(3), torch.zeros(100_000), torch.zeros(2, 2)]), ID)
+    assert [tensor.untyped_storage().nbytes() for tensor in found] == [12, 400_000, 16]
+    found[0].requires_grad_().sum().backward()
+    found[2].mul_(2)
+
+
 def test_the_header_comes_last_and_its_length_at_the_very_end() -> None:
     # A writer that is killed: whatever it has written up to then, there is no value.
     complete = written([torch.arange(5), "text"])

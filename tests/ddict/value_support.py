@@ -77,6 +77,8 @@ def write_and_wait(report: Any, path: str, value_id: str, when: str) -> None:
             slot.write(encode(torch.full((100_000,), 7.0)))
         report("locked")
         report.listen()
+        if when == "before":
+            slot.write(encode([torch.full((1 << 20,), 7.0), "text"]))
 
 
 def write_late(report: Any, path: str, value_id: str) -> None:

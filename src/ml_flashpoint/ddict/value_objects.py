@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _PICKLE_ITEM: Final = "pickle"
 _ARRAYS_ITEM: Final = "arrays"
-_KINDS: Final = frozenset(("tensor", "array", "bytes", "plain", "pickle"))
+_KINDS: Final = frozenset(("tensor", "array", "bytes", "number", "plain", "pickle"))
 _SINGLE: Final = frozenset(("tensor", "array", "bytes"))
 # In the header: the value's id and kind.
 _HEADER_RESERVE: Final = 512

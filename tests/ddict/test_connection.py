@@ -22,7 +22,7 @@ from ml_flashpoint.core.errors import (
 from ml_flashpoint.ddict import messages
 from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.ddict.request_server import MAX_HANDSHAKES, RequestServer
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError
 from tests.ddict import connection_support
@@ -124,6 +124,25 @@ def test_a_session_is_closed_once_when_its_connection_is_gone(address: Address, 
     assert echo.wait_for(lambda: echo.closed_sessions == [0, 1])
     if address[0] == "unix":
         assert {peer.pid for peer in echo.opened} == {os.getpid()}
+
+
+def test_a_handler_can_tell_that_nobody_waits_any_more(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    thread = threading.Thread(target=_ask_in_vain, args=(connection,))
+    thread.start()
+    assert echo.wait_for(lambda: bool(echo.handled))
+    assert not echo.opened[0].is_gone()
+    connection.close()
+    thread.join(DEADLINE_S)
+    give_up = time.monotonic() + DEADLINE_S
+    while not echo.opened[0].is_gone():
+        assert time.monotonic() < give_up
+    echo.go_on.set()
+
+
+def _ask_in_vain(connection: Connection) -> None:
+    with pytest.raises(RequestLostError):
+        connection.request("wait", {}, timeout_s=DEADLINE_S)
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------
@@ -422,6 +441,44 @@ def test_between_nodes_a_message_is_neither_altered_nor_replayed(server: Request
     assert is_hung_up(sock)
     assert len(echo.handled) == (1 if how == "replayed" else 0)
     sock.close()
+
+
+def test_a_request_that_breaks_off_is_not_carried_out(address: Address, echo: Echo) -> None:
+    sock, _ = _greeted(address)
+    sock.sendall(_head(20, 1) + struct.pack(">I", 1 << 20) + b'["put",{}]' + bytes(5000))
+    sock.close()
+    assert echo.wait_for(lambda: echo.closed_sessions == [0])
+    assert echo.handled == []
+
+
+def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
+    with RequestServer(SECRET, echo, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
+        strangers = [raw(server.addresses[0]) for _ in range(MAX_HANDSHAKES + 10)]
+        assert connect(server.addresses[0]).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
+        assert all(is_hung_up(sock) for sock in strangers[:5])
+        for sock in strangers:
+            sock.close()
+
+
+def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestServer, tmpfs: Path) -> None:
+    ask, answer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            server.close()
+            os.close(answer)
+            os.read(ask, 1)  # until the parent is done
+        finally:
+            os._exit(0)
+    try:
+        assert connect(server.addresses[0]).request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
+        _, _, port = server.addresses[1]  # type: ignore[misc]
+        server.close()
+        with RequestServer(SECRET, Echo(), tcp_host="127.0.0.1", tcp_port=port) as again:
+            assert connect(again.addresses[0]).request("echo", {"a": 2}, timeout_s=DEADLINE_S).fields == {"a": 2}
+    finally:
+        os.close(answer)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_more_connections_than_allowed_are_told_so(echo: Echo, tmpfs: Path) -> None:

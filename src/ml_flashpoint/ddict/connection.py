@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.core.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
@@ -79,10 +79,14 @@ class Reply(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """The other side of a connection: how logs name it, and its process if that is on this machine."""
+    """The other side of a connection: how logs name it, and its process if that is on this machine.
+
+    ``is_gone()`` tells, while a request is worked on, whether nobody waits for the answer any more.
+    """
 
     text: str
     pid: int | None
+    is_gone: Callable[[], bool]
 
 
 class MessageSocket:
@@ -391,6 +395,16 @@ class Connection:
     def _disown(self) -> None:
         self._lock = threading.Lock()  # may have been held by a thread that does not exist here
         self._closed = True
+
+
+def is_hung_up(sock: socket.socket) -> bool:
+    """Whether the other side has closed the connection, or died. For the server, which is owed nothing meanwhile."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def check_credentials(sock: socket.socket, peer: str) -> int:

@@ -14,10 +14,11 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
-from ml_flashpoint.ddict.connection import Address, MessageSocket, Peer, check_address, check_credentials
+from ml_flashpoint.ddict.connection import Address, MessageSocket, Peer, check_address, check_credentials, is_hung_up
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.messages import Fields, describe_error
 from ml_flashpoint.replication import wire
@@ -189,9 +190,9 @@ class RequestServer:
         try:
             if sock.family == socket.AF_UNIX:
                 pid = check_credentials(sock, "a process")
-                peer = Peer(f"process {pid}", pid)
+                peer = Peer(f"process {pid}", pid, partial(is_hung_up, sock))
             else:
-                peer = Peer(f"{address[0]} port {address[1]}", None)
+                peer = Peer(f"{address[0]} port {address[1]}", None, partial(is_hung_up, sock))
         except (FlashpointError, OSError) as error:
             self._warn("refused a connection", error)
             sock.close()

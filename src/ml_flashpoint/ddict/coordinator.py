@@ -248,10 +248,9 @@ class Coordinator:
         """
         until = time.monotonic() + timeout_s
         with self._changed:
-            if to < self._oldest_told:
-                raise DDictCheckpointRetiredError(
-                    f"checkpoint {to} has left the working set", checkpoint_id=self._oldest_told
-                )
+            oldest = self._oldest()  # managers may be about to hear of it
+            if to < oldest:
+                raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             writer = self._writers.get(handle)
             if writer is None and lease is not None:
                 writer = self._writers[handle] = _Writer(to, lease)

@@ -126,6 +126,7 @@ class Coordinator:
         self._to_persist: list[int] = []
         self._persist_error: FlashpointError | None = None
         self._busy = False
+        self._trouble = ""
         self._committing = -1
         self._held_up = 0
         self._not_before = time.monotonic() + settle_s
@@ -274,7 +275,8 @@ class Coordinator:
                     raise orphaned
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet", checkpoint_id=wanted)
+                    why = f": {self._trouble}" if self._trouble else ""
+                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
             return self._state()
 
@@ -353,6 +355,7 @@ class Coordinator:
             except FlashpointError as error:
                 _log.warning("checkpoint %s is not committed yet: %s", checkpoint_id, error)
                 with self._changed:
+                    self._trouble = str(error)
                     self._changed.wait(_RETRY_S)
             except Exception:  # the thread must go on: what stops it would stop all commits, without a word
                 _log.exception("committing checkpoint %s failed", checkpoint_id)
@@ -377,6 +380,7 @@ class Coordinator:
             if checkpoint_id <= self._committed:
                 return
             self._committed = self._snapshot = checkpoint_id
+            self._trouble = ""
             self._sealed.append(checkpoint_id)
             if self._committed >= self._departed - 1:
                 self._departed_wrote.clear()

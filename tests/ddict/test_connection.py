@@ -530,6 +530,19 @@ def test_addresses_and_secrets_are_checked(tmpfs: Path) -> None:
         connect(("unix", str(tmpfs / "none")))
 
 
+def test_a_server_that_is_slow_to_accept_is_waited_for(tmpfs: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmpfs / "s"))
+    listener.listen(0)
+    before_us = raw(("unix", str(tmpfs / "s")))  # fills the queue
+    began = time.monotonic()
+    with pytest.raises(DDictTimeoutError, match="no connection"):
+        Connection(("unix", str(tmpfs / "s")), SECRET, connect_timeout_s=0.3)
+    assert time.monotonic() - began > 0.29
+    before_us.close()
+    listener.close()
+
+
 def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmpfs / "s"))

@@ -141,6 +141,11 @@ class ValueArenas:
         with self._lock:
             self._used_bytes += value.arena.size
 
+    def discount(self, value: StoredValue) -> None:
+        """Take no more note of a value of which somebody else releases the arena."""
+        with self._lock:
+            self._used_bytes -= value.arena.size
+
     def release(self, value: StoredValue) -> None:
         """The value is not needed any more. Its arena is free, unless it is a part of the store by now: then it is
         for `RankStore.drop`. To be called once for each value."""

@@ -287,13 +287,14 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
 
 def test_what_the_manager_sends_is_not_reused_meanwhile(arenas: ValueArenas, writer: ValueWriter) -> None:
     stored = put(arenas, writer, full(1))
-    with arenas.reading(stored) as view:
-        arenas.release(stored)
+    reading = arenas.reading(stored)
+    arenas.release(stored)  # between the two
+    with reading as view:
         assert put(arenas, writer, full(2)).arena is not stored.arena
         assert torch.equal(read_object(view, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
     assert put(arenas, writer, full(3)).arena is stored.arena
-    with pytest.raises(StaleValueError), arenas.reading(stored):
-        pass
+    with pytest.raises(StaleValueError):
+        arenas.reading(stored)
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(

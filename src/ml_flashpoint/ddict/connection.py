@@ -86,7 +86,7 @@ class Peer(NamedTuple):
 
     text: str
     pid: int | None
-    is_gone: Callable[[], bool]
+    is_gone: Callable[[], bool] = lambda: False
 
 
 class MessageSocket:

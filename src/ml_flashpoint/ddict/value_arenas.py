@@ -22,7 +22,7 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -164,30 +164,50 @@ class ValueArenas:
                 self._used_bytes -= arena.size
             self._store.release(arena)
 
-    @contextlib.contextmanager
-    def reading(self, value: StoredValue) -> Iterator[memoryview]:
-        """The bytes of a value in use, which nobody can reuse meanwhile, whoever releases it.
+    def reading(self, value: StoredValue) -> Reading:
+        """The bytes of a value in use, which nobody can reuse from now until the end of the block, whoever releases it.
 
         Raises:
             StaleValueError: it was released before.
         """
+        return Reading(value)
+
+
+class Reading:
+    """A value's bytes, locked from construction until the end of the ``with`` block, which gives a memoryview of them.
+
+    Raises:
+        StaleValueError: the value is not there any more.
+    """
+
+    def __init__(self, value: StoredValue) -> None:
+        self._fd = -1
+        gone = f"value {value.value_id} is gone"
         try:
-            fd = os.open(value.arena.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise StaleValueError(f"value {value.value_id} is gone") from None
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StaleValueError(f"the arena of value {value.value_id} is being reused") from None
-            try:
-                view = value.arena.buffer[: value.size]
-            except ValueError:  # unmapped just now
-                raise StaleValueError(f"value {value.value_id} is gone") from None
-            with view:
-                check_header(view, value.value_id, value.arena.size)
-                yield view
-        finally:
+            self._fd = os.open(value.arena.path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._view = value.arena.buffer[: value.size]
+            check_header(self._view, value.value_id, value.arena.size)
+        except BaseException as error:
+            self._close()
+            # No file; it is being cleared; its mapping was given back.
+            if isinstance(error, (FileNotFoundError, BlockingIOError)) or type(error) is ValueError:
+                raise StaleValueError(gone) from None
+            raise
+
+    def __enter__(self) -> memoryview:
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        self._view.release()
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
 

@@ -239,6 +239,17 @@ def test_room_that_was_given_up_is_used_again(store: RankStore, arenas: ValueAre
     assert len(paths(store)) == 3
 
 
+def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore) -> None:
+    arenas = ValueArenas(store, INCARNATION, limit_bytes=4 << 20)
+    small = [arenas.allocate(200_000) for _ in range(10)]
+    arenas.abandon([room.value_id for room in small])
+    assert len(paths(store)) == 10
+    large = arenas.allocate(3_000_000)
+    assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
+    assert 0 < len(paths(store)) < 10
+    assert arenas.used_bytes == large.size
+
+
 def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
     room = arenas.allocate(1000)
     with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as slot:

@@ -63,13 +63,16 @@ class ValueArenas:
     Args:
         store: the manager's, made with ``reusable=is_unused``.
         incarnation: 16 hex digits, different each time that the manager starts.
+        limit_bytes: most that arenas may take, free ones included: before a new one is made, free ones that do not
+            suit are given back. It is not enforced otherwise.
     """
 
-    def __init__(self, store: RankStore, incarnation: str) -> None:
+    def __init__(self, store: RankStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
         if not _INCARNATION.fullmatch(incarnation):
             raise InvalidArgumentError("must be 16 hex digits", argument="incarnation", value=incarnation)
         self._store = store
         self._incarnation = incarnation
+        self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._next = 0
         self._promised: dict[str, Arena] = {}
@@ -86,6 +89,10 @@ class ValueArenas:
         Raises:
             CapacityError: there is none.
         """
+        if self._limit_bytes is not None and not self._store.has_free(nbytes):
+            in_use, free = self._store.resident_bytes()
+            if in_use + free + nbytes > self._limit_bytes:
+                self._store.give_back(max(0, self._limit_bytes - in_use - nbytes))
         arena = self._store.acquire(nbytes)
         with self._lock:
             value_id = f"v-{self._incarnation}-{self._next:012d}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ml_flashpoint.core.errors import (
     AuthenticationError,
@@ -560,3 +563,27 @@ def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
         connect(("unix", str(tmpfs / "s")))
     thread.join(DEADLINE_S)
     listener.close()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(text=st.binary() | _JSON.map(lambda value: json.dumps(value).encode()), request=st.booleans())
+def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> None:
+    try:
+        subject, fields = messages.parse_text(text, request=request)
+    except ProtocolError:
+        return
+    assert isinstance(subject, str if request else (dict, type(None)))
+    assert isinstance(fields, dict)
+
+
+@given(st.dictionaries(st.sampled_from(["error", "message", "manager", "path", "value", "hint", "x"]), _JSON))
+def test_any_description_is_an_error(described: dict[str, object]) -> None:
+    error = messages.rebuild_error(described)
+    assert isinstance(error, FlashpointError)
+    assert str(error)
+    assert type(messages.rebuild_error(messages.describe_error(error))) is type(error)

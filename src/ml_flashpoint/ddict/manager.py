@@ -326,7 +326,7 @@ class Manager:
         """Ask a manager for the coordinator."""
         until = time.monotonic() + timeout_s
         if manager == self.number:
-            return self.handle(Session(Peer("the coordinator", None)), operation, {**fields, "t": timeout_s}, [])[0]
+            return self.handle(Session(Peer("the coordinator", None, lambda: False)), operation, {**fields, "t": timeout_s}, [])[0]
         return self.links.call(manager, operation, dict(fields), until=until).fields
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:

@@ -326,7 +326,10 @@ class Snapshots:
         self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
 
     def forget_after(self, checkpoint_id: int) -> None:
-        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders."""
+        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders.
+
+        A holder that cannot be told may give them back to :meth:`recover`, until another checkpoint is sealed.
+        """
         self._drop_snapshots(lambda other: other > checkpoint_id)
 
     def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:

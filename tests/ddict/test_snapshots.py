@@ -226,6 +226,31 @@ def test_dead_values_do_not_pile_up(pair: Cluster) -> None:
     assert owner.restart(lose_node=True)[39] == sealed
 
 
+def test_deleted_values_do_not_stay_for_the_sake_of_the_others(pair: Cluster) -> None:
+    owner = pair[0]
+    owner.put(0, some(100, size=2000))
+    owner.seal(0)
+    for number in range(60):
+        owner.take_out(b"key-%d" % number)
+    sealed = owner.seal(1)
+    owner.snapshots.retain([1])
+    sizes = [read_manifest(path).total_size for path in owner.folder.glob("step-*_ckpt/*.manifest")]
+    assert sum(sizes) < 2 * 40 * 2000
+    assert owner.restart(lose_node=True)[1] == sealed
+
+
+def test_an_index_that_others_build_on_stays(pair: Cluster) -> None:
+    owner = pair[0]
+    owner.put(0, dict.fromkeys(some(100)))
+    owner.seal(0)
+    for checkpoint_id in (1, 2):
+        owner.put(checkpoint_id, {b"key-%d" % checkpoint_id: b"no more deleted"})
+        sealed = owner.seal(checkpoint_id)
+        owner.snapshots.retain([checkpoint_id])
+    assert len(owner.files(0)) == 2 * 2
+    assert owner.restart(lose_node=True)[2] == sealed
+
+
 def test_many_small_changes_do_not_make_many_segments(pair: Cluster) -> None:
     owner = pair[0]
     for checkpoint_id in range(60):

@@ -231,7 +231,7 @@ class PartBuilder:
         positions = {}
         for key, known in old.known.items():
             if known.position is not None:
-                if key in places and places[key] == known.place:
+                if places.get(key) is known.place:
                     positions[key] = known.position
                 else:
                     memory.gone.add(known.position)
@@ -243,7 +243,12 @@ class PartBuilder:
         added = [key for key in current if key not in positions]
         if is_full:
             positions = {key: at for at, key in enumerate(added)}
-        memory.known = {key: Known(entry, places[key], positions.get(key)) for key, entry in current.items()}
+        for key, entry in current.items():
+            one = old.known.get(key)
+            place, position = places[key], positions.get(key)
+            if one is None or one.position != position or one.place is not place:
+                one = Known(entry, place, position)
+            memory.known[key] = one
         index = Index(
             checkpoint_id,
             self._store.rank,

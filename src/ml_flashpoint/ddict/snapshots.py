@@ -40,6 +40,7 @@ from ml_flashpoint.ddict.snapshot_recovery import Recoverer, complete_snapshots,
 from ml_flashpoint.replication.channel import Address
 from ml_flashpoint.replication.strategies import ReplicationStrategy, Topology
 from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 
@@ -272,7 +273,8 @@ class Snapshots:
         check()
         self._builder.seal_values(checkpoint_id, entries, check)
         stamp = self._next_stamp()
-        built = self._builder.build(checkpoint_id, snapshot_attempt(stamp, self._incarnation), stamp, entries)
+        with collection_paused():
+            built = self._builder.build(checkpoint_id, snapshot_attempt(stamp, self._incarnation), stamp, entries)
         with self._lock:
             self._snapshots[checkpoint_id] = built
             self._newest = (checkpoint_id, entries)
@@ -433,7 +435,8 @@ class Snapshots:
                 failures.append((None, error))
         with self._building:
             recoverer = Recoverer(self._store, self._holders, self._peers, self._closed.is_set)
-            recovery = recoverer.recover(records)
+            with collection_paused():
+                recovery = recoverer.recover(records)
             with self._lock:
                 self._snapshots = recovery.built
                 self._builder.memory = recovery.memory

@@ -271,19 +271,18 @@ class Snapshots:
                 raise DeadlineError("not sealed in time", step=checkpoint_id, rank=self._manager)
 
         check()
-        self._builder.seal_values(checkpoint_id, entries, check)
         stamp = self._next_stamp()
         with collection_paused():
-            built = self._builder.build(checkpoint_id, snapshot_attempt(stamp, self._incarnation), stamp, entries)
+            attempt = snapshot_attempt(stamp, self._incarnation)
+            built = self._builder.build(checkpoint_id, attempt, stamp, entries, check)
         with self._lock:
             self._snapshots[checkpoint_id] = built
             self._newest = (checkpoint_id, entries)
 
-    def _is_newest(self, checkpoint_id: int, entries: Sequence[Entry]) -> bool:
+    def _is_newest(self, checkpoint_id: int, entries: list[Entry]) -> bool:
         if self._newest is None or self._newest[0] != checkpoint_id or checkpoint_id not in self._snapshots:
             return False
-        before = self._newest[1]
-        return len(before) == len(entries) and all(one is other for one, other in zip(before, entries, strict=True))
+        return self._newest[1] == entries  # entries have no equality but identity
 
     def _push(self, until: float) -> None:
         with self._lock:

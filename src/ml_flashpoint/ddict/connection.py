@@ -312,6 +312,8 @@ class Connection:
         self._lock = threading.Lock()
         self._closed = False
         sock, peer = _connect(address, connect_timeout_s)
+        self.local = sock.family == socket.AF_UNIX
+        """Whether it is a Unix socket, and the other side so on this machine."""
         self._socket = MessageSocket(sock, peer)
         try:
             if sock.family == socket.AF_UNIX:

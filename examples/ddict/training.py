@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # DAOSCheckpointPersister takes the place of PosixCheckpointPersister where there is a DAOS store.
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
+from ml_flashpoint.ddict import DDict, DDictWritesLostError, PosixCheckpointPersister
 from ml_flashpoint.ddict.native import CollectiveGroup, Policy, ProcessFailedError, RankInfo, System
 
 INPUT_SIZE, HIDDEN_SIZE, OUTPUT_SIZE = 10, 20, 1
@@ -167,7 +167,12 @@ def main() -> None:
                 print(f"training failed: {error.message.splitlines()[-1]}", flush=True)
                 if not retries_left:
                     raise
-            newest = ddict.sync_to_newest_checkpoint()
+            try:
+                newest = ddict.sync_to_newest_checkpoint()
+            except DDictWritesLostError as error:
+                # A manager was lost with what was not committed yet. This is said once.
+                print(f"not committed: {error}", flush=True)
+                newest = ddict.sync_to_newest_checkpoint()
             print(f"going on from memory, from checkpoint {newest}", flush=True)
             restart = True
     finally:

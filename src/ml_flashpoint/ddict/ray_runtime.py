@@ -36,7 +36,7 @@ from ml_flashpoint.ddict.ray_manager import RayManager
 
 _log = logging.getLogger(__name__)
 
-MANAGER_BYTES: Final = 256 << 20
+MANAGER_BYTES: Final = 384 << 20
 """Memory that Ray reserves for a manager's process, its values not included."""
 START_TIMEOUT_S: Final = 120.0
 _STOP_S: Final = 20.0

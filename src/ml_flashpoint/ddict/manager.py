@@ -264,6 +264,8 @@ class Manager:
         return max(common, default=-1), tuple(sorted(common))
 
     def _take_up(self, committed: int) -> None:
+        if committed < 0 and self.restored is not None:
+            raise DDictManagerLostError("it died before what was restored had copies")
         if committed >= 0 and committed not in self._recoverable:
             causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
             raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")
@@ -321,7 +323,7 @@ class Manager:
         """See `RequestHandler`."""
         self.arenas.abandon(session.allocated)
         if session.lease is not None and self.coordinator is not None:
-            self.coordinator.lease_ended(session.lease)
+            self.coordinator.lease_ended(session.lease, session)
 
     def _call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Ask a manager for the coordinator."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ml_flashpoint.core.errors import FlashpointError, ProtocolError
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
+from ml_flashpoint.ddict.coordinator import Write
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import (
     DDictError,
@@ -42,6 +43,7 @@ OPERATIONS: dict[str, Operation] = {}
 PERSISTENT, BROADCAST = 1, 2
 """Flags of a put, field ``f``."""
 _LONGEST_S = 1e6
+_LOOK_S = 0.25
 _LENGTH = struct.Struct(">I")
 
 
@@ -417,16 +419,25 @@ def _restore_commit(manager: Manager, session: Session, fields: Fields, blobs: l
 @_operation
 def _lease(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Keep the handles alive that join with this lease, for as long as this connection lasts."""
-    _coordinator(manager, fields)
+    coordinator = _coordinator(manager, fields)
     session.lease = _text(fields, "lease")
+    coordinator.lease_began(session.lease, session)
     return {}, ()
 
 
 @_operation
 def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Answer when time is up. Meanwhile the end of either process is noticed by the other."""
-    manager.ended.wait(_integer(fields, "s"))
+    until = time.monotonic() + _integer(fields, "s")
+    while time.monotonic() < until and not manager.ended.wait(_LOOK_S) and not session.peer.is_gone():
+        pass
     return {}, ()
+
+
+@_operation
+def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """A handle that has not joined wrote something."""
+    return _coordinator(manager, fields).note(_wrote(fields)), ()
 
 
 @_operation
@@ -445,7 +456,9 @@ def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 
 @_operation
 def _go_back(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return _coordinator(manager, fields).rollback(_text(fields, "w"), _integer(fields, "to"), _left(fields)), ()
+    coordinator = _coordinator(manager, fields)
+    lease = None if fields.get("lease") is None else _text(fields, "lease")
+    return coordinator.rollback(_text(fields, "w"), lease, _integer(fields, "c"), _wrote(fields), _left(fields)), ()
 
 
 @_operation
@@ -534,11 +547,13 @@ def _list(fields: Fields, name: str) -> list[Any]:
     return value
 
 
-def _wrote(fields: Fields) -> dict[int, str]:
-    value = fields.get("wrote")
-    if not isinstance(value, dict) or not all(k.isdecimal() and isinstance(v, str) for k, v in value.items()):
-        raise ProtocolError("field 'wrote' must name incarnations of managers")
-    return {int(manager): incarnation for manager, incarnation in value.items()}
+def _wrote(fields: Fields) -> list[Write]:
+    found = []
+    for each in _list(fields, "wrote"):
+        if not (isinstance(each, list) and [type(part) for part in each] == [int, str, int, bool]):
+            raise ProtocolError("field 'wrote' must list writes")
+        found.append(Write(*each))
+    return found
 
 
 def _key(blobs: list[bytes]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ml_flashpoint.core.errors import (
     AuthenticationError,
@@ -368,19 +371,21 @@ def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo
     assert echo.opened == []
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096)])
-def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path, said: bytes) -> None:
+def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path) -> None:
+    said = (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096))
     with RequestServer(
-        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=0.3
+        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=1
     ) as server:
+        strangers = []
         for address in server.addresses:
-            strangers = [raw(address) for _ in range(3)]
-            for sock in strangers:
-                sock.sendall(said)
+            for words in said:
+                strangers.append(raw(address))
+                strangers[-1].sendall(words)
+        for address in server.addresses:
             assert connect(address).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
-            assert all(is_hung_up(sock) for sock in strangers)
-            for sock in strangers:
-                sock.close()
+        assert all(is_hung_up(sock) for sock in strangers)
+        for sock in strangers:
+            sock.close()
     assert len(echo.opened) == 2
 
 
@@ -530,6 +535,19 @@ def test_addresses_and_secrets_are_checked(tmpfs: Path) -> None:
         connect(("unix", str(tmpfs / "none")))
 
 
+def test_a_server_that_is_slow_to_accept_is_waited_for(tmpfs: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmpfs / "s"))
+    listener.listen(0)
+    before_us = raw(("unix", str(tmpfs / "s")))  # fills the queue
+    began = time.monotonic()
+    with pytest.raises(DDictTimeoutError, match="no connection"):
+        Connection(("unix", str(tmpfs / "s")), SECRET, connect_timeout_s=0.3)
+    assert time.monotonic() - began > 0.29
+    before_us.close()
+    listener.close()
+
+
 def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmpfs / "s"))
@@ -547,3 +565,27 @@ def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
         connect(("unix", str(tmpfs / "s")))
     thread.join(DEADLINE_S)
     listener.close()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(text=st.binary() | _JSON.map(lambda value: json.dumps(value).encode()), request=st.booleans())
+def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> None:
+    try:
+        subject, fields = messages.parse_text(text, request=request)
+    except ProtocolError:
+        return
+    assert isinstance(subject, str if request else (dict, type(None)))
+    assert isinstance(fields, dict)
+
+
+@given(st.dictionaries(st.sampled_from(["error", "message", "manager", "path", "value", "hint", "x"]), _JSON))
+def test_any_description_is_an_error(described: dict[str, object]) -> None:
+    error = messages.rebuild_error(described)
+    assert isinstance(error, FlashpointError)
+    assert str(error)
+    assert type(messages.rebuild_error(messages.describe_error(error))) is type(error)

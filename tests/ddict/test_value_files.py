@@ -239,6 +239,17 @@ def test_room_that_was_given_up_is_used_again(store: RankStore, arenas: ValueAre
     assert len(paths(store)) == 3
 
 
+def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore) -> None:
+    arenas = ValueArenas(store, INCARNATION, limit_bytes=4 << 20)
+    small = [arenas.allocate(200_000) for _ in range(10)]
+    arenas.abandon([room.value_id for room in small])
+    assert len(paths(store)) == 10
+    large = arenas.allocate(3_000_000)
+    assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
+    assert 0 < len(paths(store)) < 10
+    assert arenas.used_bytes == large.size
+
+
 def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
     room = arenas.allocate(1000)
     with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as slot:
@@ -287,13 +298,14 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
 
 def test_what_the_manager_sends_is_not_reused_meanwhile(arenas: ValueArenas, writer: ValueWriter) -> None:
     stored = put(arenas, writer, full(1))
-    with arenas.reading(stored) as view:
-        arenas.release(stored)
+    reading = arenas.reading(stored)
+    arenas.release(stored)  # between the two
+    with reading as view:
         assert put(arenas, writer, full(2)).arena is not stored.arena
         assert torch.equal(read_object(view, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
     assert put(arenas, writer, full(3)).arena is stored.arena
-    with pytest.raises(StaleValueError), arenas.reading(stored):
-        pass
+    with pytest.raises(StaleValueError):
+        arenas.reading(stored)
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(

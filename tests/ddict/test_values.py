@@ -138,6 +138,16 @@ def test_tensors_come_back(way: Way, name: str) -> None:
     assert torch.equal(value.detach().to(torch.complex128), before.to(torch.complex128))
 
 
+@pytest.mark.cuda
+@every_way
+def test_tensors_on_a_gpu_come_back_on_the_cpu(way: Way) -> None:
+    value = torch.randn(1000, 300, device="cuda").t()
+    found: Any = way([value, "text"])
+    assert found[0].device.type == "cpu"
+    assert torch.equal(found[0], value.cpu())
+    assert torch.equal(way(value), value.cpu())  # type: ignore[arg-type]
+
+
 ARRAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
     "float64": lambda: np.arange(6.0).reshape(2, 3),
     "no dimension": lambda: np.array(5, np.int16),

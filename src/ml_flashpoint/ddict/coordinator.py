@@ -152,6 +152,7 @@ class Coordinator:
         self._to_persist: list[int] = []
         self._persist_error: FlashpointError | None = None
         self._busy = False
+        self._trouble = ""
         self._committing = -1
         self._held_up = 0
         self._not_before = time.monotonic() + settle_s
@@ -364,7 +365,8 @@ class Coordinator:
                 self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet", checkpoint_id=wanted)
+                    why = f": {self._trouble}" if self._trouble else ""
+                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
             return self._state()
 
@@ -452,6 +454,7 @@ class Coordinator:
             except FlashpointError as error:
                 _log.warning("checkpoint %s is not committed yet: %s", checkpoint_id, error)
                 with self._changed:
+                    self._trouble = str(error)
                     self._changed.wait(_RETRY_S)
             except Exception:  # the thread must go on: what stops it would stop all commits, without a word
                 _log.exception("committing checkpoint %s failed", checkpoint_id)
@@ -481,6 +484,7 @@ class Coordinator:
             if checkpoint_id <= self._committed:
                 return
             self._committed = self._snapshot = checkpoint_id
+            self._trouble = ""
             self._sealed.append(checkpoint_id)
             self._incarnations = incarnations
             for needs in self._all_needs():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ _PEER_S = 10.0
 _RECOVERY_S = 60.0
 _SETTLE_S = 2.0
 _ROOM_S = 0.5
+_LOOK_S = 1.0
 _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 
 
@@ -140,7 +141,7 @@ class Manager:
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
         self._restoring: tuple[PersistedCheckpoint, list[Entry]] | None = None
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
-        self.arenas = ValueArenas(self.store, self.incarnation)
+        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.limit_bytes)
         self.shard = Shard(self._let_go)
         self.snapshots = Snapshots(
             self.store,
@@ -412,11 +413,20 @@ class Manager:
                 hint="make the dictionary with a larger total_mem, or keep fewer checkpoints (working_set_size)",
             )
 
-    def wait_for(self, holds: Any, until: float) -> bool:
-        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does."""
+    def wait_for(self, holds: Callable[[], bool], until: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does.
+
+        Args:
+            is_gone: whether nobody waits for the answer any more.
+        """
         self.waiting += 1
         try:
-            return bool(self.changed.wait_for(holds, max(0.0, until - time.monotonic())))
+            while not holds():
+                left = until - time.monotonic()
+                if left <= 0 or self.ended.is_set() or is_gone():
+                    return False
+                self.changed.wait(min(left, _LOOK_S))
+            return True
         finally:
             self.waiting -= 1
 

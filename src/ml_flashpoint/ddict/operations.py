@@ -18,6 +18,7 @@ from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.coordinator import Write
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import (
+    DDictError,
     DDictKeyError,
     DDictPersistError,
     DDictReadOnlyError,
@@ -25,6 +26,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
+from ml_flashpoint.ddict.values import encode, inline_number, to_inline
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -94,6 +96,26 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
 
 @_operation
+def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Add ``amount`` to a number, which is ``default`` where there is none."""
+    manager.wait_until_ready(_until(fields))
+    key, checkpoint_id = _key(blobs), _integer(fields, "c")
+    amount, before = _number(fields, "amount"), _number(fields, "default")
+    with manager.changed:
+        _check_writable(manager)
+        found = manager.shard.find(key, checkpoint_id)
+        if found is not None:
+            number = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
+            if number is None:
+                raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
+            before = number
+        value = InlineValue(to_inline(encode(before + amount)))
+        persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
+        manager.put(Entry(key, checkpoint_id, _text(fields, "w"), value, persistent, broadcast))
+    return {"before": before}, ()
+
+
+@_operation
 def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Delete a key; ``x`` as for a put."""
     manager.wait_until_ready(_until(fields))
@@ -124,6 +146,15 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
 
 
 @_operation
+def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """The client does not need this room."""
+    if fields.get("v") in session.allocated:
+        session.allocated.discard(fields["v"])
+        manager.arenas.abandon([fields["v"]])
+    return {}, ()
+
+
+@_operation
 def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Read a key: a blob, or where the value lies; with ``remote``, always a blob.
 
@@ -134,7 +165,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     key, checkpoint_id = _key(blobs), _integer(fields, "c")
     with manager.changed:
         if manager.rules.wait_for_keys and fields.get("wait"):
-            _wait_for_key(manager, key, checkpoint_id, until)
+            _wait_for_key(manager, session, key, checkpoint_id, until)
         entry = manager.shard.find(key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
@@ -172,7 +203,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
         return entry is not None and entry.sequence != seen
 
     with manager.changed:
-        return {"ok": manager.wait_for(has_changed, until)}, ()
+        return {"ok": manager.wait_for(has_changed, until, session.peer.is_gone)}, ()
 
 
 @_operation
@@ -345,7 +376,9 @@ def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[by
     manager.wait_until_ready(until)
     checkpoint_id = _integer(fields, "checkpoint_id")
     with manager.changed:
-        if not manager.wait_for(lambda: manager.shard.missing_after(checkpoint_id) is None, until):
+        if not manager.wait_for(
+            lambda: manager.shard.missing_after(checkpoint_id) is None, until, session.peer.is_gone
+        ):
             raise DDictTimeoutError(
                 f"checkpoint {checkpoint_id} cannot retire: not all of its keys are written at a later one, "
                 f"such as {manager.shard.missing_after(checkpoint_id)!r}",
@@ -493,6 +526,13 @@ def _integer(fields: Fields, name: str, least: int = 0) -> int:
     return value
 
 
+def _number(fields: Fields, name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ProtocolError(f"field {name!r} must be a number")
+    return value
+
+
 def _text(fields: Fields, name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > 200:
@@ -546,8 +586,8 @@ def _is_as_expected(manager: Manager, key: bytes, fields: Fields) -> bool:
     return (0 if entry is None else entry.sequence) == _integer(fields, "x")
 
 
-def _wait_for_key(manager: Manager, key: bytes, checkpoint_id: int, until: float) -> None:
-    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), until):
+def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id: int, until: float) -> None:
+    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), until, session.peer.is_gone):
         return
     if manager.shard.find(key, checkpoint_id) is not None:
         raise DDictTimeoutError(

@@ -36,6 +36,7 @@ MAX_HANDSHAKES: Final = 128
 HANDSHAKE_DEADLINE_S: Final = 5.0
 """Time for the whole handshake."""
 
+_BACKLOG: Final = 1024
 _JOIN_S: Final = 2.0
 _LOG_EVERY_S: Final = 10.0
 
@@ -137,7 +138,7 @@ class RequestServer:
             listener.bind(path)
             os.chmod(path, 0o600)
             self._unix = (path, os.stat(path).st_ino)
-            listener.listen(128)
+            listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
             raise
@@ -289,7 +290,7 @@ class RequestServer:
 
 def _listen_tcp(host: str, port: int) -> tuple[Address, socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=128)
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     track(listener)
     return ("tcp", host, listener.getsockname()[1]), listener
 

@@ -30,7 +30,7 @@ from ml_flashpoint.core.object_format import (
     parse_header,
     plan_layout,
 )
-from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.errors import StaleValueError as StaleValueError
 from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
 
@@ -45,13 +45,6 @@ _SINGLE: Final = frozenset(("tensor", "array", "bytes"))
 _HEADER_RESERVE: Final = 512
 _NO_LENGTH: Final = bytes(8)
 _MAX_KEPT: Final = 16 << 10
-
-
-class StaleValueError(DDictError):
-    """The arena does not hold this value any more, or not yet: ask the manager again where it is."""
-
-    retryable = True
-
 
 _Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 

@@ -24,7 +24,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,12 +56,20 @@ class RankStore:
         base: base container of the job; created if missing.
         rank: global rank.
         lock_deadline_s: seconds to wait for a dying earlier process of this rank to let go.
+        reusable: see `ArenaPool`.
 
     Raises:
         JobInUseError: another live process uses this rank's arenas.
     """
 
-    def __init__(self, base: Path, rank: int, *, lock_deadline_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        base: Path,
+        rank: int,
+        *,
+        lock_deadline_s: float = 30.0,
+        reusable: Callable[[Arena], bool] | None = None,
+    ) -> None:
         self.base = base
         self.rank = rank
         self.directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
@@ -69,7 +77,7 @@ class RankStore:
         warn_unless_memory(base)
         self._lock = threading.RLock()
         self._lock_fd = self._take_lock(lock_deadline_s)
-        self._arenas = ArenaPool(self.directory, self._lock)
+        self._arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self._parts: dict[tuple[str, int], HeldPart] = {}
         self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object
         # A late copy may come after the verdict, but not after this many more of them.
@@ -105,6 +113,10 @@ class RankStore:
     def release(self, arena: Arena) -> None:
         """Return an arena that was acquired and not committed."""
         self._arenas.release(arena)
+
+    def give_back(self, keep_bytes: int) -> int:
+        """Delete free arenas until they have no more than ``keep_bytes`` together; returns the bytes deleted."""
+        return self._arenas.give_back(keep_bytes)
 
     def prepare_spare(self, size: int) -> None:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""

@@ -56,6 +56,7 @@ class Entry:
         value: None: deleted.
         persistent: written by `pput`: does not have to be written again in each checkpoint.
         broadcast: written by `bput`: every manager has one.
+        sequence: orders the writes of one manager; not kept by snapshots.
     """
 
     key: bytes
@@ -64,3 +65,4 @@ class Entry:
     value: Value | None
     persistent: bool = False
     broadcast: bool = False
+    sequence: int = 0

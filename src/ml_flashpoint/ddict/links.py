@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ml_flashpoint.core.errors import AuthenticationError
+from ml_flashpoint.core.errors import AuthenticationError, ProtocolError
 from ml_flashpoint.ddict.connection import Address, Connection, Reply, RequestLostError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.replication.channel import ConnectionLostError
@@ -22,8 +22,22 @@ from ml_flashpoint.replication.channel import ConnectionLostError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Locate = Callable[[int], "Address | None"]
-"""``(manager) -> address``; None: it is not anywhere at the moment."""
+
+class Locate(Protocol):
+    """Finds managers."""
+
+    def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        """Where a manager is; None: not anywhere at the moment, or not found in time.
+
+        Args:
+            manager: its number.
+            timeout_s: seconds that this may take.
+            anew: it was not where this said last time.
+
+        Raises:
+            DDictDestroyedError: the dictionary is gone.
+        """
+
 
 _Found = TypeVar("_Found")
 
@@ -59,6 +73,8 @@ class Exchange:
     def __init__(self, connection: Connection, until: float) -> None:
         self._connection = connection
         self._until = until
+        self.local = connection.local
+        """Whether the manager is on this node, so that its memory can be mapped."""
 
     def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
         """One request; see `Connection.request`."""
@@ -86,6 +102,7 @@ class Links:
         self._secret = secret
         self._lock = threading.Lock()
         self._idle: dict[int, list[_Link]] = {}
+        self._doubtful: set[int] = set()
         self._closed = False
         self._pid = os.getpid()
 
@@ -179,15 +196,27 @@ class Links:
             ConnectionLostError: nobody is there.
             DDictTimeoutError: no answer in time.
         """
-        address = self._locate(manager)
+        until = time.monotonic() + timeout_s
+        doubtful = manager in self._doubtful
+        address = self._locate(manager, timeout_s, anew=doubtful)
+        self._doubtful.add(manager)  # until it answers
         if address is None:
             raise ConnectionLostError(f"manager {manager} is not anywhere")
+        left = max(until - time.monotonic(), 0.05)
         try:
-            connection = Connection(address, self._secret, connect_timeout_s=min(timeout_s, 10.0))
-        except AuthenticationError as error:
-            raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error
+            connection = Connection(address, self._secret, connect_timeout_s=min(left, 10.0))
+        except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
+            if address[0] == "tcp" and time.monotonic() < until:
+                # The machine may be gone, or the port somebody else's by now.
+                raise ConnectionLostError(f"manager {manager} is not at its address any more: {error}") from error
+            if isinstance(error, AuthenticationError):
+                raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error
+            raise
         try:
-            reply = connection.request("hello", {}, timeout_s=timeout_s)
+            reply = connection.request("hello", {}, timeout_s=max(until - time.monotonic(), 0.05))
+            if reply.fields["manager"] != manager:
+                raise ConnectionLostError(f"manager {manager} is not at its address any more")
+            self._doubtful.discard(manager)
             return _Link(connection, str(reply.fields["incarnation"]))
         except BaseException:
             connection.close()
@@ -207,6 +236,7 @@ class Links:
         """The others lead to the same process, which is gone."""
         with self._lock:
             dropped = self._idle.pop(manager, [])
+            self._doubtful.add(manager)
         for link in dropped:
             link.connection.close()
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.connection import Address
 from ml_flashpoint.ddict.links import Locate
 
 
 def locator(configuration: Configuration) -> Locate:
-    """Finds the managers of a dictionary, each time anew.
+    """Finds the managers of a dictionary.
 
     Raises:
         InvalidArgumentError: the runtime is not known.
@@ -22,10 +23,22 @@ def locator(configuration: Configuration) -> Locate:
     kind = configuration.runtime.get("kind")
     if kind == "embedded":
         base = Path(configuration.base)
-        return lambda manager: ("unix", str(base / f"m-{manager}.sock"))
+
+        def locate(manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+            return "unix", str(base / f"m-{manager}.sock")
+
+        return locate
+    if kind == "ray":
+        from ml_flashpoint.ddict.ray_locations import locations_of
+
+        return locations_of(configuration).find
     raise InvalidArgumentError("no such runtime", argument="runtime", value=kind)
 
 
 def is_local(configuration: Configuration) -> Callable[[int], bool]:
-    """Tells whether a manager is on this machine, so that its memory can be mapped."""
+    """Tells whether a manager is on this node, as far as this process knows."""
+    if configuration.runtime.get("kind") == "ray":
+        from ml_flashpoint.ddict.ray_locations import locations_of
+
+        return locations_of(configuration).is_local
     return lambda manager: True

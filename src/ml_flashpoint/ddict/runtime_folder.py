@@ -11,23 +11,23 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import stat
 import tempfile
 import time
 from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.folder_janitor import LOCK, remove_now
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 """Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""
 
 _SHM = Path("/dev/shm")
-_LOCK = "owner"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _UNFINISHED = re.compile(r"\.new-[0-9a-f]{12}")
 _UNFINISHED_AGE_S = 60.0
 _LOOK_EVERY_S = 0.005
+_JOIN_S = 10.0
 
 LAST_WORDS_S = 0.5
 """For `remove_unused` by a process that was told of the end of another by a socket."""
@@ -49,11 +49,20 @@ class FolderHold:
         self.folder = folder
         self._descriptor: int | None = None
         try:
-            self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
             raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
+
+    def is_there(self) -> bool:
+        """Whether the folder is still the one that is held."""
+        try:
+            return self._descriptor is not None and os.path.samestat(
+                os.stat(self.folder / LOCK), os.fstat(self._descriptor)
+            )
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Let go. A second call does nothing."""
@@ -97,7 +106,7 @@ def make_folder(root: Path) -> FolderHold:
     unfinished = root / f".new-{name}"
     try:
         unfinished.mkdir(mode=0o700)
-        (unfinished / _LOCK).touch(mode=0o600)
+        (unfinished / LOCK).touch(mode=0o600)
         hold = FolderHold(unfinished)
         # It has its name only once it is held, so no sweep ever sees it free.
         os.rename(unfinished, root / name)
@@ -105,6 +114,35 @@ def make_folder(root: Path) -> FolderHold:
         raise DDictError(f"no folder for the dictionary: {error}", path=root) from error
     hold.folder = root / name
     return hold
+
+
+def join_folder(folder: Path, timeout_s: float = _JOIN_S) -> FolderHold:
+    """Make a folder of this name if there is none, which others may do at the same time, and hold it.
+
+    Raises:
+        DDictError: it cannot be made.
+    """
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            hold = FolderHold(folder)
+        except DDictError:
+            if time.monotonic() >= give_up:
+                raise
+        else:
+            if hold.is_there():
+                return hold
+            hold.close()
+        made = make_folder(folder.parent)
+        try:
+            os.rename(made.folder, folder)
+        except OSError:  # somebody else was first, or is removing it
+            made.close()
+            remove_now(made.folder)
+            time.sleep(_LOOK_EVERY_S)
+            continue
+        made.folder = folder
+        return made
 
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
@@ -115,35 +153,9 @@ def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
         wait_s: seconds to go on asking. The end of a process shows on its sockets a moment before its locks are free.
     """
     give_up = time.monotonic() + wait_s
-    while not (gone := _remove_now(folder)) and time.monotonic() < give_up:
+    while not (gone := remove_now(folder)) and time.monotonic() < give_up:
         time.sleep(_LOOK_EVERY_S)
     return gone
-
-
-def _remove_now(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        # The lock is the last file to go: whoever was here before may have been killed just after.
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return not folder.exists()
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for entry in list(os.scandir(folder)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name != _LOCK:
-                os.unlink(entry.path)
-        os.unlink(folder / _LOCK)
-        folder.rmdir()
-    except OSError:
-        return not folder.exists()
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def sweep(root: Path) -> list[Path]:

@@ -6,9 +6,10 @@ matter; how it is reached, the caller's.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
 sealed it with verified copies. A handle whose process has died still counts, until the others have left its checkpoint
-behind in the working set, or until nobody writes and `sync_to_newest_checkpoint` begins anew from what is committed. One is committed at a time, always the newest that can be, except that those due to be
-persisted are not skipped. It lasts: what a handle writes at or below a committed id later is covered by the next
-commit, not by that one.
+behind in the working set, or until nobody writes and `sync_to_newest_checkpoint` begins anew from what is committed.
+
+One is committed at a time, always the newest that can be, except that those due to be persisted are not skipped. It
+lasts: what a handle writes at or below a committed id later is covered by the next commit, not by that one.
 """
 
 from __future__ import annotations

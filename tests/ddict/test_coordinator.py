@@ -285,16 +285,41 @@ def test_a_handle_outside_the_working_set_holds_up_nothing(make: Make) -> None:
 # ---- leases -----------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_lease_is_the_end_of_its_handles(make: Make) -> None:
-    play = make()
+def test_what_a_process_died_in_is_committed_once_others_have_left_it_behind(make: Make) -> None:
+    play = make(working_set_size=2)
     play.coordinator.lease_began("lease of a", "connection")
-    play.join("a")
+    play.join("a", 1)
     play.join("b")
     play.move("b", 2)
-    assert play.newest() == -1
+    assert play.newest() == 0
 
     play.coordinator.lease_ended("lease of a", "connection")
 
+    assert play.newest() == 0  # b has passed checkpoint 1, but a has not finished it
+    play.move("b", 3)
+    assert play.newest() == 2
+
+
+def test_after_the_death_of_all_one_goes_on_from_what_all_had_finished(make: Make) -> None:
+    play = make()
+    for handle, position in (("a", 3), ("b", 4)):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle, position)
+    for handle in ("b", "a"):
+        play.coordinator.lease_ended(f"lease of {handle}", handle)
+
+    assert play.newest() == 2
+    play.join("c", 2)
+    play.move("c", 5)
+    assert play.newest() == 4  # what died before does not hold up those who go on
+
+
+def test_a_handle_that_left_counts_no_more(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    play.move("b", 2)
+    play.coordinator.leave("a")
     assert play.newest() == 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, event, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -45,6 +45,7 @@ class Model:
         floor: the oldest checkpoint that this still knows everything of.
         snapshots: what the dictionary held at a checkpoint when that was committed.
         uncommitted: for each handle, the managers that have writes of it that no commit covers.
+        took_back: handles may be told of the loss of what another's rollback made uncommitted, whether they had any.
         late: keys that were written at a checkpoint that was committed already: a loss may or may not cost that write.
     """
 
@@ -58,6 +59,7 @@ class Model:
         self.persisted: dict[int, Content] = {}
         self.uncommitted: list[dict[int, set[int]]] = [{} for _ in range(HANDLES)]
         self.late: set[str] = set()
+        self.took_back = False
 
     def content(self, checkpoint_id: int) -> Content:
         seen: dict[str, int | None] = {}
@@ -86,6 +88,7 @@ class Model:
             self.committed = checkpoint_id
             self.snapshots[checkpoint_id] = self.content(checkpoint_id)
             self.late.clear()
+            self.took_back = False
             for managers in self.uncommitted:
                 for ids in managers.values():
                     ids -= set(range(checkpoint_id + 1))
@@ -100,6 +103,7 @@ class Model:
             self.snapshots = {each: content for each, content in self.snapshots.items() if each <= to}
             self.snapshots.setdefault(to, self.content(to))
             self.persisted = {each: content for each, content in self.persisted.items() if each <= to}
+            self.took_back = True
             # What others wrote above is not committed any more.
             for write in self.writes:
                 if write.checkpoint_id > to and write.writer >= 0:
@@ -268,8 +272,8 @@ class DictionaryModel(RuleBasedStateMachine):
 
     # ---- losses -------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), lost_node=st.booleans(), wait=st.booleans())
-    def kill(self, data: st.DataObject, lost_node: bool, wait: bool) -> None:
+    @rule(data=st.data(), lost_node=st.booleans(), wait=st.booleans(), by_moving=st.booleans())
+    def kill(self, data: st.DataObject, lost_node: bool, wait: bool, by_moving: bool) -> None:
         assert self.dictionary is not None
         manager = data.draw(st.integers(0, self.managers - 1))
         for handle in range(HANDLES):
@@ -281,26 +285,18 @@ class DictionaryModel(RuleBasedStateMachine):
             runtime_of(self.dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)
         committed = self.model.committed
         to = max(committed, 0)
+        losers = [number for number in range(HANDLES) if self.model.uncommitted[number].get(manager)]
+        note(f"handles that lose writes: {losers}")
+        event(f"manager {'0' if manager == 0 else '1 or 2'} killed, node {'lost' if lost_node else 'kept'}")
+        told = self.learn_by_moving() if losers and by_moving else self.learn_by_writing(manager)
+        assert set(losers) <= told.keys(), "not told of a loss"
+        assert told.keys() <= set(losers) or self.model.took_back, "told of a loss that was none"
+        assert {(error.manager, error.checkpoint_id) for error in told.values()} <= {(manager, to)}
+        event(f"{len(told)} handles told, by {'moving' if losers and by_moving else 'writing'}")
         for number, handle in enumerate(self.handles):
-            mine = [key for key in [*_places] if _manager_of(key) == manager]
-            loses = bool(self.model.uncommitted[number].get(manager))
-            note(f"handle {number} loses writes: {loses}")
-            if not mine:
-                continue
-            try:
-                handle[mine[0]] = -1  # it is taken back below
-                told = None
-            except DDictWritesLostError as error:
-                told = error
-            assert loses <= (told is not None), "it was not told of its loss"
-            if told is not None:
-                assert (told.manager, told.checkpoint_id) == (manager, to)
-        for number, handle in enumerate(self.handles):
-            if self.model.positions[number] > to:
-                handle.rollback(to=to)
-            else:
+            if handle.checkpoint_id < to:
                 handle.checkpoint_id = to
-                handle.rollback(to=to)
+            handle.rollback(to=to)
             self.model.rollback(number, to)
         self.model.committed = committed
         expected = {key: value for key, value in self.model.content(to).items() if _manager_of(key) != manager}
@@ -315,6 +311,30 @@ class DictionaryModel(RuleBasedStateMachine):
             self.put(handle, f"first {handle}")
         for handle in range(HANDLES):
             self.checkpoint(handle)
+
+    def learn_by_writing(self, manager: int) -> dict[int, DDictWritesLostError]:
+        """Which handles are told when they write at this manager next. What they write is rolled back later."""
+        told = {}
+        key = next((key for key in _places if _manager_of(key) == manager), None)
+        for number, handle in enumerate(self.handles if key is not None else ()):
+            try:
+                handle[key] = -1
+            except DDictWritesLostError as error:
+                told[number] = error
+        return told
+
+    def learn_by_moving(self) -> dict[int, DDictWritesLostError]:
+        """Which handles are told when all move on, the next commit having failed."""
+        told = {}
+        for _ in range(2):
+            self.model.newest += 1
+            for number, handle in enumerate(self.handles):
+                try:
+                    handle.checkpoint_id = self.model.newest
+                except DDictWritesLostError as error:
+                    told[number] = error
+            assert self.state("newest")["committed"] == self.model.committed
+        return told
 
     def adopt_uncertain(self, manager: int, to: int, expected: Content) -> None:
         """What the test's own write attempts, and late ones, have left at the checkpoint that all are at now."""

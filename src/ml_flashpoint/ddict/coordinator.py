@@ -98,10 +98,12 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
+        moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
 
     position: int
     lease: str
+    moving_to: int = -1
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
@@ -182,7 +184,7 @@ class Coordinator:
             self._died.pop(handle, None)
             writer = self._writers.get(handle)
             if writer is None:
-                self._writers[handle] = _Writer(position, lease, self._needs(wrote))
+                self._writers[handle] = _Writer(position, lease, wrote=self._needs(wrote))
                 self._newest = max(self._newest, position)
                 self._changed.notify_all()
             else:
@@ -223,14 +225,21 @@ class Coordinator:
             if writer.lost is not None:
                 raise writer.lost
             self._raise_orphaned()
+            writer.moving_to = position
+            self._changed.notify_all()
         retires = position - self._rules.working_set_size
         if position > self._newest and retires >= 0:
-            self._wait_to_retire(handle, position, retires, until)
+            try:
+                self._wait_to_retire(handle, position, retires, until)
+            except BaseException:
+                with self._changed:
+                    writer.moving_to = -1
+                raise
         with self._changed:
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
             self._died.pop(handle, None)
-            writer.position = position
+            writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
             self._newest = max(self._newest, position)
@@ -410,7 +419,11 @@ class Coordinator:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
-                while behind := [h for h, w in self._writers.items() if h != handle and w.position <= retires]:
+                while behind := [
+                    name
+                    for name, writer in self._writers.items()
+                    if name != handle and max(writer.position, writer.moving_to) <= retires
+                ]:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError(

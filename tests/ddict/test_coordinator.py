@@ -826,3 +826,23 @@ def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) 
             play.coordinator.restore(1, {"checkpoint_id": 1}, SHORT_S)
 
     within(SHORT_S, wait)
+
+
+# ---- handles that begin anew ------------------------------------------------------------------------------
+
+
+def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.managers.refusals["seal"] = lambda manager, fields: DDictManagerLostError("away", manager=manager)
+    play.join("a")
+    for position in range(1, 6):
+        play.move("a", position, play.write(1, position - 1))
+    play.managers.incarnations[1] = "second-1"
+    play.rollback("a", 0)
+    play.managers.refusals.clear()
+    assert play.newest() == -1
+    play.move("a", 1, play.write(1, 0))
+    assert play.newest() == 0
+    play.move("a", 2, play.write(1, 1))
+    assert play.newest() == 1
+    assert play.coordinator.state()["oldest"] <= 1

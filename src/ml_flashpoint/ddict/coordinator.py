@@ -99,6 +99,7 @@ class _Writer:
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
+        redoing: it went back from here on purpose, and until it is here again it is not one that has fallen behind.
     """
 
     position: int
@@ -107,6 +108,7 @@ class _Writer:
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
+    redoing: int = 0
 
 
 class Coordinator:
@@ -272,6 +274,7 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
+                writer.redoing = max(writer.redoing, writer.position)
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
@@ -452,7 +455,10 @@ class Coordinator:
         window = self._window()
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
         positions = [position for position in self._died.values() if position >= window]
-        positions += [max(writer.position, window) for writer in self._writers.values()]
+        positions += [
+            writer.position if writer.position < writer.redoing else max(writer.position, window)
+            for writer in self._writers.values()
+        ]
         return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
 
     def _next(self) -> int | None:

@@ -12,16 +12,23 @@ Owns all of it; everything else of NeMo and megatron-core is as it is installed.
   left out, as for inference: `megatron/core/tensor_parallel/random.py`.
 * `nemo.lightning.io.pl._fix_tensors_device`, which asserts that CUDA is in use and moves tensors from one GPU to
   another at the end of a load of a long-term checkpoint, returns what it is given.
-* Mean and variance of `FusedAdam`, of Apex or TransformerEngine, are torch's `Adam`'s. See `AdamOfTorch`.
+* A gathering of nothing, which NeMo's progress printer makes on rank 0 alone, waits for nobody, as with NCCL:
+  `megatron/core/timers.py`.
+* `FusedAdam` of TransformerEngine and Apex, which need CUDA, is ours, below: `megatron/core/optimizer/__init__.py`,
+  `distrib_optimizer.py`. Without one of the two, megatron-core's distributed optimizer takes torch's `AdamW`, and then
+  cannot load what it has saved.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import megatron.core.optimizer
+import megatron.core.timers
 import nemo.lightning.io.pl
 import torch
-from lightning.pytorch import Callback
+import torch.distributed as dist
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from tests.support.megatron import without_cuda
@@ -37,34 +44,35 @@ def play_cuda() -> None:
     PlayedCuda().__enter__()
     initialize_rng_tracker(inference_rng_tracker=True)
     nemo.lightning.io.pl._fix_tensors_device = lambda checkpoint: checkpoint
+    megatron.core.timers.dist_all_gather_func = _gather_something
+    megatron.core.optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = True
 
 
-class AdamOfTorch(Callback):  # type: ignore[misc]
-    """Makes torch's `Adam` good enough for megatron-core's distributed optimizer to save and load.
-
-    That one is made for `FusedAdam`, of Apex or TransformerEngine, which need CUDA. With torch's, it cannot describe a
-    state that is not there before the first step, and loads one counter of steps for all parameters, which each of
-    them then counts up.
-    """
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Called before a checkpoint is loaded: make the state that the first step would."""
-        for optimizer in _adams(trainer):
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Called after it is loaded: give each parameter a counter of its own."""
-        for optimizer in _adams(trainer):
-            for state in optimizer.state.values():
-                state["step"] = state["step"].clone()
+def _gather_something(output: torch.Tensor, mine: torch.Tensor, **options: Any) -> Any:
+    return dist.all_gather_into_tensor(output, mine, **options) if mine.numel() else None
 
 
-def _adams(trainer: Any) -> list[torch.optim.Adam]:
-    found = [each.optimizer for each in trainer.optimizers[0].mcore_optimizer.chained_optimizers]
-    assert all(isinstance(each, (torch.optim.Adam, torch.optim.AdamW)) for each in found)
-    return found
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with the constructor and the state of Apex's and TransformerEngine's: steps are counted by group."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            step = group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(parameter))
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.lerp_(parameter.grad, 1 - beta1)
+                square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+                parameter.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))

@@ -1,254 +1,39 @@
 """A NeMo training job that is killed and goes on, from memory and from the strategy's own long-term checkpoints.
 
-Owns the job: NeMo's trainer, `MegatronStrategy`, GPT, optimizer module, data sampler, `ModelCheckpoint` and
-`AutoResume`, on the CPU. Its lives are those that a torchrun agent gives it; in each but the last, all ranks kill
-themselves at a step. The last one also trains without any of ours, from the beginning, and tells what both came to.
+Owns the job's lives, which a torchrun agent gives it: in each but the last, all ranks kill themselves at a step. The
+last one also trains without any of ours, from the beginning, and tells what both came to.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
-import signal
-import time
 import warnings
 from pathlib import Path
-from typing import Any
+
+from tests.support.worker import base_path, leave, rank, report
 
 warnings.filterwarnings("ignore")
 
-import nemo.lightning as nl
-import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.num_microbatches_calculator import update_num_microbatches
-from megatron.core.optimizer import OptimizerConfig
-from nemo.collections import llm
-from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
-from nemo.lightning.pytorch.plugins import MegatronDataSampler
-from nemo.utils import AppState
-from torch.utils.data import DataLoader, Dataset
-
-from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
-from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint
-from tests.support.nemo_cpu import AdamOfTorch, play_cuda
-from tests.support.worker import base_path, leave, rank, report, world_size
-
-STEPS, EVERY, LONG_TERM_EVERY = 14, 2, 6
-LENGTH, MICRO_BATCH, MICRO_BATCHES = 16, 2, 2
-
-
-class Samples(Dataset):  # type: ignore[type-arg]
-    """Tokens by number; notes which were asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        self.asked.append(int(number))
-        generator = torch.Generator().manual_seed(int(number))
-        tokens = torch.randint(0, 256, (LENGTH + 1,), generator=generator)
-        return {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "loss_mask": torch.ones(LENGTH),
-            "position_ids": torch.arange(LENGTH),
-            "attention_mask": torch.ones(1, LENGTH, LENGTH).triu(1) > 0,
-        }
-
-
-class Data(LightningDataModule):  # type: ignore[misc]
-    """A data module that goes on where it was, in the way of NeMo's `PreTrainingDataModule`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples = Samples()
-        self.data_sampler = MegatronDataSampler(
-            seq_len=LENGTH, micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * MICRO_BATCHES * world_size()
-        )
-        self.began_at = 0
-
-    def train_dataloader(self) -> Any:
-        self.began_at = self.trainer.global_step
-        return DataLoader(self.samples)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"consumed": self.data_sampler.compute_consumed_samples(self.trainer.global_step - self.began_at)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        sampler = self.data_sampler
-        sampler.init_consumed_samples = sampler.prev_consumed_samples = state["consumed"]
-        update_num_microbatches(consumed_samples=state["consumed"], consistency_check=False)
-        sampler.if_first_step = 1
-
-
-class Tally(Callback):  # type: ignore[misc]
-    """A callback with a state; tells what each step was trained on, and its loss."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros(2)
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        loss = float(trainer.callback_metrics["reduced_train_loss"])
-        self.total += torch.tensor([loss, 1.0])
-        samples = trainer.datamodule.samples
-        asked, samples.asked = samples.asked, []
-        report(step=trainer.global_step, trained_on=asked, loss=loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total = state["total"]
-
-
-class KillAt(Callback):  # type: ignore[misc]
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step != self.step:
-            return
-        # What is to be resumed from must be there; it is the kill that comes at any time, not the seal.
-        io = flashpoint_io_of(trainer)
-        assert io is not None
-        assert io.parts.saver.wait(60)
-        if trainer.strategy.async_save:
-            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        dist.barrier()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(value: Any) -> str:
-    stream = hashlib.sha256()
-    _feed(stream, value)
-    return stream.hexdigest()[:16]
-
-
-def _feed(stream: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        stream.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            stream.update(str(key).encode())
-            _feed(stream, value[key])
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _feed(stream, each)
-    else:
-        stream.update(repr(value).encode())
-
-
-def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str, Any]:
-    """Train, and tell what came of it."""
-    distributed = kind == "distributed"
-    data, tokenizer = Data(), ByteLevelTokenizer(vocab_size=256)
-    model = llm.GPTModel(
-        llm.GPTConfig(
-            num_layers=2,
-            hidden_size=32,
-            ffn_hidden_size=64,
-            num_attention_heads=4,
-            seq_length=LENGTH,
-            # Its random numbers are in no checkpoint of NeMo's.
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-        ),
-        tokenizer=tokenizer,
-    )
-    optimizer = nl.MegatronOptimizerModule(
-        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=distributed),
-        lr_scheduler=nl.lr_scheduler.CosineAnnealingScheduler(warmup_steps=3, constant_steps=0, min_lr=1e-3),
-    )
-    tally = Tally()
-    callbacks = [tally, KillAt(kill_at), *([AdamOfTorch()] if distributed else [])]
-    if ours:
-        callbacks.append(MLFlashpointCheckpointCallback(base_path(), EVERY, skip_every_n_steps=LONG_TERM_EVERY))
-    trainer = nl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=world_size() // int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=nl.MegatronStrategy(
-            ddp=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
-            ckpt_async_save=distributed,
-            process_group_backend="gloo",
-        ),
-        max_steps=STEPS,
-        limit_val_batches=0,
-        callbacks=callbacks,
-        logger=False,
-        enable_progress_bar=False,
-    )
-    log = nl.NeMoLogger(
-        log_dir=str(folder),
-        ckpt=nl.ModelCheckpoint(
-            every_n_train_steps=LONG_TERM_EVERY, monitor="step", save_top_k=-1, save_last=True, filename="{step}"
-        ),
-        use_datetime_version=False,
-    )
-    resume: Any = nl.AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
-    if ours:
-        trainer.strategy.setup_environment()
-        resume = wrap_trainer_and_auto_resume_with_mlflashpoint(
-            trainer=trainer,
-            flashpoint_base_container=base_path(),
-            async_save=distributed,
-            default_auto_resume=resume,
-            always_save_context=True,
-        )
-    setup = resume.setup
-
-    def told(trainer: Any, *args: Any) -> None:
-        setup(trainer, *args)
-        report(resumes=None if trainer.ckpt_path is None else str(trainer.ckpt_path), after_s=_since_start())
-
-    resume.setup = told
-    llm.train(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optimizer)
-    io = flashpoint_io_of(trainer)
-    if io is not None:
-        assert io.parts.save_strategy.last_error is None
-        context = resume.get_context_path()
-        report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)
-    inner = trainer.optimizers[0].mcore_optimizer
-    adams = [each.optimizer for each in getattr(inner, "chained_optimizers", [inner])]
-    return {
-        "weights": digest({name: each for name, each in model.named_parameters()}),
-        "optimizer": digest([[each.state[p] for g in each.param_groups for p in g["params"]] for each in adams]),
-        "groups": digest([[{**group, "params": None} for group in each.param_groups] for each in adams]),
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "loops": trainer.fit_loop.state_dict(),
-        "data": data.state_dict(),
-        "tally": tally.total.tolist(),
-        "long_term": sorted(str(each.relative_to(folder)) for each in folder.rglob("weights/*")),
-    }
-
-
-def _since_start() -> float:
-    return round(time.monotonic() - BEGAN, 1)
-
-
-BEGAN = time.monotonic()
-
 
 def main() -> None:
+    # Not above: a long-term save starts a process that imports this file, too.
+    import torch
+    from nemo.utils import AppState
+
+    from tests.support.nemo_cpu import play_cuda
+    from tests.support.nemo_training import train
+
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=["plain", "distributed"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill", type=int, nargs="*", default=[], help="at these steps, one in each life")
-    parser.add_argument("--lose", default=[], nargs="*", help="LIFE:RANK loses its memory before that life; RANK or all")
+    parser.add_argument("--lose", nargs="*", default=[], help="LIFE:RANK or LIFE:all, whose memory is gone before it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     play_cuda()
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    report(life=life)
     if {f"{life}:{rank()}", f"{life}:all"} & set(arguments.lose):
         shutil.rmtree(base_path())
     kill_at = arguments.kill[life] if life < len(arguments.kill) else -1

@@ -162,7 +162,7 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
     tally = Tally()
     callbacks: list[Callback] = [tally, KillAt(kill_at)]
     if ours:
-        callbacks.append(MLFlashpointCheckpointCallback(base_path(), EVERY, skip_every_n_steps=LONG_TERM_EVERY))
+        callbacks.insert(0, MLFlashpointCheckpointCallback(base_path(), EVERY, skip_every_n_steps=LONG_TERM_EVERY))
     trainer = nl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -207,6 +207,8 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
     if io is not None:
         assert io.parts.save_strategy.last_error is None
         context = resume.get_context_path()
+        assert io.parts.saver.wait(60)
+        report(sealed=io.parts.saver.stats.sealed)
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)
     inner = trainer.optimizers[0].mcore_optimizer
     adams = [each.optimizer for each in getattr(inner, "chained_optimizers", [inner])]

@@ -1,4 +1,4 @@
-"""A Lightning job that saves at every step and then just ends, as a user's script does: by its last line, or by an error.
+"""A Lightning job that saves at every step and then just ends, as a script does: by its last line, or by an error.
 
 Nothing is closed, destroyed or waited for. Argument: `ends` or `fails`.
 """

@@ -1,18 +1,19 @@
 """NeMo's trainer, strategy, AutoResume and finalizer on two ranks, wrapped; cases are named on the command line.
 
-Owns the cases. The model and the training step are NeMo's `collections.llm`'s, which needs packages beyond
-`nemo_toolkit[lightning]`; so what is saved here is a sharded state dict of megatron-core's, handed to the trainer's
-`CheckpointIO` just as `MegatronStrategy.save_checkpoint` does.
+Owns the cases. Nothing is trained here, see `tests.support.nemo_training`: what is saved is a sharded state dict of
+megatron-core's, handed to the trainer's `CheckpointIO` just as `MegatronStrategy.save_checkpoint` does.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def trainer_of(
     *callbacks: Callback,
     user_async: bool = False,
     every: int = 1,
-    strategy: type[MegatronStrategy] = MegatronStrategy,
+    strategy: Callable[..., MegatronStrategy] = MegatronStrategy,
     **options: Any,
 ) -> Any:
     """A trainer of NeMo's, set up as far as a recipe does before it is wrapped."""
@@ -140,6 +141,7 @@ def sync(base: Path) -> None:
     assert type(io) is MLFlashpointCheckpointIO
     assert io.alternate is theirs
     assert type(theirs) is MegatronCheckpointIO
+    assert io.save_sharded_strategy is theirs.save_sharded_strategy
     assert resume.get_trainer_ckpt_path() is None
     for step in (1, 2):
         save(trainer, version(base, step), step)
@@ -186,7 +188,9 @@ def both_asynchronous(base: Path) -> None:
     trainer = trainer_of(base, user_async=True)
     theirs = trainer.strategy.checkpoint_io
     assert type(theirs) is AsyncFinalizableCheckpointIO
+    expected = theirs.checkpoint_io.save_sharded_strategy
     resume = wrap(trainer, str(base), async_save=True)
+    assert trainer.strategy.checkpoint_io.checkpoint_io.save_sharded_strategy is expected
     folder = shared("long-term-async")
     ended: list[str] = []
     save(trainer, folder, 5, finalize_fn=lambda: ended.append("long-term"))
@@ -287,7 +291,7 @@ class Module(nl.io.IOMixin, LightningModule):  # type: ignore[misc]
 
 
 class Strategy(MegatronStrategy):  # type: ignore[misc]
-    """NeMo's, up to what needs `nemo.collections.llm`: Megatron's model, and ModelOpt's state."""
+    """NeMo's, without a model: its sharded state dict is made up."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -369,6 +373,8 @@ def refusals(base: Path) -> None:
     trainer = trainer_of(base)
     plain = nl.Trainer(accelerator="cpu", devices=world_size(), strategy=DDPStrategy(), logger=False)
     refused("must have NeMo's MegatronStrategy", plain)
+    fsdp = trainer_of(base, strategy=functools.partial(MegatronStrategy, fsdp="megatron"))
+    refused("has FSDP, whose optimizer state", fsdp)
     refused("must be an absolute path", trainer, "relative")
     refused("is not that of the callback", trainer, f"{base}-2")
     refused("must be True or False", trainer, async_save=1)

@@ -162,6 +162,7 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
     tally = Tally()
     callbacks: list[Callback] = [tally, KillAt(kill_at)]
     if ours:
+        # In front, from where it has to move behind the others.
         callbacks.insert(0, MLFlashpointCheckpointCallback(base_path(), EVERY, skip_every_n_steps=LONG_TERM_EVERY))
     trainer = nl.Trainer(
         accelerator="cpu",

@@ -10,8 +10,6 @@ import functools
 import logging
 import shutil
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,8 +37,9 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 from ml_flashpoint.core.errors import InvalidArgumentError
+from tests.support.cases import go_through
 from tests.support.megatron import load_from
-from tests.support.worker import base_path, leave, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, world_size
 
 warnings.filterwarnings("ignore")
 
@@ -401,23 +400,11 @@ CASES = {
 }
 
 
-def main(names: list[str]) -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     without_cuda()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel()
-    meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    for name in names or list(CASES):
-        began, error = time.monotonic(), None
-        try:
-            CASES[name](base_path() / name)
-        except BaseException:
-            error = traceback.format_exc()
-        report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
-        dist.barrier(meeting)
+    go_through(sys.argv[1:], lambda name: CASES[name](base_path() / name))
     leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -47,6 +47,13 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self.enabled = checked_bool("enabled", enabled)
         self._step = 0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called by Lightning before the strategy is set up: goes behind all other callbacks, so that what they do at
+        a step is in the checkpoint of that step."""
+        if self.enabled and stage == "fit":
+            # Another list: Lightning is going through this one.
+            trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning when everything is set up and restored.
 

@@ -16,6 +16,7 @@ CASES = [
     "sync",
     "asynchronous",
     "both_asynchronous",
+    "failing",
     "callback",
     "auto_resume",
     "context",

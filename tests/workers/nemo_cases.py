@@ -36,7 +36,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError
 from tests.support.cases import go_through
 from tests.support.megatron import load_from
 from tests.support.worker import base_path, leave, rank, world_size
@@ -205,6 +205,29 @@ def both_asynchronous(base: Path) -> None:
     assert (folder / "weights" / "metadata.json").is_file()
     check_load(trainer, folder, 5)
     check_load(trainer, version(base, 6), 6)
+    finish(trainer)
+
+
+def failing(base: Path) -> None:
+    """A save that fails on one rank is told on all, nothing is raised into the training, and the next one is good."""
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=True)
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+
+    def no_room(*args: Any, **options: Any) -> None:
+        raise CapacityError("played")
+
+    for step in (1, 2, 3):
+        if step == 2 and rank() == 1:
+            io.parts.saver.seal = no_room  # type: ignore[method-assign]
+        save(trainer, version(base, step), step)
+        trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+        vars(io.parts.saver).pop("seal", None)
+        assert (io.parts.save_strategy.last_error is not None) == (step == 2)
+        settle(trainer)
+        assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)
+    check_load(trainer, version(base, 3), 3)
     finish(trainer)
 
 
@@ -390,6 +413,7 @@ CASES = {
         sync,
         asynchronous,
         both_asynchronous,
+        failing,
         callback,
         auto_resume,
         context,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_slack
 from ml_flashpoint.core.errors import CapacityError, SaveError
 
@@ -124,3 +125,47 @@ def test_another_process_made_an_arena(pool: ArenaPool, tmpfs: Path) -> None:
     assert not forgotten.exists()
     assert theirs.path.exists()
     other.close()
+
+
+def test_an_arena_is_given_out_only_if_it_is_reusable(tmpfs: Path) -> None:
+    asked: list[str] = []
+    busy: set[str] = set()
+
+    def reusable(arena: Arena) -> bool:
+        name = arena.path.name
+        asked.append(name)
+        return name not in busy
+
+    pool = ArenaPool(tmpfs, threading.RLock(), reusable=reusable)
+    first, second = pool.acquire(MIB), pool.acquire(2 * MIB)
+    assert asked == []  # nobody knows a new one
+    pool.release(first)
+    pool.release(second)
+    busy.add("arena-0")
+    assert pool.acquire(MIB) is second  # and not first, which fits better
+    assert asked == ["arena-0", "arena-1"]
+    grown = pool.acquire(3 * MIB)  # neither in place of the one that is busy
+    assert grown is not first
+    pool.release(grown)
+    pool.release(second)
+    busy.add("arena-1")
+    exact = pool.acquire(second.size, exact=True)
+    assert exact not in (first, second)
+    busy.clear()
+    assert pool.acquire(MIB) is first
+    assert pool.resident_bytes() == (first.size + exact.size, second.size + grown.size)
+    pool.close()
+
+
+def test_free_arenas_are_given_back_down_to_a_size_the_oldest_first(pool: ArenaPool) -> None:
+    arenas = [pool.acquire(MIB) for _ in range(4)]
+    size = arenas[0].size
+    for arena in arenas[:3]:
+        pool.release(arena)
+    assert pool.give_back(10 * MIB) == 0
+    assert pool.give_back(2 * size) == size
+    assert files(pool) == {"arena-1", "arena-2", "arena-3"}
+    assert pool.give_back(2 * size - 1) == size
+    assert pool.give_back(0) == size
+    assert pool.give_back(0) == 0
+    assert files(pool) == {"arena-3"}

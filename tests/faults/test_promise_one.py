@@ -26,7 +26,7 @@ from ml_flashpoint.core.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.core.part_reader import read_local_manifests
 from ml_flashpoint.core.recovery import NodeInventory, RecoveryPlan, plan_recovery
-from ml_flashpoint.replication.replication_manager import IncomingCopy
+from ml_flashpoint.replication.store_backend import IncomingCopy
 from ml_flashpoint.replication.strategies import (
     CliqueStrategy,
     PairwiseReplicationStrategy,

@@ -12,7 +12,8 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
 from ml_flashpoint.core.errors import InvalidNameError, ReplicationError
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord
 from ml_flashpoint.replication import replication_manager
-from ml_flashpoint.replication.replication_manager import ReplicationManager, _StoreBackend
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.strategies import RingReplicationStrategy, Topology
 
 
@@ -36,7 +37,7 @@ def test_any_error_of_any_push_fails_the_replication(failing: int, monkeypatch: 
 def test_a_copy_cannot_take_the_place_of_another_part(name: str) -> None:
     manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", (ObjectRecord(name, 0, 0, ()),))
     with pytest.raises(InvalidNameError, match="no object of this part"):
-        _StoreBackend(CheckpointObjectManager()).begin_receive(manifest)
+        StoreBackend(lambda: CheckpointObjectManager().wait_for_store(1.0)).begin_receive(manifest)
 
 
 def test_a_rank_that_cannot_listen_is_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

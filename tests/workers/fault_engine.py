@@ -33,7 +33,8 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.digest import digest_block
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.replication.replication_manager import ReplicationManager, _StoreBackend
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_service import TransferService
 from tests.support.forked import Report
 
@@ -461,7 +462,7 @@ def team_obey(report: Report, rank: int, size: str) -> None:
             case ("serve",):
                 assert garbler is not None
                 garbler.close()
-                backend = _StoreBackend(engine.objects)
+                backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
                 service = TransferService(
                     rank_group().secret, backend, host=garbler.address[0], port=garbler.address[1]
                 )

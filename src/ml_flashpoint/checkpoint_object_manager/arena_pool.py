@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
@@ -39,10 +39,15 @@ class ArenaPool:
     Args:
         directory: where the files are, ``arena-0``, ``arena-1`` and so on.
         lock: guards the pool; reentrant, so that its owner can hold it across calls.
+        reusable: asked before a free arena is given out, with the lock held; one that is not stays free. Without, all
+            are. For pools whose arenas other processes may still read although they hold nothing any more.
     """
 
-    def __init__(self, directory: Path, lock: threading.RLock) -> None:
+    def __init__(
+        self, directory: Path, lock: threading.RLock, *, reusable: Callable[[Arena], bool] | None = None
+    ) -> None:
         self.directory = directory
+        self._reusable = reusable
         self._lock: threading.RLock = lock
         self._free: list[Arena] = []
         self._in_use: set[Arena] = set()
@@ -75,17 +80,20 @@ class ArenaPool:
 
     def _fit(self, size: int, exact: bool) -> Arena:
         fitting = [a for a in self._free if (a.size == size if exact else _fits(a, size))]
-        if fitting:
-            arena = min(fitting, key=lambda a: a.size)
+        arena = self._first_reusable(sorted(fitting, key=lambda a: a.size))
+        if arena is not None:
             self._free.remove(arena)
             return arena
         growable = [a for a in self._free if a.size < size <= _FIT_FACTOR * a.size]
-        if not growable:
+        arena = self._first_reusable(sorted(growable, key=lambda a: a.size, reverse=True))
+        if arena is None:
             return self._create(size if exact else with_slack(size))
-        arena = max(growable, key=lambda a: a.size)
         arena.grow(size if exact else with_slack(size))
         self._free.remove(arena)
         return arena
+
+    def _first_reusable(self, arenas: Iterable[Arena]) -> Arena | None:
+        return next((arena for arena in arenas if self._reusable is None or self._reusable(arena)), None)
 
     def _create(self, size: int) -> Arena:
         while True:
@@ -135,6 +143,22 @@ class ArenaPool:
             spare = self._free[expected:]
             del self._free[expected:]
         self.discard(spare)
+
+    def give_back(self, keep_bytes: int) -> int:
+        """Delete free arenas, those free for longest first, until they have no more than ``keep_bytes`` together.
+
+        Returns:
+            The bytes of those deleted. Slow for large ones: pages are freed.
+        """
+        spare = []
+        with self._lock:
+            left = sum(arena.size for arena in self._free)
+            while left > keep_bytes:
+                spare.append(self._free.pop(0))
+                left -= spare[-1].size
+        freed = sum(arena.size for arena in spare)
+        self.discard(spare)
+        return freed
 
     def discard(self, arenas: Collection[Arena]) -> None:
         """Delete arenas that are not in use."""

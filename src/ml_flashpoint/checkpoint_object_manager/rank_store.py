@@ -24,7 +24,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,12 +56,20 @@ class RankStore:
         base: base container of the job; created if missing.
         rank: global rank.
         lock_deadline_s: seconds to wait for a dying earlier process of this rank to let go.
+        reusable: see `ArenaPool`.
 
     Raises:
         JobInUseError: another live process uses this rank's arenas.
     """
 
-    def __init__(self, base: Path, rank: int, *, lock_deadline_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        base: Path,
+        rank: int,
+        *,
+        lock_deadline_s: float = 30.0,
+        reusable: Callable[[Arena], bool] | None = None,
+    ) -> None:
         self.base = base
         self.rank = rank
         self.directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
@@ -69,8 +77,9 @@ class RankStore:
         warn_unless_memory(base)
         self._lock = threading.RLock()
         self._lock_fd = self._take_lock(lock_deadline_s)
-        self._arenas = ArenaPool(self.directory, self._lock)
+        self._arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self._parts: dict[tuple[str, int], HeldPart] = {}
+        self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
@@ -104,6 +113,10 @@ class RankStore:
     def release(self, arena: Arena) -> None:
         """Return an arena that was acquired and not committed."""
         self._arenas.release(arena)
+
+    def give_back(self, keep_bytes: int) -> int:
+        """Delete free arenas until they have no more than ``keep_bytes`` together; returns the bytes deleted."""
+        return self._arenas.give_back(keep_bytes)
 
     def prepare_spare(self, size: int) -> None:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
@@ -146,7 +159,9 @@ class RankStore:
         )
         with self._lock:
             replaced = self._parts.pop((part.attempt, part.rank), None)
-            self._parts[(part.attempt, part.rank)] = part
+            if replaced is not None:
+                self._forget_names(replaced)
+            self._note(part)
             self._arenas.use(arenas)
             if replaced is not None:
                 if replaced.version != part.version:
@@ -181,11 +196,21 @@ class RankStore:
         successor = self._parts.get(key)
         if successor is part:
             del self._parts[key]
+            self._forget_names(part)
             unpublish(self.base, part.version, part.rank, part.attempt, part.names)
             successor = None
         for arena in part.arenas:
             if successor is None or arena not in successor.arenas:
                 self._arenas.release(arena)
+
+    def _note(self, part: HeldPart) -> None:
+        self._parts[(part.attempt, part.rank)] = part
+        self._by_name.update(((part.version, name), part) for name in part.names)
+
+    def _forget_names(self, part: HeldPart) -> None:
+        for name in part.names:
+            if self._by_name.get((part.version, name)) is part:
+                del self._by_name[(part.version, name)]
 
     def withdraw(self, attempt: str, *, sweep: bool = False) -> None:
         """Remove what a saving process that died has published of ``attempt`` without telling this one.
@@ -226,6 +251,10 @@ class RankStore:
         with self._lock:
             self._arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
 
+    def trim(self, expected: int) -> None:
+        """Give back the memory of free arenas beyond ``expected``, if there were too many at the last calls, too."""
+        self._arenas.trim(expected)
+
     def drop_before_next_save(self, parts: Iterable[HeldPart]) -> None:
         """Drop these parts, and no longer those named before, as soon as an arena is needed."""
         with self._lock:
@@ -242,7 +271,7 @@ class RankStore:
             ObjectNotFoundError: no such object.
         """
         with self._lock:
-            part = next((p for p in self._parts.values() if p.version == version and name in p.names), None)
+            part = self._by_name.get((version, name))
             if part is not None:
                 part.pins += 1
         if part is None:
@@ -299,7 +328,7 @@ class RankStore:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
-            self._parts[(part.attempt, part.rank)] = part
+            self._note(part)
         held = {arena for part in self._parts.values() for arena in part.arenas}
         self._arenas.use(held)
         free = [arena for arena in arenas.values() if arena not in held]
@@ -362,6 +391,7 @@ class RankStore:
         with self._lock:
             self._arenas.close()
             self._parts.clear()
+            self._by_name.clear()
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
                 self._lock_fd = -1

@@ -41,8 +41,9 @@ from ml_flashpoint.core.recovery import (
     plan_recovery,
     superseded,
 )
-from ml_flashpoint.replication.replication_manager import IncomingCopy, ReplicationManager
+from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.small_fetch import fetch_blocks, fetch_manifest
+from ml_flashpoint.replication.store_backend import IncomingCopy
 from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
 
 _log = logging.getLogger(__name__)

@@ -53,5 +53,10 @@ def exit_deadline_s() -> float:
     return _number("FLASHPOINT_EXIT_DEADLINE_S", 10.0)
 
 
+def ddict_keep_folder_s() -> float:
+    """Seconds that a node keeps the memory of killed managers of a `DDict` on Ray, for those that come back there."""
+    return _number("FLASHPOINT_DDICT_KEEP_FOLDER_S", 20.0)
+
+
 NODE_ID_VARIABLE = "FLASHPOINT_NODE_ID"
 """Names the failure domain of this process, where the host is not it (several nodes on one machine)."""

@@ -12,23 +12,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
 from ml_flashpoint.core.errors import (
     FlashpointError,
     InvalidArgumentError,
-    InvalidNameError,
-    ObjectNotFoundError,
     ReplicationError,
     TopologyError,
 )
 from ml_flashpoint.core.knobs import transfer_deadline_s
-from ml_flashpoint.core.manifest import Manifest, encode, manifest_name, parse_object_name
+from ml_flashpoint.core.manifest import Manifest, encode
 from ml_flashpoint.core.rank_group import RankGroup, rank_group
 from ml_flashpoint.replication.channel import ConnectionLostError
+from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.strategies import (
     NoReplicationStrategy,
     PairwiseReplicationStrategy,
@@ -101,7 +98,10 @@ class ReplicationManager:
     def _serve(self, group: RankGroup, objects: CheckpointObjectManager) -> Address:
         host = self._advertise_host or reachable_host()
         self._service = TransferService(
-            group.secret, _StoreBackend(objects), host=host, deadline_s=transfer_deadline_s()
+            group.secret,
+            StoreBackend(lambda: objects.wait_for_store(transfer_deadline_s())),
+            host=host,
+            deadline_s=transfer_deadline_s(),
         )
         self._service.start()
         return self._service.address
@@ -215,62 +215,6 @@ class ReplicationManager:
         if self._service is not None:
             self._service.close()
             self._service = None
-
-
-class _StoreBackend:
-    """Serves the parts of this node and takes in copies for this rank's store."""
-
-    def __init__(self, objects: CheckpointObjectManager) -> None:
-        self._objects = objects
-
-    def _store(self) -> RankStore:
-        return self._objects.wait_for_store(transfer_deadline_s())
-
-    def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
-        return self._store().open_object(version, name)
-
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
-        path = self._store().base / version / manifest_name(rank, attempt)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise ObjectNotFoundError("no such part here", rank=rank, path=path) from error
-
-    def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
-        for record in manifest.objects:
-            if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
-                # It would take the place of another part's file.
-                raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)
-        store = self._store()
-        held = store.find(manifest.attempt, manifest.rank)
-        if held is not None and held.manifest is not None:
-            return None
-        return IncomingCopy(store, manifest)
-
-
-class IncomingCopy:
-    """Arenas being filled with another rank's part; nothing is visible before :meth:`commit`."""
-
-    def __init__(self, store: RankStore, manifest: Manifest) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._arenas: list[Arena] = []
-        try:
-            for record in manifest.objects:
-                self._arenas.append(store.acquire(record.file_size, exact=True))
-        except BaseException:
-            self.abort()
-            raise
-        self.buffers = tuple(a.buffer[: o.size] for a, o in zip(self._arenas, manifest.objects, strict=True))
-
-    def commit(self) -> None:
-        """The bytes are verified: publish the part under this node's base."""
-        self._store.commit(self._manifest, self._arenas)
-
-    def abort(self) -> None:
-        """Give the arenas back."""
-        for arena in self._arenas:
-            self._store.release(arena)
 
 
 def reachable_host() -> str:

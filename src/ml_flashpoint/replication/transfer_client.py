@@ -110,10 +110,10 @@ class PeerConnection:
         if self._channel is not None:
             self._channel.interrupt()
 
-    def ping(self) -> None:
-        """Return once the peer has answered."""
+    def ping(self, *, cancelled: Cancelled | None = None) -> None:
+        """Return once the peer has answered. `cancelled`: see `push`."""
         with naming(step=None, node=self._node):
-            self._ask(Frame(FrameKind.PING), FrameKind.PONG)
+            self._ask(Frame(FrameKind.PING), FrameKind.PONG, cancelled=cancelled)
 
     def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
         """The encoded manifest of the part of `rank` saved in `attempt`, not checked in any way yet."""
@@ -128,10 +128,10 @@ class PeerConnection:
         buffers: Sequence[memoryview],
         *,
         cancelled: Cancelled | None = None,
-    ) -> None:
+    ) -> bool:
         """Give the peer a copy of a part, and return once it is verified and committed there.
 
-        Nothing is sent if the peer holds the part already.
+        Returns whether anything was sent: nothing is if the peer holds the part already.
 
         Args:
             manifest: What is pushed.
@@ -152,7 +152,7 @@ class PeerConnection:
             request = Frame(FrameKind.PUSH, {"patience_ms": patience_ms}, body=manifest_bytes)
             channel, reply = self._ask(request, FrameKind.READY, FrameKind.ACK, cancelled=cancelled)
             if reply.kind is FrameKind.ACK:
-                return
+                return False
             with self._closing_on_error():
                 try:
                     channel.send(Frame(FrameKind.DATA, payload_bytes=manifest.total_size))
@@ -166,6 +166,7 @@ class PeerConnection:
                         _check_reply(channel.receive_reply(), FrameKind.ACK)
                     raise
                 _check_reply(channel.receive_reply(cancelled=cancelled), FrameKind.ACK)
+        return True
 
     def fetch(
         self, version: str, name: str, offset: int, into: memoryview, *, cancelled: Cancelled | None = None

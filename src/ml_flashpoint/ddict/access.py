@@ -1,0 +1,165 @@
+"""Reading and writing keys through one handle: what `DDict` is made of.
+
+Owns which manager a key goes to, and how single keys, all keys and many keys at once are asked for. Keys are encoded
+here; what a user may say and gets to hear is `DDict`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.ddict import values
+from ml_flashpoint.ddict.client import Client, Found
+from ml_flashpoint.ddict.errors import DDictKeyError
+from ml_flashpoint.ddict.handle import Handle
+from ml_flashpoint.ddict.keys import decode_key, place
+from ml_flashpoint.ddict.operations import PERSISTENT
+
+_AT_ONCE = 256
+
+
+class Access:
+    """See the module. As thread-safe as its handle.
+
+    Args:
+        handle: whose checkpoint is read and written at.
+        only: the one manager to use, whatever the key; None: all.
+    """
+
+    def __init__(self, handle: Handle, only: int | None) -> None:
+        self.handle = handle
+        self.only = only
+
+    @property
+    def client(self) -> Client:
+        """That of the handle, another one after a fork."""
+        return self.handle.client
+
+    @property
+    def managers(self) -> list[int]:
+        """Managers that have this handle's keys."""
+        return list(range(self.handle.configuration.managers)) if self.only is None else [self.only]
+
+    @property
+    def local(self) -> list[int]:
+        """Those of them on this node."""
+        return [manager for manager in self.managers if self.client.is_local(manager)]
+
+    def manager_of(self, key: bytes) -> int:
+        """Which manager has an encoded key, or would."""
+        return place(key, self.handle.configuration.managers) if self.only is None else self.only
+
+    # ---- one key ------------------------------------------------------------------------------------------
+
+    def get(
+        self, manager: int, key: bytes, *, until: float | None = None, copy: bool = False, wait: bool = False
+    ) -> Found:
+        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
+        fields: dict[str, Any] = {"c": self.handle.checkpoint_id}
+        if wait:
+            fields["wait"] = True
+        return self.client.get(manager, key, fields, until=self.handle.until() if until is None else until, copy=copy)
+
+    def write(
+        self,
+        manager: int,
+        key: bytes,
+        encoded: values.Encoded,
+        flags: int = 0,
+        *,
+        sequence: int | None = None,
+    ) -> bool:
+        """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
+        handle, until = self.handle, self.handle.until()
+        fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id}
+        if flags:
+            fields["f"] = flags
+        if sequence is not None:
+            fields["x"] = sequence
+
+        def send(incarnation: str | None) -> tuple[bool, str]:
+            written = self.client.put(manager, key, encoded, fields, until=until, expected=incarnation)
+            return written.done, written.incarnation
+
+        return handle.write(manager, send, until, lasting=bool(flags & PERSISTENT))
+
+    def delete(self, manager: int, key: bytes, *, sequence: int | None = None) -> bool:
+        """Delete a key at one manager; ``sequence`` as for :meth:`write`."""
+        fields: dict[str, Any] = {} if sequence is None else {"x": sequence}
+        # Not twice: the second time, the key would not be there.
+        return bool(self._change(manager, "delete", fields, (key,), again=False)["ok"])
+
+    def add(self, manager: int, key: bytes, amount: float, default: float) -> float:
+        """Add to a number at one manager; returns what it was before."""
+        fields = {"amount": amount, "default": default}
+        before: float = self._change(manager, "add", fields, (key,), again=False)["before"]
+        return before
+
+    def clear(self, manager: int) -> None:
+        """Delete all keys at one manager."""
+        self._change(manager, "clear", {}, (), again=True)
+
+    def _change(
+        self, manager: int, operation: str, fields: dict[str, Any], blobs: tuple[bytes, ...], *, again: bool
+    ) -> dict[str, Any]:
+        handle, until = self.handle, self.handle.until()
+        fields = {**fields, "c": handle.checkpoint_id, "w": handle.id}
+
+        def send(incarnation: str | None) -> tuple[dict[str, Any], str]:
+            answer = self.client.links.call(
+                manager, operation, fields, blobs, until=until, again=again, expected=incarnation
+            )
+            return answer.fields, answer.incarnation
+
+        return handle.write(manager, send, until)
+
+    def ask(self, manager: int, operation: str, key: bytes, *, until: float, **fields: Any) -> dict[str, Any]:
+        """Ask a manager something about a key."""
+        fields["c"] = self.handle.checkpoint_id
+        return self.client.links.call(manager, operation, fields, (key,), until=until).fields
+
+    def ask_main(self, operation: str, **fields: Any) -> dict[str, Any]:
+        """Ask the coordinator something."""
+        return self.client.links.call(0, operation, fields, until=self.handle.until()).fields
+
+    # ---- many keys ----------------------------------------------------------------------------------------
+
+    def keys(self, managers: Iterable[int]) -> Iterator[Any]:
+        """Keys of these managers, decoded."""
+        for manager in managers:
+            for key in self._encoded_keys(manager):
+                yield decode_key(key)
+
+    def _encoded_keys(self, manager: int) -> list[bytes]:
+        fields = {"c": self.handle.checkpoint_id, "once": self.only is None}
+        data = self.client.links.call(manager, "keys", fields, until=self.handle.until()).blobs[0]
+        found, at = [], 0
+        while at < len(data):
+            end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+            found.append(data[at + 4 : end])
+            at = end
+        return found
+
+    def count(self, managers: Iterable[int]) -> int:
+        """Number of keys of these managers."""
+        fields = {"c": self.handle.checkpoint_id, "once": self.only is None}
+        until = self.handle.until()
+        call = self.client.links.call
+        return sum(int(call(manager, "length", dict(fields), until=until).fields["n"]) for manager in managers)
+
+    def items(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
+        """Keys and values of these managers, some hundred at a time."""
+        for manager in managers:
+            keys = self._encoded_keys(manager)
+            for at in range(0, len(keys), _AT_ONCE):
+                some = keys[at : at + _AT_ONCE]
+                fields = {"c": self.handle.checkpoint_id}
+                got = self.client.get_many(manager, some, fields, until=self.handle.until(), copy=False)
+                for key, found in zip(some, got, strict=True):
+                    if isinstance(found, DDictKeyError):
+                        continue  # deleted in between
+                    if isinstance(found, FlashpointError):
+                        raise found
+                    yield decode_key(key), found.value

@@ -1,0 +1,71 @@
+"""Small writes that are collected and sent together.
+
+Owns what is collected, and when it goes. The order of writes to one key is kept; writes that are not small do not
+wait here.
+"""
+
+from __future__ import annotations
+
+from ml_flashpoint.ddict.handle import Handle
+
+_MOST = 1024
+_MOST_BYTES = 4 << 20
+
+
+class Batch:
+    """Writes of one handle, by manager. Not thread-safe.
+
+    Args:
+        handle: that writes.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._items: dict[int, dict[bytes, bytes]] = {}
+        self._bytes: dict[int, int] = {}
+
+    def add(self, manager: int, key: bytes, inline: bytes) -> None:
+        """Collect a write; sends what there is for this manager if that is much.
+
+        Args:
+            inline: the value, by `values.to_inline`.
+
+        Raises:
+            FlashpointError: what was sent could not be written.
+        """
+        items = self._items.setdefault(manager, {})
+        items[key] = inline
+        self._bytes[manager] = self._bytes.get(manager, 0) + len(key) + len(inline)
+        if len(items) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
+            self._send(manager)
+
+    def discard(self, manager: int, key: bytes) -> None:
+        """Forget a write that a later one, which does not wait, has overtaken."""
+        self._items.get(manager, {}).pop(key, None)
+
+    def flush(self) -> None:
+        """Send everything.
+
+        Raises:
+            FlashpointError: some of it could not be written. What was not sent stays.
+        """
+        for manager in list(self._items):
+            self._send(manager)
+
+    def drop(self) -> None:
+        """Forget what was collected."""
+        self._items.clear()
+        self._bytes.clear()
+
+    def _send(self, manager: int) -> None:
+        items = list(self._items.pop(manager, {}).items())
+        self._bytes.pop(manager, None)
+        if not items:
+            return
+        handle, until = self._handle, self._handle.until()
+        fields = {"c": handle.checkpoint_id, "w": handle.id}
+
+        def send(incarnation: str | None) -> tuple[None, str]:
+            return None, handle.client.put_many(manager, items, fields, until=until, expected=incarnation)
+
+        handle.write(manager, send, until)

@@ -1,0 +1,652 @@
+"""`DDict`: the dictionary as its users have it.
+
+Owns the mapping and the words of the interface. Checkpoints of a handle are `handle`'s, what travels `client`'s, how
+dictionaries come into being `creation`'s.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict import values
+from ml_flashpoint.ddict.access import Access
+from ml_flashpoint.ddict.batch import Batch
+from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister
+from ml_flashpoint.ddict.client import INLINE_LIMIT
+from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.creation import Options, Runtime, checked_timeout, create
+from ml_flashpoint.ddict.errors import (
+    DDictError,
+    DDictKeyError,
+    DDictManagerLostError,
+    DDictPersistError,
+    DDictTimeoutError,
+)
+from ml_flashpoint.ddict.handle import Handle, checked_checkpoint_id
+from ml_flashpoint.ddict.keys import encode_key
+from ml_flashpoint.ddict.operations import BROADCAST, PERSISTENT
+from ml_flashpoint.ddict.stats import ManagerStats
+from ml_flashpoint.replication.strategies import ReplicationStrategy
+
+_MISSING: Any = object()
+_STOP_S = 20.0
+
+
+class DDict(MutableMapping[Any, Any]):
+    """A dictionary whose values live in manager processes, in memory, and outlive the processes that write them.
+
+    Every process that is given one, by pickle, has a *handle*: it begins at the checkpoint of the one that it was made
+    from, and moves through checkpoints on its own. See docs/ddict.md.
+
+    Args:
+        managers_per_node: managers on each node.
+        n_nodes: nodes. On one machine they are played: each has a folder of its own.
+        total_mem: bytes for values, of all managers together; checkpoints that are kept count too.
+        working_set_size: checkpoints that can be read and written at a time.
+        wait_for_keys: a read waits for the key to be written at the checkpoint of the handle, and a checkpoint only
+            leaves the working set when all of its keys are written again at a later one (but for `pput`).
+        wait_for_writers: a checkpoint only leaves the working set when every writing handle has moved past it.
+        persister_class: how checkpoints are persisted; None: they are not.
+        persist_freq: every so many checkpoints, the committed one is persisted in the background; 0: only when asked.
+        persist_count: how many persisted ones are kept: the newest, -1 for all; 0: none are made on their own.
+        persist_path: what the persister makes of it: a directory, a URL.
+        name: under which persisted checkpoints are found again.
+        timeout: seconds that any call may take; None: 60.
+        read_only: nothing may be written by any handle; for replaying what was persisted, see `advance`.
+        restore_from: persisted checkpoint to begin with.
+        replication: ``"ring"``, ``"pairwise"``, ``"clique"`` or a `ReplicationStrategy`: committed checkpoints survive
+            the loss of any single manager or node. None: they do not.
+        runtime: ``"embedded"``: managers are child processes; ``"ray"``: actors; None: Ray if it is initialized here.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+        DDictError: a manager did not start.
+    """
+
+    def __init__(
+        self,
+        managers_per_node: int = 1,
+        n_nodes: int = 1,
+        total_mem: int = 1 << 30,
+        *,
+        working_set_size: int = 1,
+        wait_for_keys: bool = False,
+        wait_for_writers: bool = False,
+        persister_class: type[CheckpointPersister] | None = None,
+        persist_freq: int = 0,
+        persist_count: int = 0,
+        persist_path: str = "",
+        name: str = "",
+        timeout: float | None = None,
+        read_only: bool = False,
+        restore_from: int | None = None,
+        replication: ReplicationStrategy | str | None = None,
+        runtime: str | None = None,
+    ) -> None:
+        options = Options(
+            managers_per_node,
+            n_nodes,
+            total_mem,
+            working_set_size,
+            wait_for_keys,
+            wait_for_writers,
+            persister_class,
+            persist_freq,
+            persist_count,
+            persist_path,
+            name,
+            timeout,
+            read_only,
+            replication,
+            runtime,
+        )
+        if restore_from is not None:
+            checked_checkpoint_id("restore_from", restore_from)
+        configuration, started = create(options)
+        self._set_up(configuration, 0, read_only=read_only)
+        self._runtime: Runtime | None = started
+        if restore_from is not None:
+            try:
+                self.restore(restore_from)
+            except BaseException:
+                self._stop()
+                raise
+
+    def _set_up(
+        self, configuration: Configuration, checkpoint_id: int, *, read_only: bool, only: int | None = None
+    ) -> None:
+        self._configuration = configuration
+        self._handle = Handle(configuration, checkpoint_id, read_only=read_only)
+        self._access = Access(self._handle, only)
+        self._batch: Batch | None = None
+
+    # ---- one key ------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._get(key)
+
+    def get(self, key: Any, default: Any = None, *, copy: bool = False) -> Any:
+        """The value of a key, or ``default``. Never waits for one.
+
+        Args:
+            copy: arrays and tensors are the caller's own, instead of views of the dictionary's memory.
+        """
+        try:
+            return self._get(key, copy=copy, wait=False)
+        except DDictKeyError:
+            return default
+
+    def _get(self, key: Any, *, copy: bool = False, wait: bool = True) -> Any:
+        encoded = encode_key(key)
+        try:
+            return self._access.get(self._access.manager_of(encoded), encoded, copy=copy, wait=wait).value
+        except DDictKeyError as error:
+            raise _key_error(key, error) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._put(key, value)
+
+    def put(self, key: Any, value: Any) -> None:
+        """As ``d[key] = value``."""
+        self._put(key, value)
+
+    def pput(self, key: Any, value: Any) -> None:
+        """Write a key for all checkpoints from here on: it need not be written again at each (`wait_for_keys`), and
+        does not make this a writing handle that others' checkpoints wait for."""
+        self._put(key, value, PERSISTENT)
+
+    def bput(self, key: Any, value: Any) -> None:
+        """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
+        encoded_key, encoded = encode_key(key), values.encode(value)
+        for manager in self._access.managers:
+            self._access.write(manager, encoded_key, encoded, BROADCAST)
+
+    def bget(self, key: Any, *, copy: bool = False) -> Any:
+        """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
+        encoded = encode_key(key)
+        until = self._handle.until()
+        local = set(self._access.local)
+        candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
+        lost: DDictManagerLostError | None = None
+        for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
+            try:
+                # Each gets a fair part of what is left of the time.
+                share = time.monotonic() + (until - time.monotonic()) / left
+                return self._access.get(manager, encoded, until=share, copy=copy, wait=True).value
+            except DDictManagerLostError as error:
+                lost = error
+            except DDictKeyError as error:
+                raise _key_error(key, error) from None
+        assert lost is not None
+        raise lost
+
+    def _put(self, key: Any, value: Any, flags: int = 0) -> None:
+        encoded_key, encoded = encode_key(key), values.encode(value)
+        manager = self._access.manager_of(encoded_key)
+        if self._batch is not None:
+            if encoded.nbytes < INLINE_LIMIT and not flags:
+                self._handle.check_writable()
+                self._batch.add(manager, encoded_key, values.to_inline(encoded))
+                return
+            self._batch.discard(manager, encoded_key)
+        self._access.write(manager, encoded_key, encoded, flags)
+
+    def __delitem__(self, key: Any) -> None:
+        self._flush()
+        encoded = encode_key(key)
+        try:
+            self._access.delete(self._access.manager_of(encoded), encoded)
+        except DDictKeyError as error:
+            raise _key_error(key, error) from None
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            encoded = encode_key(key)
+        except InvalidArgumentError:
+            return False
+        found = self._access.ask(self._access.manager_of(encoded), "contains", encoded, until=self._handle.until())
+        return bool(found["found"])
+
+    def pop(self, key: Any, default: Any = _MISSING) -> Any:
+        """Delete a key and return its value, of which one caller only gets it; else ``default``."""
+        encoded = encode_key(key)
+        manager = self._access.manager_of(encoded)
+        try:
+            while True:
+                found = self._access.get(manager, encoded, copy=True)
+                if self._access.delete(manager, encoded, sequence=found.sequence):
+                    return found.value
+        except DDictKeyError as error:
+            if default is _MISSING:
+                raise _key_error(key, error) from None
+            return default
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Delete some key and return it with its value.
+
+        Raises:
+            DDictKeyError: there is none.
+        """
+        while True:
+            for key in self:
+                value = self.pop(key, _MISSING)
+                if value is not _MISSING:
+                    return key, value
+            if not len(self):
+                raise DDictKeyError("the dictionary is empty", checkpoint_id=self.checkpoint_id)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
+        encoded_key = encode_key(key)
+        manager = self._access.manager_of(encoded_key)
+        while True:
+            try:
+                return self._get(key, wait=False)
+            except DDictKeyError:
+                if self._access.write(manager, encoded_key, values.encode(default), sequence=0):
+                    return default
+
+    def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
+        """Add to a number; returns what it was before, ``default`` if there was none. The manager does it, so that no
+        addition of another handle is lost.
+
+        Raises:
+            DDictError: the value is no number.
+            DDictManagerLostError: the manager died, perhaps after it had added.
+        """
+        for argument, number in (("amount", amount), ("default", default)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise InvalidArgumentError("must be a number", argument=argument, value=number)
+        self._flush()
+        encoded = encode_key(key)
+        return self._access.add(self._access.manager_of(encoded), encoded, amount, default)
+
+    def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
+        """Wait until a key has a value, and return it.
+
+        Args:
+            value: what it must be equal to, or a function that says whether it will do; nothing: anything.
+            timeout: seconds; None: the dictionary's.
+
+        Raises:
+            DDictTimeoutError: it did not come in time.
+        """
+        encoded = encode_key(key)
+        manager = self._access.manager_of(encoded)
+        until = self._handle.until(timeout)
+        seen = 0
+        while True:
+            if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen)["ok"]:
+                raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
+            try:
+                found = self._access.get(manager, encoded, until=until)
+            except DDictKeyError:
+                continue
+            seen = found.sequence
+            if _is_wanted(found.value, value):
+                return found.value
+
+    # ---- many keys ----------------------------------------------------------------------------------------
+
+    def update(self, other: Any = (), /, **named: Any) -> None:
+        """Write many keys; small values travel together."""
+        items = other.items() if isinstance(other, Mapping) else other
+        nested = self._batch is not None
+        self.start_batch_put()
+        try:
+            for key, value in itertools.chain(items, named.items()):
+                self._put(key, value)
+        except BaseException:
+            if not nested:
+                self._batch = None
+            raise
+        if not nested:
+            self.end_batch_put()
+
+    def start_batch_put(self) -> None:
+        """Collect small values from now on, and send them together: when there are many, and at `end_batch_put`.
+
+        Until then they cannot be read, not even by this handle. Moving to another checkpoint ends the batch, too.
+        """
+        if self._batch is None:
+            self._batch = Batch(self._handle)
+
+    def end_batch_put(self) -> None:
+        """Send what was collected.
+
+        Raises:
+            FlashpointError: some of it could not be written.
+        """
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.flush()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._access.keys(self._access.managers)
+
+    def __len__(self) -> int:
+        return self._access.count(self._access.managers)
+
+    def keys(self) -> list[Any]:  # type: ignore[override]
+        """All keys at the checkpoint of this handle."""
+        return list(self)
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        """All values at the checkpoint of this handle."""
+        return [value for _, value in self._access.items(self._access.managers)]
+
+    def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
+        """All keys with their values at the checkpoint of this handle."""
+        return list(self._access.items(self._access.managers))
+
+    def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
+        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers."""
+        return ((key, value) for key, value in self._access.items(self._access.managers) if wanted(key, value))
+
+    def clear(self) -> None:
+        """Delete all keys at the checkpoint of this handle."""
+        if self._batch is not None:
+            self._batch.drop()
+        for manager in self._access.managers:
+            self._access.clear(manager)
+
+    def local_keys(self) -> list[Any]:
+        """Keys that managers on this node have."""
+        return list(self._access.keys(self._access.local))
+
+    def local_values(self) -> list[Any]:
+        """Values that managers on this node have."""
+        return [value for _, value in self._access.items(self._access.local)]
+
+    def local_items(self) -> list[tuple[Any, Any]]:
+        """Keys and values that managers on this node have."""
+        return list(self._access.items(self._access.local))
+
+    def local_length(self) -> int:
+        """Number of keys that managers on this node have."""
+        return self._access.count(self._access.local)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> int:
+        """The checkpoint that this handle reads and writes at; set it to go to another one."""
+        return self._handle.checkpoint_id
+
+    @checkpoint_id.setter
+    def checkpoint_id(self, checkpoint_id: int) -> None:
+        self._flush()
+        self._handle.move(checked_checkpoint_id("checkpoint_id", checkpoint_id), self._handle.until())
+
+    def checkpoint(self) -> int:
+        """Go on to the next checkpoint; returns its id. What was written stays readable there.
+
+        Raises:
+            DDictTimeoutError: with `wait_for_keys` or `wait_for_writers`, an older one cannot retire yet.
+            DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
+        """
+        self.checkpoint_id += 1
+        return self.checkpoint_id
+
+    def rollback(self, to: int | None = None, *, discard: bool = True) -> int:
+        """Go back, to the checkpoint before this one or to ``to``; returns its id.
+
+        Args:
+            discard: what this handle, and no other, wrote above is gone then.
+
+        Raises:
+            DDictCheckpointRetiredError: it has left the working set.
+        """
+        to = max(0, self.checkpoint_id - 1) if to is None else checked_checkpoint_id("to", to)
+        if to > self.checkpoint_id:
+            raise InvalidArgumentError(
+                f"is ahead of this handle, which is at {self.checkpoint_id}", argument="to", value=to
+            )
+        if self._batch is not None:
+            self._batch.drop()
+        self._handle.rollback(to, discard=discard, until=self._handle.until())
+        return to
+
+    def sync_to_newest_checkpoint(self) -> int:
+        """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
+        none)."""
+        self._flush()
+        self._handle.sync(self._handle.until())
+        return self.checkpoint_id
+
+    def _flush(self) -> None:
+        if self._batch is not None:
+            self._batch.flush()
+
+    @property
+    def committed_checkpoint_id(self) -> int:
+        """The newest committed checkpoint; -1: none yet."""
+        return int(self._access.ask_main("state")["committed"])
+
+    # ---- persistence --------------------------------------------------------------------------------------
+
+    def persist(self) -> int:
+        """Persist the newest committed checkpoint now; returns its id (-1 if there is none).
+
+        Raises:
+            DDictPersistError: there is no persister, or it failed.
+        """
+        self._flush()
+        return int(self._access.ask_main("persist_newest")["checkpoint_id"])
+
+    def persisted_ids(self) -> list[int]:
+        """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
+        return [int(each) for each in self._access.ask_main("persisted_ids")["ids"]]
+
+    def restore(self, checkpoint_id: int) -> None:
+        """Hold a persisted checkpoint instead of what is here, and go to it. On an error, everything is as before.
+
+        Other handles must not be writing, and go to it themselves (`sync_to_newest_checkpoint`).
+
+        Raises:
+            DDictPersistError: there is no such checkpoint.
+            DamagedError: it is not what was written.
+        """
+        checked_checkpoint_id("checkpoint_id", checkpoint_id)
+        if self._batch is not None:
+            self._batch.drop()
+        self._access.ask_main("restore", checkpoint_id=checkpoint_id)
+        self._handle.restored(checkpoint_id)
+
+    def advance(self) -> int:
+        """For replaying: restore the persisted checkpoint after this one, for all handles; returns its id.
+
+        Raises:
+            DDictPersistError: this is the last.
+        """
+        later = [each for each in self.persisted_ids() if each > self.checkpoint_id]
+        if not later:
+            raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
+        self.restore(later[0])
+        return later[0]
+
+    # ---- managers -----------------------------------------------------------------------------------------
+
+    def manager(self, manager: int) -> DDict:
+        """A handle for the keys of one manager only: what it writes goes there, whatever the key."""
+        if type(manager) is not int or not 0 <= manager < self._configuration.managers:
+            raise InvalidArgumentError(
+                f"must be from 0 to {self._configuration.managers - 1}", argument="manager", value=manager
+            )
+        return self._clone(only=manager)
+
+    @property
+    def local_managers(self) -> list[int]:
+        """Numbers of the managers on this node."""
+        return [each for each in range(self._configuration.managers) if self._access.client.is_local(each)]
+
+    @property
+    def local_manager(self) -> int | None:
+        """Number of one manager on this node, if there is any."""
+        local = self.local_managers
+        return local[0] if local else None
+
+    @property
+    def main_manager(self) -> int:
+        """Number of the manager that coordinates the others."""
+        return 0
+
+    def which_manager(self, key: Any) -> int:
+        """Number of the manager that has a key, or would."""
+        return self._access.manager_of(encode_key(key))
+
+    def stats(self) -> list[ManagerStats]:
+        """What each manager has."""
+        until = self._handle.until()
+        return [
+            ManagerStats.from_fields(self._access.client.links.call(each, "stats", {}, until=until).fields)
+            for each in range(self._configuration.managers)
+        ]
+
+    def freeze(self) -> None:
+        """Refuse all writes, of all handles, until `unfreeze`."""
+        self._freeze(True)
+
+    def unfreeze(self) -> None:
+        """Allow writes again."""
+        self._freeze(False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether writes are refused."""
+        return bool(self._access.ask_main("state")["frozen"])
+
+    def _freeze(self, frozen: bool) -> None:
+        until = self._handle.until()
+        for each in range(self._configuration.managers):
+            self._access.client.links.call(each, "freeze", {"frozen": frozen}, until=until)
+
+    # ---- handles ------------------------------------------------------------------------------------------
+
+    def _clone(self, *, only: int | None) -> DDict:
+        return _made(self._configuration, self.checkpoint_id, read_only=self._handle.read_only, only=only)
+
+    def __copy__(self) -> DDict:
+        return self._clone(only=self._access.only)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self._configuration.to_json(), self.checkpoint_id, self._handle.read_only, self._access.only)
+
+    def serialize(self) -> str:
+        """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
+        the dictionary in it: whoever has it can read and write everything."""
+        fields = {
+            "configuration": self._configuration.to_json(),
+            "checkpoint_id": self.checkpoint_id,
+            "read_only": self._handle.read_only,
+            "only": self._access.only,
+        }
+        return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
+
+    @classmethod
+    def attach(cls, serialized: str, *, timeout: float | None = None) -> DDict:
+        """A handle from what `serialize` returned.
+
+        Args:
+            timeout: of its calls, in seconds; None: the dictionary's.
+
+        Raises:
+            InvalidArgumentError: it is something else.
+            DDictManagerLostError: the dictionary is not there.
+        """
+        try:
+            fields = json.loads(base64.urlsafe_b64decode(serialized.encode()))
+            configuration = Configuration.from_json(fields["configuration"])
+            made = _attach(
+                fields["configuration"],
+                checked_checkpoint_id("serialized", fields["checkpoint_id"]),
+                bool(fields["read_only"]),
+                fields["only"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgumentError(
+                f"is not what serialize() returned: {error}", argument="serialized", value=serialized
+            ) from error
+        made._handle.timeout_s = configuration.timeout_s if timeout is None else checked_timeout(timeout)
+        made._access.ask_main("state")
+        return made
+
+    def detach(self) -> None:
+        """Let this handle be of no more use; the dictionary stays. Idempotent."""
+        self._flush()
+        self._handle.detach(time.monotonic() + self._handle.timeout_s)
+
+    def destroy(self) -> None:
+        """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.
+
+        Only the process that made it can. Idempotent.
+
+        Raises:
+            DDictError: this is another process.
+            DDictPersistError: the last checkpoint could not be persisted; the dictionary has ended all the same.
+        """
+        if self._handle.closed:
+            return
+        if self._runtime is None:
+            raise DDictError("only the handle that made the dictionary can destroy it", hint="detach() this one")
+        try:
+            if self._configuration.persister is not None and self._configuration.persist_count:
+                self.persist()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        runtime, self._runtime = self._runtime, None
+        self._handle.detach(time.monotonic() + 1.0)
+        self._access.client.close()
+        if runtime is not None:
+            runtime.stop(_STOP_S)
+
+    def __enter__(self) -> DDict:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._runtime is None:
+            self.detach()
+        else:
+            self.destroy()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        configuration = self._configuration
+        return (
+            f"DDict({configuration.name or configuration.dictionary!r}, managers={configuration.managers}, "
+            f"checkpoint_id={self.checkpoint_id})"
+        )
+
+
+def _attach(configuration: Mapping[str, Any], checkpoint_id: int, read_only: bool, only: int | None) -> DDict:
+    return _made(Configuration.from_json(configuration), checkpoint_id, read_only=read_only, only=only)
+
+
+def _made(configuration: Configuration, checkpoint_id: int, *, read_only: bool, only: int | None) -> DDict:
+    handle = DDict.__new__(DDict)
+    handle._runtime = None
+    handle._set_up(configuration, checkpoint_id, read_only=read_only, only=only)
+    return handle
+
+
+def _key_error(key: Any, error: DDictKeyError) -> DDictKeyError:
+    return DDictKeyError(f"{key!a}: {error.message}", manager=error.manager, checkpoint_id=error.checkpoint_id)
+
+
+def _is_wanted(value: Any, wanted: Any) -> bool:
+    if wanted is _MISSING:
+        return True
+    return bool(wanted(value)) if callable(wanted) else bool(value == wanted)

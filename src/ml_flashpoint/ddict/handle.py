@@ -1,0 +1,315 @@
+"""What a handle of a dictionary knows, and keeps in step with the coordinator.
+
+Owns the checkpoint that a handle is at, whether it counts as writing, and which of its writes may not be committed
+yet, so that it is told when a manager comes back without them. `DDict` is a mapping on top of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.ddict.client import Client, client_of
+from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.coordinator import writes_lost
+from ml_flashpoint.ddict.errors import (
+    DDictDestroyedError,
+    DDictReadOnlyError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
+from ml_flashpoint.ddict.links import ManagerChangedError
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True)
+class _Unsure:
+    """Writes to one incarnation of a manager that may not be committed.
+
+    Attributes:
+        needs: by the checkpoint that they were written at, the one whose commit covers them; None: to be asked at the
+            next move.
+    """
+
+    incarnation: str
+    needs: dict[int, int | None] = field(default_factory=dict)
+
+
+class Handle:
+    """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it.
+
+    Args:
+        configuration: of the dictionary.
+        checkpoint_id: to begin at.
+        read_only: refuse to write.
+    """
+
+    def __init__(self, configuration: Configuration, checkpoint_id: int, *, read_only: bool) -> None:
+        self.configuration = configuration
+        self.checkpoint_id = checkpoint_id
+        self.read_only = read_only or configuration.read_only
+        self.timeout_s = configuration.timeout_s
+        self._lock = threading.RLock()
+        self._begin()
+        _handles.add(self)
+
+    def _begin(self) -> None:
+        self.id = secrets.token_hex(8)
+        self.client: Client = client_of(self.configuration)
+        self._joined = False
+        self._closed = False
+        self._unsure: dict[int, _Unsure] = {}
+        self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
+        self._wrote_to: set[int] = set()
+        self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid())
+        self._finalizer.atexit = False
+
+    def until(self, timeout_s: float | None = None) -> float:
+        """When a call that begins now must end.
+
+        Raises:
+            DDictDestroyedError: the handle is of no more use.
+        """
+        if self._closed:
+            raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
+        return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+
+    # ---- writing ------------------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Raise if this handle may not write.
+
+        Raises:
+            DDictReadOnlyError: it may not.
+        """
+        if self.read_only:
+            raise DDictReadOnlyError("this handle was made with read_only=True")
+
+    def write(
+        self, manager: int, send: Callable[[str | None], tuple[_Result, str]], until: float, *, lasting: bool = False
+    ) -> _Result:
+        """Write at one manager.
+
+        Args:
+            send: given the incarnation that the manager must be (None: any), makes the request, and returns its result
+                and the incarnation that carried it out.
+            lasting: the write does not belong to a checkpoint, and does not make this a writing handle.
+
+        Raises:
+            DDictWritesLostError: the manager came back without what was written before.
+        """
+        self.check_writable()
+        if not lasting:
+            self._join(until)
+        with self._lock:
+            checkpoint_id = self.checkpoint_id
+            self._wrote_to.add(manager)  # also if no answer comes: a rollback must find it there
+        while True:
+            unsure = self._unsure.get(manager)
+            try:
+                result, incarnation = send(None if unsure is None else unsure.incarnation)
+                break
+            except ManagerChangedError:
+                self._check_loss(manager, until)
+        with self._lock:
+            # Another thread may have written to the incarnation before: then that is the one to ask after.
+            unsure = self._unsure.setdefault(manager, _Unsure(incarnation))
+            unsure.needs[checkpoint_id] = None
+        if not self._joined:
+            self._note(self.client.links.call(0, "note", {"wrote": self._wrote()}, until=until).fields)
+        return result
+
+    def _check_loss(self, manager: int, until: float) -> None:
+        """A manager is another process than the one that was written to: raise, unless all of that was committed."""
+        committed = int(self.client.links.call(0, "state", {}, until=until).fields["committed"])
+        with self._lock:
+            self._forget_committed(committed)
+            if manager in self._unsure:
+                error = writes_lost(manager, committed)
+                self._note_loss(error)
+                raise error
+
+    def _note_loss(self, error: DDictWritesLostError) -> None:
+        if error.manager is not None and error.checkpoint_id is not None:
+            self._lost[error.manager] = error.checkpoint_id
+
+    def _join(self, until: float) -> None:
+        with self._lock:
+            if self._joined:
+                return
+            # The lease must not keep the handle: when it is forgotten, it has left.
+            me, own_id, lease_id = weakref.ref(self), self.id, self.client.lease.id
+            self.client.lease.add(own_id, lambda: _join_fields(me, own_id, lease_id), until)
+            self._joined = True
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def move(self, checkpoint_id: int, until: float) -> None:
+        """Go to another checkpoint.
+
+        Raises:
+            DDictWritesLostError: a manager came back without what this handle wrote.
+            DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
+        """
+        with self._turn(until):
+            if self._joined:
+                fields = self._fields(checkpoint_id)
+                try:
+                    self._note(self.client.links.call(0, "move", fields, until=until).fields)
+                except DDictWritesLostError as error:
+                    self._note_loss(error)
+                    raise
+            self.checkpoint_id = checkpoint_id
+
+    def rollback(self, to: int, *, discard: bool, until: float) -> None:
+        """Go back to a checkpoint, and discard what this handle wrote above it."""
+        with self._turn(until):
+            left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
+            left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
+            if self._wrote_to:
+                fields = {**self._fields(to), "wrote": _listed(left)}
+                if not self._joined:
+                    fields["lease"] = None
+                self.client.links.call(0, "go_back", fields, until=until)
+            if discard:
+                for manager in sorted(self._wrote_to):
+                    self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
+            self._unsure = left
+            self._lost = {manager: at for manager, at in self._lost.items() if to > at}
+            self.checkpoint_id = to
+
+    def _left_of(self, manager: int, to: int, discard: bool) -> _Unsure:
+        """What is left of the writes to a manager, and can still be lost, after a rollback."""
+        unsure = self._unsure[manager]
+        if manager in self._lost and to <= self._lost[manager]:
+            return _Unsure(unsure.incarnation)  # the loss was told, and this is the answer to it
+        kept: dict[int, int | None] = {each: None for each in unsure.needs if each <= to or not discard}
+        return _Unsure(unsure.incarnation, kept)
+
+    def sync(self, until: float) -> None:
+        """Go to the newest committed checkpoint."""
+        state = self.client.links.call(0, "newest", {}, until=until).fields
+        self.move(max(0, int(state["committed"])), until)
+
+    def restored(self, checkpoint_id: int) -> None:
+        """All managers hold what was persisted as this checkpoint, and nothing else."""
+        with self._lock:
+            self._unsure.clear()
+            self._lost.clear()
+            self.checkpoint_id = checkpoint_id
+
+    def _note(self, state: dict[str, Any]) -> None:
+        """Learn from the coordinator, having moved, what is committed."""
+        fixed = int(state["fixed"])
+        with self._lock:
+            for unsure in self._unsure.values():
+                for written_at, need in unsure.needs.items():
+                    if need is None:
+                        # What is written at an id whose commit has begun is covered by the next commit only.
+                        unsure.needs[written_at] = max(written_at, fixed + 1)
+            self._forget_committed(int(state["committed"]))
+
+    def _forget_committed(self, committed: int) -> None:
+        for manager, unsure in list(self._unsure.items()):
+            unsure.needs = {at: need for at, need in unsure.needs.items() if need is None or need > committed}
+            if not unsure.needs:
+                del self._unsure[manager]
+
+    def _wrote(self) -> list[list[Any]]:
+        """The writes that may not be committed, see `coordinator.Write`. Without the lock, for the thread of the lease:
+        it is asked while another thread that has the lock waits for it."""
+        return _listed(self._unsure)
+
+    def _fields(self, checkpoint_id: int) -> dict[str, Any]:
+        return {"w": self.id, "lease": self.client.lease.id, "c": checkpoint_id, "wrote": self._wrote()}
+
+    @contextlib.contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        """One thread moves this handle at a time."""
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise DDictTimeoutError("another thread is moving this handle")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was detached."""
+        return self._closed
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def detach(self, until: float) -> None:
+        """Be of no more use. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._finalizer.detach()
+            if self._joined:
+                self.client.lease.remove(self.id)
+                with contextlib.suppress(FlashpointError):
+                    self.client.links.call(0, "leave", {"w": self.id}, until=until)
+
+
+def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for manager, each in list(unsure.items()):
+        for written_at, need in list(each.needs.items()):
+            found.append([manager, each.incarnation, written_at if need is None else need, need is None])
+    return found
+
+
+def _join_fields(handle: weakref.ref[Handle], handle_id: str, lease_id: str) -> dict[str, Any]:
+    found = handle()
+    if found is None:
+        return {"w": handle_id, "lease": lease_id, "c": 0, "wrote": []}
+    return found._fields(found.checkpoint_id)
+
+
+def _forget_handle(client: Client, handle_id: str, pid: int) -> None:
+    """A handle was garbage collected: it holds up no commits any more."""
+    if pid != os.getpid():
+        return
+    client.lease.forget(handle_id)
+
+
+def checked_checkpoint_id(argument: str, value: object) -> int:
+    """A checkpoint id.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise InvalidArgumentError("must be an integer from 0", argument=argument, value=value)
+    return value
+
+
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _handles_here() -> Iterator[Handle]:
+    yield from list(_handles)
+
+
+def _after_fork() -> None:
+    # A handle that a child has inherited is another one there: two processes must not move it against each other.
+    for handle in _handles_here():
+        handle._finalizer.detach()
+        handle._lock = threading.RLock()
+        closed = handle._closed
+        handle._begin()
+        handle._closed = closed
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,201 @@
+"""Keys as bytes, and which manager has which key.
+
+Owns the encoding of keys. Keys that are equal in a `dict` have the same bytes in every process: managers compare
+bytes, and never learn what a key means. Only clients turn bytes back into keys.
+
+An encoded key is one byte that says what it is, and the rest:
+
+======= ==================================================================================
+``s``   text, UTF-8
+``b``   bytes
+``i``   an integer, in decimal; `True`, `2.0` and numpy's integers are the integers they equal
+``f``   any other float, 8 bytes
+``n``   `None`
+``t``   a tuple: for each element the length of its encoding (4 bytes), then the encoding
+``z``   a frozenset: likewise, in the order of the encodings
+``p``   anything else, pickled by cloudpickle
+======= ==================================================================================
+
+What is pickled must be written alike by all processes in order to be found: a frozen dataclass of an imported module
+is, an instance of a class that was defined in ``__main__`` need not be.
+"""
+
+from __future__ import annotations
+
+import decimal
+import io
+import math
+import numbers
+import struct
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, Final
+
+import cloudpickle
+import numpy as np
+import xxhash
+
+from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError
+
+MAX_KEY_BYTES: Final = 64 << 10
+"""Longest encoded key."""
+
+_FLOAT: Final = struct.Struct(">d")
+_LENGTH: Final = struct.Struct(">I")
+_MAX_DEPTH: Final = 32
+_MAX_DIGITS: Final = 4300  # Python's own limit, unless it was changed
+_NAN: Final = _FLOAT.pack(math.nan)
+
+
+def encode_key(key: Hashable) -> bytes:
+    """The bytes of a key. Subclasses of `str`, `int`, `tuple` and so on that are equal to a plain one are it.
+
+    Raises:
+        TypeError: it cannot be hashed, as in a `dict`.
+        InvalidArgumentError: its encoding is longer than `MAX_KEY_BYTES`, nested too deep, or it cannot be pickled.
+    """
+    if type(key) is str:
+        data = b"s" + key.encode("utf-8", "surrogatepass")
+    elif type(key) is int:
+        data = _encode_int(key)
+    else:
+        data = _encode(key, 0)
+    if len(data) > MAX_KEY_BYTES:
+        raise InvalidArgumentError(
+            f"a key must not take more than {MAX_KEY_BYTES} bytes, this one takes {len(data)}",
+            argument="key",
+            value=key,
+        )
+    return data
+
+
+def decode_key(data: bytes) -> Hashable:
+    """The key that these bytes stand for. For clients only: it may unpickle.
+
+    Raises:
+        DamagedError: they are no key.
+    """
+    try:
+        return _decode(bytes(data), 0)
+    except (ValueError, IndexError, struct.error, RecursionError) as error:
+        raise DamagedError(f"not an encoded key: {error}") from error
+
+
+def place(key: bytes, managers: int) -> int:
+    """Which of the managers, numbered from 0, has an encoded key."""
+    return xxhash.xxh3_64_intdigest(key) % managers
+
+
+def _encode(key: object, depth: int) -> bytes:
+    if depth > _MAX_DEPTH:
+        raise InvalidArgumentError(f"a key must not be nested more than {_MAX_DEPTH} deep", argument="key")
+    if isinstance(key, np.generic):
+        key = _plain_scalar(key)
+    kind = type(key)
+    if isinstance(key, str) and _compares_as(kind, str):
+        return b"s" + str.encode(key, "utf-8", "surrogatepass")
+    if isinstance(key, bytes) and _compares_as(kind, bytes):
+        return b"b" + bytes(key)
+    if key is None:
+        return b"n"
+    if isinstance(key, tuple) and _compares_as(kind, tuple):
+        return b"t" + _joined(_encode(each, depth + 1) for each in key)
+    if isinstance(key, frozenset) and _compares_as(kind, frozenset):
+        return b"z" + _joined(sorted(_encode(each, depth + 1) for each in key))
+    if isinstance(key, numbers.Number):
+        number = _encode_number(key)
+        if number is not None:
+            return number
+    hash(key)
+    return b"p" + _pickle(key)
+
+
+def _compares_as(kind: type[Any], base: type[Any]) -> bool:
+    return kind is base or (kind.__eq__ is base.__eq__ and kind.__hash__ is base.__hash__)
+
+
+def _plain_scalar(key: np.generic) -> object:
+    # Those that equal, and hash as, a scalar of Python. Others (datetimes, records) are left as they are.
+    return key.item() if isinstance(key, (np.number, np.bool_, np.str_, np.bytes_)) else key
+
+
+def _encode_int(key: int) -> bytes:
+    try:
+        return b"i%d" % key
+    except ValueError:  # Python's limit on decimal digits
+        raise InvalidArgumentError("an integer with so many digits cannot be a key", argument="key") from None
+
+
+def _encode_number(key: Any) -> bytes | None:
+    """A number as the integer or float that it equals; None: it equals none."""
+    if isinstance(key, int) and _compares_as(type(key), int):
+        return _encode_int(int(key))
+    try:
+        if key != key:
+            return b"f" + _NAN if isinstance(key, float) else None
+        if isinstance(key, decimal.Decimal) and abs(key.adjusted()) > _MAX_DIGITS:
+            return None  # no float either, and the integer would take for ever to compute
+        real = float(key.real) if isinstance(key, complex) and not key.imag else key
+        whole = None if real in (math.inf, -math.inf) else int(real)
+        if whole is not None and whole == key and hash(whole) == hash(key):
+            return _encode_int(whole)
+        approximate = float(real)
+    except (TypeError, ValueError, OverflowError, ArithmeticError):
+        return None
+    return b"f" + _FLOAT.pack(approximate) if approximate == key and hash(approximate) == hash(key) else None
+
+
+def _joined(encodings: Iterable[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(each)) + each for each in encodings)
+
+
+def _pickle(key: object) -> bytes:
+    # Without the memo, since with it equal keys differ in which of their equal parts are one and the same object.
+    for fast in (True, False):
+        file = io.BytesIO()
+        pickler = cloudpickle.Pickler(file, protocol=5)
+        pickler.fast = fast
+        try:
+            pickler.dump(key)
+        except (ValueError, RecursionError) as error:
+            if fast:
+                continue  # it refers to itself
+            raise InvalidArgumentError(f"a key that cannot be pickled: {error}", argument="key", value=key) from error
+        except Exception as error:
+            raise InvalidArgumentError(f"a key that cannot be pickled: {error}", argument="key", value=key) from error
+        return file.getvalue()
+    raise AssertionError("unreachable")
+
+
+def _decode(data: bytes, depth: int) -> Hashable:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deep")
+    tag, rest = data[:1], data[1:]
+    if tag == b"s":
+        return rest.decode("utf-8", "surrogatepass")
+    if tag == b"i":
+        return int(rest)
+    if tag == b"b":
+        return rest
+    if tag == b"f":
+        return float(_FLOAT.unpack(rest)[0])
+    if tag == b"t":
+        return tuple(_decode(each, depth + 1) for each in _split(rest))
+    if tag == b"z":
+        return frozenset(_decode(each, depth + 1) for each in _split(rest))
+    if data == b"n":
+        return None
+    if tag == b"p":
+        key: Hashable = cloudpickle.loads(rest)
+        return key
+    raise ValueError(f"there is no tag {tag!r}")
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if at + length > len(data):
+            raise ValueError("an element is cut off")
+        yield data[at : at + length]
+        at += length

@@ -1,0 +1,256 @@
+"""Connections of one process to the managers of a dictionary, and what happens while one of them is away.
+
+Owns the pool of connections, how often and how long a manager that does not answer is tried again, and which
+incarnation of a manager each connection leads to. What requests mean is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ml_flashpoint.core.errors import AuthenticationError, ProtocolError
+from ml_flashpoint.ddict.connection import Address, Connection, Reply, RequestLostError
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.replication.channel import ConnectionLostError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class Locate(Protocol):
+    """Finds managers."""
+
+    def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        """Where a manager is; None: not anywhere at the moment, or not found in time.
+
+        Args:
+            manager: its number.
+            timeout_s: seconds that this may take.
+            anew: it was not where this said last time.
+
+        Raises:
+            DDictDestroyedError: the dictionary is gone.
+        """
+
+
+_Found = TypeVar("_Found")
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.25
+_KEPT_IDLE = 8
+
+
+class ManagerChangedError(Exception):
+    """The manager is not the process that the caller expects. Carries its incarnation."""
+
+    def __init__(self, incarnation: str) -> None:
+        super().__init__(incarnation)
+        self.incarnation = incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply, and which incarnation of the manager gave it."""
+
+    fields: dict[str, Any]
+    blobs: list[bytes]
+    incarnation: str
+
+
+class Exchange:
+    """Requests over one connection.
+
+    Args:
+        until: when all of them must be done.
+    """
+
+    def __init__(self, connection: Connection, until: float) -> None:
+        self._connection = connection
+        self._until = until
+        self.local = connection.local
+        """Whether the manager is on this node, so that its memory can be mapped."""
+
+    def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
+        """One request; see `Connection.request`."""
+        left = max(round(self._until - time.monotonic(), 3), 0.0)
+        # A little more than the manager is told, so that its own error comes first.
+        return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + 0.5)
+
+
+@dataclass(slots=True)
+class _Link:
+    connection: Connection
+    incarnation: str
+
+
+class Links:
+    """See the module. Thread-safe; in a forked child all connections are made anew.
+
+    Args:
+        locate: where managers are.
+        secret: of the dictionary.
+    """
+
+    def __init__(self, locate: Locate, secret: bytes) -> None:
+        self._locate = locate
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[_Link]] = {}
+        self._doubtful: set[int] = set()
+        self._closed = False
+        self._pid = os.getpid()
+
+    def call(
+        self,
+        manager: int,
+        operation: str,
+        fields: dict[str, Any],
+        blobs: Sequence[Buffer] = (),
+        *,
+        until: float,
+        again: bool = True,
+        expected: str | None = None,
+    ) -> Answer:
+        """Ask a manager one thing; see :meth:`attempt`."""
+        answer, incarnation = self.attempt(
+            manager,
+            lambda exchange: exchange.request(operation, fields, blobs),
+            until=until,
+            again=again,
+            expected=expected,
+        )
+        return Answer(answer.fields, answer.blobs, incarnation)
+
+    def attempt(
+        self,
+        manager: int,
+        action: Callable[[Exchange], _Found],
+        *,
+        until: float,
+        again: bool = True,
+        expected: str | None = None,
+    ) -> tuple[_Found, str]:
+        """Have one connection to a manager for some requests, and begin anew while the manager is away.
+
+        Args:
+            action: makes the requests.
+            until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
+            again: whether requests may be carried out twice: the connection can break after the manager has.
+            expected: incarnation that it must be; None: any.
+
+        Returns:
+            What ``action`` returned, and the incarnation.
+
+        Raises:
+            DDictManagerLostError: it was away all the time.
+            DDictTimeoutError: it did not answer in time.
+            ManagerChangedError: it is another incarnation. No request was made.
+            FlashpointError: what it refused with.
+        """
+        pause = _FIRST_PAUSE_S
+        while True:
+            if self._closed:
+                raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
+            try:
+                link = self._take(manager, max(until - time.monotonic(), 0.05))
+                try:
+                    if expected is not None and link.incarnation != expected:
+                        raise ManagerChangedError(link.incarnation)
+                    return action(Exchange(link.connection, until)), link.incarnation
+                finally:
+                    # After an error of the manager's own, too: the connection is as good as before then.
+                    self._give_back(manager, link)
+            except ConnectionLostError as error:
+                self._drop_idle(manager)
+                left = until - time.monotonic()
+                if left <= pause or (isinstance(error, RequestLostError) and not again):
+                    raise DDictManagerLostError(
+                        f"manager {manager} is not there: {error.message}",
+                        manager=manager,
+                        hint="call again: with replication it comes back; without, its values are gone",
+                    ) from error
+            time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _take(self, manager: int, timeout_s: float) -> _Link:
+        if self._pid != os.getpid():
+            self._after_fork()
+        with self._lock:
+            idle = self._idle.get(manager)
+            while idle:
+                link = idle.pop()
+                if not link.connection.closed:
+                    return link
+        return self.connect(manager, timeout_s)
+
+    def connect(self, manager: int, timeout_s: float) -> _Link:
+        """A new connection, which is in no pool.
+
+        Raises:
+            ConnectionLostError: nobody is there.
+            DDictTimeoutError: no answer in time.
+        """
+        until = time.monotonic() + timeout_s
+        doubtful = manager in self._doubtful
+        address = self._locate(manager, timeout_s, anew=doubtful)
+        self._doubtful.add(manager)  # until it answers
+        if address is None:
+            raise ConnectionLostError(f"manager {manager} is not anywhere")
+        left = max(until - time.monotonic(), 0.05)
+        try:
+            connection = Connection(address, self._secret, connect_timeout_s=min(left, 10.0))
+        except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
+            if address[0] == "tcp" and time.monotonic() < until:
+                # The machine may be gone, or the port somebody else's by now.
+                raise ConnectionLostError(f"manager {manager} is not at its address any more: {error}") from error
+            if isinstance(error, AuthenticationError):
+                raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error
+            raise
+        try:
+            reply = connection.request("hello", {}, timeout_s=max(until - time.monotonic(), 0.05))
+            if reply.fields["manager"] != manager:
+                raise ConnectionLostError(f"manager {manager} is not at its address any more")
+            self._doubtful.discard(manager)
+            return _Link(connection, str(reply.fields["incarnation"]))
+        except BaseException:
+            connection.close()
+            raise
+
+    def _give_back(self, manager: int, link: _Link) -> None:
+        if link.connection.closed:
+            return
+        with self._lock:
+            idle = self._idle.setdefault(manager, [])
+            if not self._closed and len(idle) < _KEPT_IDLE:
+                idle.append(link)
+                return
+        link.connection.close()
+
+    def _drop_idle(self, manager: int) -> None:
+        """The others lead to the same process, which is gone."""
+        with self._lock:
+            dropped = self._idle.pop(manager, [])
+            self._doubtful.add(manager)
+        for link in dropped:
+            link.connection.close()
+
+    def close(self) -> None:
+        """Close all connections; requests under way fail. Idempotent."""
+        with self._lock:
+            self._closed = True
+            dropped = [link for links in self._idle.values() for link in links]
+            self._idle.clear()
+        for link in dropped:
+            with contextlib.suppress(DDictTimeoutError):
+                link.connection.close()
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._idle = {}
+        self._pid = os.getpid()

@@ -1,0 +1,566 @@
+"""One manager: its share of the keys, their values, and what it does for the others.
+
+Owns the lock around the shard, the memory that values may take, and a manager's life: fresh, recovering, lost. What
+requests mean is `operations`'. It knows neither how its process was started nor how peers find it: that is given to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.errors import FlashpointError, ProtocolError
+from ml_flashpoint.core.knobs import seal_deadline_s
+from ml_flashpoint.ddict import persisted_parts
+from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint, new_run_id
+from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.connection import Peer
+from ml_flashpoint.ddict.coordinator import Coordinator
+from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
+from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError, DDictTimeoutError
+from ml_flashpoint.ddict.links import Links, Locate
+from ml_flashpoint.ddict.shard import Shard
+from ml_flashpoint.ddict.snapshots import Pin, SnapshotRecord, Snapshots
+from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from ml_flashpoint.ddict.operations import Operation
+
+_log = logging.getLogger(__name__)
+
+_PEER_S = 10.0
+_RECOVERY_S = 60.0
+_SETTLE_S = 2.0
+_ROOM_S = 0.5
+_LOOK_S = 1.0
+_ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One connection of a client or another manager.
+
+    Attributes:
+        allocated: values that it has room for and has not put yet.
+        lease: that it keeps alive.
+    """
+
+    peer: Peer
+    allocated: set[str] = field(default_factory=set)
+    lease: str | None = None
+
+
+class Room:
+    """An arena of this manager that it fills itself, with an object that was written elsewhere.
+
+    Args:
+        nbytes: of the object.
+
+    Raises:
+        CapacityError: no room.
+    """
+
+    def __init__(self, arenas: ValueArenas, store: RankStore, nbytes: int) -> None:
+        self._arenas = arenas
+        self._allocation = arenas.allocate(nbytes)
+        self.buffer = store.arena_by_path(Path(self._allocation.path)).buffer[:nbytes]
+        """Where the object is to be put, whole."""
+
+    def keep(self, value_id: str) -> StoredValue:
+        """The value, now that the object is there; ``value_id`` is the one it was written under.
+
+        Raises:
+            DamagedError: it is none.
+        """
+        own = self._allocation.value_id
+        if value_id != own:
+            # Ids have one length, so the header stays as long as it is.
+            end = 8 + int.from_bytes(self.buffer[:8], "little")
+            header = bytes(self.buffer[:end]).replace(value_id.encode(), own.encode())
+            if len(header) == end:
+                self.buffer[:end] = header
+        return self._arenas.adopt(own)
+
+    def give_up(self) -> None:
+        """Let go of the arena."""
+        self._arenas.abandon([self._allocation.value_id])
+
+
+class Manager:
+    """See the module. Thread-safe.
+
+    Args:
+        configuration: of the dictionary.
+        number: of this manager.
+        locate: where the other managers are.
+        incarnation: of this process, 16 hexadecimal digits.
+        restarted: whether one of this number was there before.
+        host: address to serve other nodes on.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        number: int,
+        locate: Locate,
+        *,
+        incarnation: str,
+        restarted: bool = False,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.configuration = configuration
+        self.number = number
+        self.rules = configuration.rules
+        self.incarnation = incarnation
+        self.changed = threading.Condition(threading.RLock())
+        """Guards the shard; notified when it changes while somebody waits."""
+        self.waiting = 0
+        self.frozen = False
+        self.ended = threading.Event()
+        self.coordinator: Coordinator | None = None
+        self.links = Links(locate, configuration.secret)
+        self.persister = configuration.make_persister()
+        self.run_id = configuration.run_id
+        self.restored: PersistedCheckpoint | None = None
+        self.persister.join_run(self.run_id)
+        self._restarted = restarted
+        self._ready = threading.Event()
+        self._found = threading.Event()
+        self._failure: FlashpointError | None = None
+        self._recoverable: dict[int, Sequence[Entry]] = {}
+        self._inline_bytes = 0
+        self._stored: set[str] = set()
+        self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
+        self._restoring: tuple[PersistedCheckpoint, list[Entry]] | None = None
+        self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
+        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.limit_bytes)
+        self.shard = Shard(self._let_go)
+        self.snapshots = Snapshots(
+            self.store,
+            nodes=[f"node-{node}" for node in configuration.nodes],
+            strategy=configuration.make_strategy(),
+            secret=configuration.secret,
+            peer_address=self._peer_address,
+            tell_holder=self._tell_holder,
+            in_use=self._is_in_use,
+            incarnation=self.incarnation,
+            host=host,
+        )
+        self._operations = _operations()
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve; recovery, if there is anything to recover, goes on in the background."""
+        if self.rules.replicated:
+            self.snapshots.start()
+        if not self._restarted:
+            self._found.set()
+            if self.number == 0:
+                self.coordinator = self._new_coordinator(-1, ())
+            self._ready.set()
+            return
+        threading.Thread(target=self._recover, name="ddict-recover", daemon=True).start()
+
+    def close(self) -> None:
+        """End. Files stay where they are."""
+        self.ended.set()
+        if self.coordinator is not None:
+            self.coordinator.close()
+        self.links.close()
+        self.snapshots.close()
+        self.persister.close()
+        self.store.close()
+
+    def _new_coordinator(self, committed: int, sealed: tuple[int, ...]) -> Coordinator:
+        if self.configuration.persister is not None and not self.configuration.read_only:
+            self.persister.begin_run(self.run_id, restored=self.restored)
+        return Coordinator(
+            self.rules,
+            self._call,
+            self._complete,
+            unpersist=self._unpersist,
+            committed=committed,
+            sealed=sealed,
+            settle_s=_SETTLE_S if self._restarted else 0.0,
+        )
+
+    def _complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
+        self.persister.complete(checkpoint_id, receipts)
+        self.persister.keep(self.configuration.persist_count)
+
+    def _unpersist(self, above: int) -> None:
+        if self.persister.persists and self.configuration.persist_count:
+            for checkpoint_id in self.persister.ids():
+                if checkpoint_id > above:
+                    self.persister.remove(checkpoint_id)
+
+    def wait_until_ready(self, until: float) -> None:
+        """Wait for recovery to end.
+
+        Raises:
+            DDictManagerLostError: it did not, or there is nothing to recover from.
+        """
+        if not self._ready.wait(max(0.0, until - time.monotonic())):
+            raise DDictManagerLostError("the manager is still recovering", manager=self.number)
+        if self._failure is not None:
+            raise self._failure
+
+    def _recover(self) -> None:
+        until = time.monotonic() + _RECOVERY_S
+        try:
+            if not self.rules.replicated:
+                raise DDictManagerLostError("it died, and without replication its values are gone", manager=self.number)
+            self._find_snapshots()
+            committed, common = self._agree(until)
+            self._take_up(committed)
+            if self.number == 0:
+                self.coordinator = self._new_coordinator(committed, common)
+            _log.warning("manager %d is back at checkpoint %d", self.number, committed)
+            self._ready.set()
+            self._make_up_copies()
+        except FlashpointError as error:
+            _log.error("manager %d cannot recover: %s", self.number, error)
+            self._failure = DDictManagerLostError(
+                f"manager {self.number} came back without its values: {error}",
+                manager=self.number,
+                hint="make the dictionary anew, and restore() what was persisted",
+            )
+            self._failure.retryable = False
+        except Exception as error:  # lost with its thread, it would leave every client waiting
+            _log.exception("manager %d cannot recover", self.number)
+            self._failure = DDictManagerLostError(f"cannot recover: {error}", manager=self.number)
+        finally:
+            self._found.set()
+            self._ready.set()
+
+    def _find_snapshots(self) -> None:
+        found = self.snapshots.recover(self._ask_holder)
+        self._recoverable = {each.checkpoint_id: each.entries for each in found}
+        self._found.set()
+
+    def _agree(self, until: float) -> tuple[int, tuple[int, ...]]:
+        """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
+        every manager has."""
+        if self.number != 0:
+            state = self.links.call(0, "state", {}, until=until).fields
+            self.frozen = bool(state["frozen"])
+            self._use_run(str(state["run"]), state["restored"])
+            return int(state["committed"]), ()
+        common = set(self._recoverable)
+        for manager in range(1, self.configuration.managers):
+            answer = self.links.call(manager, "sealed", {}, until=until).fields
+            common &= {int(each) for each in answer["ids"]}
+            self._use_run(str(answer["run"]), answer["restored"])
+            self.frozen = self.frozen or bool(answer["frozen"])
+        return max(common, default=-1), tuple(sorted(common))
+
+    def _take_up(self, committed: int) -> None:
+        if committed < 0 and self.restored is not None:
+            raise DDictManagerLostError("it died before what was restored had copies")
+        if committed >= 0 and committed not in self._recoverable:
+            causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
+            raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")
+        with self.changed:
+            self.shard.load([(each, entries) for each, entries in self._recoverable.items() if each <= committed])
+            for value in self.shard.values():
+                if isinstance(value, StoredValue):
+                    self.arenas.count(value)
+            self._count_values()
+        self.snapshots.forget_after(committed)
+        if self.persister.persists:
+            for checkpoint_id in sorted(each for each in self._recoverable if each <= committed):
+                self.prepare(checkpoint_id)
+        self._recoverable = {}
+
+    def _make_up_copies(self) -> None:
+        """Have copies again where this manager's death has cost some, before the next loss: its own at those who hold
+        them, if they were away too, and here those of others."""
+        self.replicate()
+        for owner in self.snapshots.held:
+            try:
+                self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
+            except FlashpointError as error:
+                _log.warning("manager %d was not asked for new copies: %s", owner, error)
+
+    def replicate(self) -> None:
+        """Push what holders lack of the snapshots here."""
+        try:
+            self.snapshots.replicate(seal_deadline_s())
+        except FlashpointError as error:
+            _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
+
+    def sealed(self, until: float) -> list[int]:
+        """Checkpoints that this manager has a snapshot of, once it knows."""
+        if not self._found.wait(max(0.0, until - time.monotonic())):
+            raise DDictManagerLostError("the manager is still recovering", manager=self.number)
+        return sorted(set(self._recoverable) or set(self.snapshots.sealed()))
+
+    # ---- requests -----------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer) -> Session:
+        """See `RequestHandler`."""
+        return Session(peer)
+
+    def handle(
+        self, session: Session, operation: str, fields: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], Sequence[Buffer]]:
+        """See `RequestHandler`."""
+        found = self._operations.get(operation)
+        if found is None:
+            raise ProtocolError(f"there is no operation {operation!a}")
+        return found(self, session, fields, blobs)
+
+    def closed(self, session: Session) -> None:
+        """See `RequestHandler`."""
+        self.arenas.abandon(session.allocated)
+        if session.lease is not None and self.coordinator is not None:
+            self.coordinator.lease_ended(session.lease, session)
+
+    def _call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask a manager for the coordinator."""
+        until = time.monotonic() + timeout_s
+        if manager == self.number:
+            return self.handle(
+                Session(Peer("the coordinator", None, lambda: False)), operation, {**fields, "t": timeout_s}, []
+            )[0]
+        return self.links.call(manager, operation, dict(fields), until=until).fields
+
+    def _peer_address(self, manager: int) -> tuple[str, int] | None:
+        try:
+            found = self.links.call(manager, "hello", {}, until=time.monotonic() + _PEER_S).fields["transfers"]
+        except FlashpointError:
+            return None
+        return None if found is None else (str(found[0]), int(found[1]))
+
+    def _tell_holder(self, holder: int, keep: list[str], before: str) -> None:
+        fields = {"of": self.number, "keep": keep, "before": before}
+        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + _PEER_S)
+
+    def _ask_holder(self, holder: int) -> list[SnapshotRecord]:
+        answer = self.links.call(holder, "inventory", {"of": self.number}, until=time.monotonic() + _RECOVERY_S / 2)
+        return [SnapshotRecord.from_json(each) for each in answer.fields["records"]]
+
+    # ---- values -------------------------------------------------------------------------------------------
+
+    def _let_go(self, value: Value) -> None:
+        if isinstance(value, InlineValue):
+            self._inline_bytes -= value.nbytes + _ENTRY_BYTES
+            return
+        self._stored.discard(value.value_id)
+        if self.snapshots.let_go(value):
+            self.arenas.discount(value)  # it is a snapshot's now, beside what users may have
+        else:
+            self.arenas.release(value)
+
+    def _is_in_use(self, value_id: str) -> bool:
+        return value_id in self._stored
+
+    def _count_values(self) -> None:
+        """After the shard was loaded."""
+        values = list(self.shard.values())
+        self._stored = {v.value_id for v in values if isinstance(v, StoredValue)}
+        self._inline_bytes = sum(v.nbytes + _ENTRY_BYTES for v in values if isinstance(v, InlineValue))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all values, older checkpoints included."""
+        return self._inline_bytes + self.arenas.used_bytes
+
+    def put(self, entry: Entry) -> Entry:
+        """Add an entry; under the lock.
+
+        Raises:
+            DDictFullError: no room.
+        """
+        value = entry.value
+        if isinstance(value, InlineValue):
+            self.make_room(value.nbytes + _ENTRY_BYTES)
+        added = self.shard.put(entry)
+        if isinstance(value, InlineValue):
+            self._inline_bytes += value.nbytes + _ENTRY_BYTES
+        elif value is not None:
+            self._stored.add(value.value_id)
+        if self.waiting:
+            self.changed.notify_all()
+        return added
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock.
+
+        Raises:
+            DDictFullError: there still is none.
+        """
+        limit = self.configuration.limit_bytes
+        if self.used_bytes + nbytes <= limit:
+            return
+        until = time.monotonic() + _ROOM_S
+        self.wait_for(lambda: self.used_bytes + nbytes <= limit, until)
+        if self.used_bytes + nbytes > limit:
+            raise DDictFullError(
+                f"manager {self.number} has {limit} bytes for values, of which {self.used_bytes} are in use",
+                needed_bytes=nbytes,
+                available_bytes=max(0, limit - self.used_bytes),
+                manager=self.number,
+                hint="make the dictionary with a larger total_mem, or keep fewer checkpoints (working_set_size)",
+            )
+
+    def wait_for(self, holds: Callable[[], bool], until: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does.
+
+        Args:
+            is_gone: whether nobody waits for the answer any more.
+        """
+        self.waiting += 1
+        try:
+            while not holds():
+                left = until - time.monotonic()
+                if left <= 0 or self.ended.is_set() or is_gone():
+                    return False
+                self.changed.wait(min(left, _LOOK_S))
+            return True
+        finally:
+            self.waiting -= 1
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def prepare(self, checkpoint_id: int) -> None:
+        """Note what belongs to a checkpoint, before anything of it can change."""
+        with self.changed:
+            entries = list(self.shard.entries(checkpoint_id))
+            pin = self.snapshots.pin(entries)
+            before = self._prepared.pop(checkpoint_id, None)
+            self._prepared[checkpoint_id] = (entries, pin)
+        if before is not None:
+            before[1].release()
+
+    def seal(self, checkpoint_id: int, until: float) -> None:
+        """Have verified copies of a prepared checkpoint.
+
+        Raises:
+            FlashpointError: not now.
+        """
+        self.snapshots.seal(checkpoint_id, self._prepared_entries(checkpoint_id), max(0.1, until - time.monotonic()))
+
+    def _prepared_entries(self, checkpoint_id: int) -> list[Entry]:
+        with self.changed:
+            found = self._prepared.get(checkpoint_id)
+        if found is None:
+            raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
+        return found[0]
+
+    def unprepare(self, wanted: Any) -> None:
+        """Let go of prepared checkpoints of which ``wanted(checkpoint_id)`` is false."""
+        with self.changed:
+            gone = [self._prepared.pop(each) for each in list(self._prepared) if not wanted(each)]
+        for _, pin in gone:
+            pin.release()
+
+    def settle(self, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
+        """Let go of what no one needs any more."""
+        with self.changed:
+            self.shard.retire(oldest)
+            if self.waiting:
+                self.changed.notify_all()
+        self.unprepare(lambda each: each in pinned or each > committed)
+        if self.rules.replicated:
+            self.snapshots.retain(keep)
+
+    def forget(self, above: int) -> None:
+        """Checkpoints above this one were rolled back."""
+        self.unprepare(lambda each: each <= above)
+        if self.rules.replicated:
+            self.snapshots.forget_after(above)
+
+    def persist(self, checkpoint_id: int) -> str:
+        """Write this manager's part of a prepared checkpoint; returns the receipt."""
+        index, items = persisted_parts.encode(self._prepared_entries(checkpoint_id))
+        return self.persister.write_part(checkpoint_id, self.number, index, items)
+
+    def restore_prepare(self, checkpoint: PersistedCheckpoint) -> None:
+        """Read and verify this manager's share of a persisted checkpoint, and change nothing yet."""
+        self.restore_abort()
+        entries = persisted_parts.read(
+            self.persister,
+            checkpoint,
+            self.number,
+            self.configuration.managers,
+            self._room_for,
+            self.arenas.release,
+        )
+        with self.changed:
+            self._restoring = (checkpoint, entries)
+
+    def _room_for(self, nbytes: int) -> Room:
+        return Room(self.arenas, self.store, nbytes)
+
+    def restore_abort(self) -> None:
+        """Forget what was read."""
+        with self.changed:
+            restoring, self._restoring = self._restoring, None
+        for entry in restoring[1] if restoring is not None else ():
+            if isinstance(entry.value, StoredValue):
+                self.arenas.release(entry.value)
+
+    def restore_commit(self, checkpoint_id: int, run_id: str, restored: dict[str, Any]) -> None:
+        """Hold what was read, in place of everything else."""
+        with self.changed:
+            restoring = self._restoring
+            if restoring is None or restoring[0].checkpoint_id != checkpoint_id:
+                raise DDictPersistError("this checkpoint was not read here", checkpoint_id=checkpoint_id)
+            self._restoring = None
+            self.shard.load([(checkpoint_id, restoring[1])])
+            self._count_values()
+            self.changed.notify_all()
+        self.forget(-1)
+        self._use_run(run_id, restored)
+
+    def _use_run(self, run_id: str, restored: dict[str, Any] | None) -> None:
+        """Take note of the run that this dictionary's checkpoints are persisted under, which a restore changes."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
+            if self.number != 0:
+                self.persister.join_run(run_id)
+
+    def run_fields(self) -> dict[str, Any]:
+        """The run as other managers are told."""
+        return {"run": self.run_id, "restored": None if self.restored is None else self.restored.to_fields()}
+
+    def restore(self, checkpoint_id: int, until: float) -> None:
+        """For the main manager: bring back a persisted checkpoint, on all managers or on none.
+
+        Raises:
+            DDictPersistError: there is no such checkpoint, or it is damaged.
+        """
+        assert self.coordinator is not None
+        checkpoint = self.persister.locate(checkpoint_id)
+        run_id = new_run_id()
+        left = max(0.1, until - time.monotonic())
+        fields = {"checkpoint": checkpoint.to_fields(), "checkpoint_id": checkpoint_id, "run": run_id}
+        self.coordinator.restore(checkpoint_id, fields, left)
+        if not self.configuration.read_only:
+            self.persister.begin_run(run_id, restored=checkpoint)
+
+    def check_time(self, until: float, what: str) -> None:
+        """Raise if time is up.
+
+        Raises:
+            DDictTimeoutError: it is.
+        """
+        if time.monotonic() >= until:
+            raise DDictTimeoutError(what, manager=self.number)
+
+
+def _operations() -> dict[str, Operation]:
+    from ml_flashpoint.ddict.operations import OPERATIONS
+
+    return OPERATIONS

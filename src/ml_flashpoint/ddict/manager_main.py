@@ -1,0 +1,67 @@
+"""The process of a manager, whoever started it.
+
+Owns putting the manager and its server together, and their end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.locations import locator
+from ml_flashpoint.ddict.manager import Manager
+from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.ddict.value_arenas import allow_many_files
+
+
+class ServedManager:
+    """A manager that serves from construction until :meth:`close`.
+
+    Args:
+        config: ``configuration`` as JSON, number of the ``manager``, whether it was ``restarted``, its ``incarnation``
+            and, where other machines are to reach it, its ``host``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        allow_many_files()
+        configuration = Configuration.from_json(config["configuration"])
+        number = int(config["manager"])
+        host = config.get("host")
+        self.manager = Manager(
+            configuration,
+            number,
+            locator(configuration),
+            incarnation=str(config["incarnation"]),
+            restarted=bool(config.get("restarted")),
+            host=host or "127.0.0.1",
+        )
+        try:
+            self.server = RequestServer(
+                configuration.secret,
+                self.manager,
+                unix_path=str(Path(configuration.base, f"m-{number}.sock")),
+                tcp_host=host,
+            )
+        except BaseException:
+            self.manager.close()
+            raise
+        self.manager.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.manager.ended.set()
+        self.server.close()
+        self.manager.close()
+
+
+def run(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:
+    """Be a manager until told to stop; see `nursery.Entry`."""
+    served = ServedManager(config)
+    try:
+        ready()
+        stop.wait()
+    finally:
+        served.close()

@@ -1,0 +1,203 @@
+"""Managers as Ray actors: the runtime for a cluster.
+
+Owns placing, starting and ending the actors. Ray restarts those that die, on another node if theirs is lost. What an
+actor does is `ray_manager`'s, and how it is found `ray_locations`'.
+
+The managers of one node are a bundle of a placement group, whose bundles are spread over the nodes. A bundle whose
+node is lost goes to another one, which then has two if no node was to spare. Ray is told what the managers' processes
+need; what values need is `total_mem`, which users plan for as for their own memory.
+
+Actors belong to the process that makes the dictionary: when that ends, so do they. Their arguments, with the secret in
+them, can be had by whoever may run code in the Ray cluster, who could do everything else as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import weakref
+from typing import Any, Final
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.knobs import NODE_ID_VARIABLE
+from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
+from ml_flashpoint.ddict.ray_manager import RayManager
+
+_log = logging.getLogger(__name__)
+
+MANAGER_BYTES: Final = 384 << 20
+"""Memory that Ray reserves for a manager's process, its values not included."""
+START_TIMEOUT_S: Final = 120.0
+_STOP_S: Final = 20.0
+_CALLS_AT_ONCE: Final = 8
+
+
+class RayRuntime:
+    """The managers of one dictionary. Thread-safe.
+
+    Args:
+        configuration: of the dictionary.
+
+    Raises:
+        InvalidArgumentError: the cluster has fewer nodes than asked for.
+        DDictError: the managers cannot be placed or started. None is left then.
+        DDictTimeoutError: they were not ready in time. None is left then.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        if not ray.is_initialized():
+            raise InvalidArgumentError(
+                "needs a Ray cluster", argument="runtime", value="ray", hint="call ray.init() before"
+            )
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        try:
+            self._group = _place(configuration)
+            environment = _environment()
+            for manager, node in enumerate(configuration.nodes):
+                self._actors.append(_start(configuration, manager, node, self._group, environment))
+            self.places = self._await_places()
+            """Where the managers are: their `Place` as JSON, by number."""
+            _check_spread(configuration, [str(place["node"]) for place in self.places])
+        except BaseException:
+            self.stop()
+            raise
+        _runtimes.add(self)
+
+    def _await_places(self) -> list[dict[str, Any]]:
+        asked = [actor.place.remote() for actor in self._actors]
+        try:
+            ray.wait(asked, num_returns=len(asked), timeout=START_TIMEOUT_S)
+            found: list[dict[str, Any]] = ray.get(asked, timeout=1.0)
+        except GetTimeoutError:
+            raise DDictTimeoutError(
+                f"no start of all managers within {START_TIMEOUT_S:g} s", hint="see the logs of Ray's workers"
+            ) from None
+        except (ActorDiedError, RayError) as error:
+            raise DDictError(f"a manager did not start: {error}") from error
+        return found
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the managers' actors, by number."""
+        return list(self._actors)
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
+
+        Args:
+            timeout_s: seconds that managers get to end by themselves; then they are killed.
+        """
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        _runtimes.discard(self)
+        if not ray.is_initialized():
+            return  # they ended with this process's connection to Ray
+        with contextlib.suppress(RayError):
+            asked = [actor.stop.remote() for actor in self._actors]
+            if asked:
+                ray.wait(asked, num_returns=len(asked), timeout=timeout_s, fetch_local=False)
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # whatever it says, there is nothing else to be done
+                ray.kill(actor, no_restart=True)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+
+    def _abandon(self) -> None:
+        self._stopped = True
+        self._lock = threading.Lock()
+
+
+def start_on_ray(configuration: Configuration) -> tuple[Configuration, RayRuntime]:
+    """Start the managers of a new dictionary. Returns the configuration with what clients need to find them.
+
+    Raises:
+        InvalidArgumentError, DDictError: see `RayRuntime`.
+    """
+    runtime = RayRuntime(configuration)
+    found = {**configuration.runtime, "places": runtime.places}
+    return dataclasses.replace(configuration, runtime=found), runtime
+
+
+def _place(configuration: Configuration) -> PlacementGroup:
+    nodes = max(configuration.nodes) + 1
+    alive = sum(bool(node["Alive"]) for node in ray.nodes())
+    if nodes > alive:
+        raise InvalidArgumentError(f"the Ray cluster has {alive} nodes", argument="n_nodes", value=nodes)
+    bundles = [{"memory": float(MANAGER_BYTES * configuration.nodes.count(node))} for node in range(nodes)]
+    # Not strictly: with as many nodes as the cluster has, a bundle whose node is lost could go nowhere.
+    group = placement_group(bundles, strategy="SPREAD", name=f"{NAMESPACE}-{configuration.dictionary}")
+    if not group.wait(START_TIMEOUT_S):
+        remove_placement_group(group)
+        raise DDictTimeoutError(
+            f"Ray found no place for the managers within {START_TIMEOUT_S:g} s",
+            hint=f"each takes {MANAGER_BYTES} bytes of the memory that Ray may give away on a node",
+        )
+    return group
+
+
+def _start(
+    configuration: Configuration, manager: int, node: int, group: PlacementGroup, environment: dict[str, str]
+) -> Any:
+    actor = ray.remote(RayManager).options(
+        name=actor_name(configuration.dictionary, manager),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        memory=MANAGER_BYTES,
+        max_restarts=-1,
+        max_concurrency=_CALLS_AT_ONCE,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+    )
+    return actor.remote(configuration.to_json(), manager, environment)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("FLASHPOINT_") and name != NODE_ID_VARIABLE  # that is the creator's node
+    }
+
+
+def _check_spread(configuration: Configuration, ray_nodes: list[str]) -> None:
+    wanted = max(configuration.nodes) + 1
+    if len(set(ray_nodes)) == wanted:
+        return
+    said = f"Ray put the managers of {wanted} nodes on {len(set(ray_nodes))}, as others have no memory to give away"
+    if configuration.rules.replicated:
+        raise DDictError(f"{said}: the loss of one could lose every copy", hint="take fewer n_nodes")
+    _log.warning("%s", said)
+
+
+_runtimes: weakref.WeakSet[RayRuntime] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for runtime in list(_runtimes):
+        runtime.stop()
+
+
+def _abandon_all() -> None:
+    for runtime in list(_runtimes):
+        runtime._abandon()
+    _runtimes.clear()
+
+
+atexit.register(_stop_all)  # before Ray's own, which was registered before
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,37 @@
+"""What a manager tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """One manager, as `DDict.stats` has it.
+
+    Attributes:
+        manager: its number.
+        node: number of its node.
+        keys: keys with any value in the working set.
+        used_bytes: of values, those of older checkpoints included.
+        limit_bytes: most that they may take.
+        oldest: oldest checkpoint of the working set.
+        sealed: checkpoints that it could be recovered at.
+        frozen: whether it refuses writes.
+    """
+
+    manager: int
+    node: int
+    keys: int
+    used_bytes: int
+    limit_bytes: int
+    oldest: int
+    sealed: tuple[int, ...]
+    frozen: bool
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ManagerStats:
+        """From the answer of operation ``stats``."""
+        return cls(**{**fields, "sealed": tuple(fields["sealed"])})

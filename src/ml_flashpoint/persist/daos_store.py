@@ -1,0 +1,232 @@
+"""A durable store in a DAOS container, through `pydaos`.
+
+Owns how files lie in two key-value objects of the container: one says what files there are, the other holds their
+bytes in chunks. The container itself is the user's: it must be there, is of type ``PYTHON``, and is neither made nor
+destroyed here; other objects in it are not touched. `pydaos` comes with DAOS and is imported when first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from ml_flashpoint.core.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    LoadError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.persist.store import DurableStore, as_octets, split_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_FILES: Final = "mlflashpoint-files"
+_CHUNKS: Final = "mlflashpoint-chunks"
+_CHUNK_BYTES: Final = 2**20
+_BATCH: Final = 16  # chunks in one call, which pydaos moves in parallel
+_UPLOAD: Final = re.compile(r"[0-9a-f]{16}")
+_MAX_SIZE: Final = 2**63 - 1
+
+
+def has_pydaos() -> bool:
+    """Whether `pydaos` is installed."""
+    return importlib.util.find_spec("pydaos") is not None
+
+
+class DaosStore(DurableStore):
+    """Files in a container. Thread-safe: one call into `pydaos` at a time.
+
+    Args:
+        pool: label or UUID of the pool.
+        container: label or UUID of the container.
+    """
+
+    def __init__(self, pool: str, container: str) -> None:
+        self._pool = pool
+        self._container = container
+        self._lock = threading.RLock()
+        self._objects: tuple[Any, Any] | None = None
+
+    @classmethod
+    def from_path(cls, path: str) -> DaosStore:
+        """Returns the store of ``<pool>/<container>``, with or without ``daos://`` before it.
+
+        Raises:
+            InvalidArgumentError: `path` is not of this form.
+        """
+        pool, _, container = path.removeprefix("daos://").partition("/")
+        if not pool or not container or "/" in container:
+            raise InvalidArgumentError("must be <pool>/<container>", argument="path", value=path)
+        return cls(pool, container)
+
+    def _open(self) -> tuple[Any, Any]:
+        if self._objects is None:
+            if not has_pydaos():
+                raise FlashpointError(
+                    "pydaos is not installed", hint="it comes with DAOS; without DAOS, persist to a directory or URL"
+                )
+            try:
+                pydaos = importlib.import_module("pydaos")
+                container = pydaos.DCont(self._pool, self._container)
+                self._objects = tuple(_object(pydaos, container, name) for name in (_FILES, _CHUNKS))
+            except Exception as error:
+                raise FlashpointError(
+                    f"the DAOS container cannot be opened: {type(error).__name__}: {error}",
+                    path=self.path_of(""),
+                    hint=f"make it with: daos cont create {self._pool} {self._container} --type PYTHON",
+                ) from error
+        return self._objects
+
+    def path_of(self, name: str) -> str:
+        """Returns what looks like a URL."""
+        return "/".join([f"daos://{self._pool}/{self._container}", *split_name(name, allow_root=True)])
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
+        """See `DurableStore.write`: the chunks first, then what says that there is the file."""
+        split_name(name)
+        upload = secrets.token_hex(8)
+        size = count = 0
+        with self._lock, self._calling(name, SaveError):
+            files, store = self._open()
+            before = _head(files, name)
+            batch: dict[str, bytes] = {}
+            for piece in _pieces(chunks):
+                batch[f"{upload}.{count}"] = piece
+                count += 1
+                size += len(piece)
+                if len(batch) == _BATCH:
+                    store.bput(batch)
+                    batch = {}
+            if batch:
+                store.bput(batch)
+            files.put(name, json.dumps({"upload": upload, "size": size}).encode())
+            if before is not None:
+                self._drop_chunks(store, before, name)
+        return size
+
+    def size(self, name: str) -> int:
+        """See `DurableStore.size`."""
+        return self._find(name)[1]
+
+    def _find(self, name: str) -> tuple[str, int]:
+        split_name(name)
+        with self._lock, self._calling(name, LoadError):
+            head = _head(self._open()[0], name)
+            if head is None:
+                raise ObjectNotFoundError("there is no such file", path=self.path_of(name))
+            return _parse_head(head, self.path_of(name))
+
+    def read_into(self, name: str, begin: int, into: memoryview) -> None:
+        """See `DurableStore.read_into`."""
+        octets = as_octets(into)
+        upload, size = self._find(name)
+        end = begin + len(octets)
+        path = self.path_of(name)
+        if end > size:
+            raise DamagedError(f"the file ends at byte {size}, before byte {end}", path=path)
+        last = -(-end // _CHUNK_BYTES)
+        for first in range(begin // _CHUNK_BYTES, last, _BATCH):
+            batch: dict[str, Any] = {f"{upload}.{i}": None for i in range(first, min(first + _BATCH, last))}
+            with self._lock, self._calling(name, LoadError):
+                self._open()[1].bget(batch)
+            for index, piece in enumerate(batch.values(), first):
+                start = index * _CHUNK_BYTES
+                if piece is None or len(piece) != min(_CHUNK_BYTES, size - start):
+                    raise DamagedError(f"chunk {index} of the file is missing or cut short", path=path)
+                low, high = max(begin, start), min(end, start + len(piece))
+                octets[low - begin : high - begin] = memoryview(piece)[low - start : high - start]
+
+    def list(self, folder: str = "") -> list[str]:
+        """See `DurableStore.list`. Takes time proportional to the files of the whole store."""
+        depth = len(split_name(folder, allow_root=True))
+        prefix = folder + "/" if folder else ""
+        with self._lock, self._calling(folder, LoadError):
+            return sorted({key.split("/")[depth] for key in self._open()[0] if key.startswith(prefix)})
+
+    def remove(self, name: str) -> None:
+        """See `DurableStore.remove`."""
+        split_name(name)
+        with self._lock, self._calling(name, SaveError):
+            files, store = self._open()
+            before = _head(files, name)
+            if before is not None:
+                files.put(name, None)
+                self._drop_chunks(store, before, name)
+
+    def remove_folder(self, folder: str) -> None:
+        """See `DurableStore.remove_folder`. Chunks that a killed writer left belong to no file, and stay."""
+        split_name(folder)
+        with self._lock, self._calling(folder, SaveError):
+            found = [key for key in self._open()[0] if key.startswith(folder + "/")]
+        for name in found:
+            self.remove(name)
+
+    def _drop_chunks(self, store: Any, head: bytes, name: str) -> None:
+        with contextlib.suppress(DamagedError):  # not known where they are
+            upload, size = _parse_head(head, self.path_of(name))
+            count = -(-size // _CHUNK_BYTES)
+            for first in range(0, count, _BATCH):
+                store.bput({f"{upload}.{i}": None for i in range(first, min(first + _BATCH, count))})
+
+    @contextlib.contextmanager
+    def _calling(self, name: str, kind: type[FlashpointError]) -> Iterator[None]:
+        try:
+            yield
+        except FlashpointError:
+            raise
+        except Exception as error:  # pydaos raises an error of its own, without a documented place
+            raise kind(f"DAOS: {type(error).__name__}: {error}", path=self.path_of(name)) from error
+
+
+def _object(pydaos: Any, container: Any, name: str) -> Any:
+    try:
+        return container.get(name)
+    except pydaos.DObjNotFound:
+        return container.dict(name)
+
+
+def _head(files: Any, name: str) -> bytes | None:
+    try:
+        found: bytes | None = files.get(name)
+    except KeyError:
+        return None
+    return found
+
+
+def _parse_head(head: bytes, path: str) -> tuple[str, int]:
+    try:
+        content = json.loads(head)
+        upload, size = content["upload"], content["size"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError("the record of the file is not valid", path=path) from error
+    if not isinstance(upload, str) or not _UPLOAD.fullmatch(upload) or type(size) is not int:
+        raise DamagedError("the record of the file is not valid", path=path)
+    if not 0 <= size <= _MAX_SIZE:
+        raise DamagedError("the record of the file is not valid", path=path)
+    return upload, size
+
+
+def _pieces(chunks: Iterable[Buffer]) -> Iterator[bytes]:
+    """The same bytes in pieces of the size of a chunk, all but the last."""
+    piece = bytearray()
+    for chunk in chunks:
+        view = as_octets(chunk)
+        while len(view):
+            taken = min(len(view), _CHUNK_BYTES - len(piece))
+            piece += view[:taken]
+            view = view[taken:]
+            if len(piece) == _CHUNK_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)

@@ -1,0 +1,219 @@
+"""A durable store in a directory of a filesystem: local, NFS, parallel.
+
+Owns the files' atomic and durable replacement there, and the lock. Its calls cannot be bounded in time: the kernel
+does not return from a filesystem that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from ml_flashpoint.core.errors import (
+    CapacityError,
+    DamagedError,
+    JobInUseError,
+    LoadError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.persist.store import DurableStore, as_octets, split_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_log = logging.getLogger(__name__)
+
+_BUFFER_BYTES: Final = 2**20
+_POLL_S: Final = 0.05
+_NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class DirectoryStore(DurableStore):
+    """Files below a directory, which is made when the first one is written. Thread-safe.
+
+    Args:
+        path: the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Path(path).absolute()
+
+    def path_of(self, name: str) -> str:
+        """Returns the absolute path."""
+        return str(self._root.joinpath(*split_name(name, allow_root=True)))
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
+        """See `DurableStore.write`: a temporary file, fsync, rename, fsync of the folder."""
+        *folder, last = split_name(name)
+        directory = self._root.joinpath(*folder)
+        target = directory / last
+        temporary = directory / f".{secrets.token_hex(8)}.tmp"
+        written = 0
+        with _writing(str(target)):
+            _make_directory(directory)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                with open(os.open(temporary, flags, 0o644), "wb", buffering=_BUFFER_BYTES) as file:
+                    for chunk in chunks:
+                        written += file.write(as_octets(chunk))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            _sync_directory(directory)
+        return written
+
+    def size(self, name: str) -> int:
+        """See `DurableStore.size`."""
+        with self._opened(name) as (_, size):
+            return size
+
+    def read_into(self, name: str, begin: int, into: memoryview) -> None:
+        """See `DurableStore.read_into`."""
+        with self._opened(name) as (descriptor, size):
+            octets = as_octets(into)
+            done = 0
+            while done < len(octets):
+                count = os.preadv(descriptor, [octets[done:]], begin + done)
+                if not count:
+                    raise DamagedError(
+                        f"the file ends at byte {size}, before byte {begin + len(octets)}", path=self.path_of(name)
+                    )
+                done += count
+
+    def list(self, folder: str = "") -> list[str]:
+        """See `DurableStore.list`."""
+        path = self.path_of(folder)
+        try:
+            return sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise LoadError(f"the folder cannot be read: {error.strerror}", path=path) from error
+
+    def remove(self, name: str) -> None:
+        """See `DurableStore.remove`."""
+        split_name(name)
+        path = self.path_of(name)
+        with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
+            _sync_directory(Path(path).parent)
+
+    def remove_folder(self, folder: str) -> None:
+        """See `DurableStore.remove_folder`. A symbolic link is removed, not followed."""
+        split_name(folder)
+        path = self.path_of(folder)
+        with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.islink(path):
+                os.unlink(path)
+            else:
+                shutil.rmtree(path)
+            _sync_directory(Path(path).parent)
+
+    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[None] | None:
+        """See `DurableStore.lock`: a file lock, which works between nodes where the filesystem supports it there."""
+        path = self.path_of(name)
+        with _writing(path):
+            _make_directory(Path(path).parent)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        give_up = time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return _Lock(descriptor)
+                except BlockingIOError:
+                    if time.monotonic() > give_up:
+                        raise JobInUseError("another process has locked this", path=path) from None
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise SaveError(f"the lock cannot be taken: {error.strerror}", path=path) from error
+                    _log.warning("this filesystem has no locks, so two users at a time go unnoticed: %s", path)
+                    os.close(descriptor)
+                    return None
+                time.sleep(_POLL_S)
+        except (JobInUseError, SaveError):
+            os.close(descriptor)
+            raise
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int]]:
+        """A descriptor of a regular file, and its size."""
+        split_name(name)
+        path = self.path_of(name)
+        try:
+            # Without O_NONBLOCK, a FIFO of this name would block the reader for good.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise DamagedError("this is not a regular file", path=path)
+                yield descriptor, status.st_size
+            finally:
+                os.close(descriptor)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ObjectNotFoundError("there is no such file", path=path) from error
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise DamagedError("this is a symbolic link", path=path) from error
+            raise LoadError(f"the file cannot be read: {error.strerror}", path=path) from error
+
+
+class _Lock(AbstractContextManager[None]):
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Says what went wrong in the package's terms."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError("no room for the file", path=path) from error
+        raise SaveError(f"cannot be written: {error.strerror}", path=path) from error
+
+
+def _make_directory(directory: Path) -> None:
+    """Makes a directory and those above it, durably."""
+    if directory.is_dir():
+        return
+    _make_directory(directory.parent)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir()
+    _sync_directory(directory.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems do not know this
+            raise
+    finally:
+        os.close(descriptor)

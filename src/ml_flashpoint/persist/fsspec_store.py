@@ -1,0 +1,223 @@
+"""A durable store behind any URL that fsspec knows: object stores, HDFS, SFTP, a local directory.
+
+Owns how a file gets its name there, whole or not at all. Deadlines and retries are those of the filesystem that
+fsspec gives, and so are credentials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from ml_flashpoint.core.errors import (
+    CapacityError,
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    LoadError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.persist.store import PIECE_BYTES, DurableStore, as_octets, split_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_PUBLISHED_WHEN_COMPLETE: Final = frozenset(
+    ("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "ocilake", "oss", "s3", "s3a", "tos")
+)
+"""Protocols of object stores: a name appears there when its upload is complete, and renaming would be a copy."""
+
+_ONE_REQUEST_BYTES: Final = 4 * 2**20
+"""Up to this size, a file goes to an object store in one request, which replaces what is there at once."""
+
+
+class FsspecStore(DurableStore):
+    """Files below a URL. Thread-safe as far as the filesystem is.
+
+    On an object store, what is larger than 4 MiB is uploaded under its own name: a name that nothing refers to yet is
+    what a writer should choose. Elsewhere, files get their names when they are complete. A folder of this machine is
+    better kept in a `DirectoryStore`, which also makes the names durable, and has locks.
+
+    Args:
+        url: such as ``s3://bucket/folder``, ``memory://folder`` or ``file:///data``.
+
+    Raises:
+        InvalidArgumentError: `url` is empty; or, when it is first used, fsspec does not know this kind of URL or lacks
+            a package for it.
+    """
+
+    def __init__(self, url: str) -> None:
+        if not url:
+            raise InvalidArgumentError("a URL is needed", argument="url", value=url)
+        self._url = url
+        self._filesystem: Any = None
+        self._root = ""
+        self._renames = True
+        self._opening = threading.Lock()
+
+    def _open(self) -> Any:
+        with self._opening:
+            if self._filesystem is None:
+                try:
+                    from fsspec.core import url_to_fs
+                except ImportError as error:
+                    raise FlashpointError("fsspec is not installed", hint="pip install fsspec") from error
+                try:
+                    filesystem, root = url_to_fs(self._url)
+                except (ValueError, ImportError) as error:
+                    raise InvalidArgumentError(f"fsspec: {error}", argument="url", value=self._url) from error
+                protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+                self._renames = protocols.isdisjoint(_PUBLISHED_WHEN_COMPLETE)
+                self._root = root.rstrip("/")
+                self._filesystem = filesystem
+        return self._filesystem
+
+    def path_of(self, name: str) -> str:
+        """Returns the URL."""
+        return "/".join([self._url.rstrip("/"), *split_name(name, allow_root=True)])
+
+    def _inner(self, name: str, *, allow_root: bool = False) -> str:
+        return "/".join([self._root, *split_name(name, allow_root=allow_root)])
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
+        """See `DurableStore.write`."""
+        filesystem = self._open()
+        target = self._inner(name)
+        folder = target.rpartition("/")[0]
+        with self._writing(name):
+            if self._renames:
+                temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
+                filesystem.makedirs(folder, exist_ok=True)
+                with _removed_on_error(filesystem, temporary):
+                    written = _write_stream(filesystem, temporary, chunks, b"")
+                    filesystem.mv(temporary, target)
+                return written
+            start, rest = _first_bytes(chunks)
+            if rest is None:
+                filesystem.pipe_file(target, start)
+                return len(start)
+            with _removed_on_error(filesystem, target):
+                return _write_stream(filesystem, target, rest, start)
+
+    def size(self, name: str) -> int:
+        """See `DurableStore.size`."""
+        filesystem = self._open()
+        with self._reading(name):
+            filesystem.invalidate_cache()
+            found = filesystem.info(self._inner(name))
+            if found.get("type") != "file":
+                raise DamagedError("this is not a file", path=self.path_of(name))
+            return int(found["size"])
+
+    def read_into(self, name: str, begin: int, into: memoryview) -> None:
+        """See `DurableStore.read_into`."""
+        filesystem = self._open()
+        with self._reading(name):
+            for done in range(0, len(into), PIECE_BYTES):
+                piece = into[done : done + PIECE_BYTES]
+                data = filesystem.cat_file(self._inner(name), begin + done, begin + done + len(piece))
+                if len(data) != len(piece):
+                    raise DamagedError(
+                        f"the file ends before byte {begin + done + len(piece)}", path=self.path_of(name)
+                    )
+                piece[:] = data
+
+    def list(self, folder: str = "") -> list[str]:
+        """See `DurableStore.list`."""
+        filesystem = self._open()
+        try:
+            with self._reading(folder):
+                filesystem.invalidate_cache()
+                inner = self._inner(folder, allow_root=True)
+                paths = {path.rstrip("/") for path in filesystem.ls(inner, detail=False)}
+                # Some object stores list a folder in itself.
+                return sorted(path.rpartition("/")[2] for path in paths - {inner})
+        except ObjectNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """See `DurableStore.remove`."""
+        filesystem = self._open()
+        with self._writing(name), contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(self._inner(name))
+
+    def remove_folder(self, folder: str) -> None:
+        """See `DurableStore.remove_folder`."""
+        filesystem = self._open()
+        with self._writing(folder), contextlib.suppress(FileNotFoundError):
+            filesystem.invalidate_cache()
+            filesystem.rm(self._inner(folder), recursive=True)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        # What a filesystem raises is its own affair: that of an object store's client is seldom an OSError.
+        try:
+            yield
+        except FlashpointError:
+            raise
+        except Exception as error:
+            path = self.path_of(name)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CapacityError("no room for the file", path=path) from error
+            raise SaveError(f"cannot be written: {type(error).__name__}: {error}", path=path) from error
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FlashpointError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ObjectNotFoundError("there is no such file", path=self.path_of(name)) from error
+        except Exception as error:
+            raise LoadError(f"cannot be read: {type(error).__name__}: {error}", path=self.path_of(name)) from error
+
+
+@contextlib.contextmanager
+def _removed_on_error(filesystem: Any, path: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            filesystem.rm_file(path)
+        raise
+
+
+def _first_bytes(chunks: Iterable[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
+    """All bytes, and None; or, if there are too many for one request, the first of them, and the other chunks."""
+    start = bytearray()
+    rest = iter(chunks)
+    for chunk in rest:
+        view = as_octets(chunk)
+        if len(start) + len(view) > _ONE_REQUEST_BYTES:
+            return bytes(start), _chained(view, rest)
+        start += view
+    return bytes(start), None
+
+
+def _chained(first: memoryview, rest: Iterator[Buffer]) -> Iterator[Buffer]:
+    yield first
+    yield from rest
+
+
+def _write_stream(filesystem: Any, path: str, chunks: Iterable[Buffer], start: bytes) -> int:
+    written = len(start)
+    # Leaving it on an error completes the upload, of half a file: the caller removes that.
+    with filesystem.open(path, "wb") as file:
+        if start:
+            file.write(start)
+        for chunk in chunks:
+            view = as_octets(chunk)
+            if len(view):
+                file.write(view)
+            written += len(view)
+        file.flush()
+        with contextlib.suppress(AttributeError, OSError):
+            os.fsync(file.fileno())
+    return written

@@ -1,0 +1,314 @@
+"""Packs: many byte items in one durable file, which can be read one by one and are verified when they are.
+
+Owns what a pack looks like, writing it from buffers without gathering them in memory, and reading ranges of it. A
+pack is an object of the engine, that is, a valid safetensors file, called like one (`core.manifest.object_name`); its
+items are byte items of it, `item/<name>` each, and `index` is what its writer wants to find first. The manifest
+beside it records digests by blocks of 1 MiB; a pack exists once its manifest does. When it counts is up to others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from ml_flashpoint.core.digest import verify_blocks
+from ml_flashpoint.core.errors import (
+    DamagedError,
+    InvalidArgumentError,
+    ManifestError,
+    ObjectFormatError,
+    ObjectNotFoundError,
+)
+from ml_flashpoint.core.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ObjectRecord,
+    decode,
+    encode,
+    manifest_name,
+    object_name,
+    parse_manifest_name,
+)
+from ml_flashpoint.core.object_format import encode_header, header_length, parse_header, plan_layout
+from ml_flashpoint.core.object_layout import Entry
+from ml_flashpoint.persist.store import PIECE_BYTES, DurableStore, as_octets
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PACK_BLOCK_BYTES: Final = 2**20
+"""Digests are kept by blocks of this size: to read one item means to read and verify all of the blocks it lies in."""
+
+_INDEX: Final = "index"
+_ITEM: Final = "item/"
+_CACHED_BLOCKS: Final = 2
+_DIGEST_LENGTH: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PackReceipt:
+    """What identifies a pack in its folder: whoever has it notices any other one in its place.
+
+    Attributes:
+        manifest: file name of its manifest.
+        digest: xxh3_128 of that file, in hexadecimal.
+
+    Raises:
+        InvalidArgumentError: these are no such name and digest.
+    """
+
+    manifest: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.manifest, str) or parse_manifest_name(self.manifest) is None:
+            raise InvalidArgumentError("not the name of a manifest", argument="manifest", value=self.manifest)
+        if (
+            not isinstance(self.digest, str)
+            or len(self.digest) != _DIGEST_LENGTH
+            or not set(self.digest) <= set("0123456789abcdef")
+        ):
+            raise InvalidArgumentError("not a digest", argument="digest", value=self.digest)
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Names of the pack and of its manifest."""
+        parsed = parse_manifest_name(self.manifest)
+        assert parsed is not None  # checked on construction
+        return object_name(*parsed), self.manifest
+
+    def __str__(self) -> str:
+        return f"{self.manifest}:{self.digest}"
+
+    @classmethod
+    def parse(cls, text: str) -> PackReceipt:
+        """Returns what `str` was called on.
+
+        Raises:
+            InvalidArgumentError: `text` is no receipt.
+        """
+        if not isinstance(text, str):
+            raise InvalidArgumentError("a receipt must be text", argument="text", value=text)
+        manifest, _, digest = text.partition(":")
+        return cls(manifest, digest)
+
+
+def write_pack(
+    store: DurableStore,
+    folder: str,
+    *,
+    version: str,
+    rank: int,
+    world_size: int,
+    attempt: str,
+    node: str,
+    index: Buffer,
+    items: Sequence[tuple[str, Buffer]],
+    labels: Mapping[str, str] | None = None,
+) -> PackReceipt:
+    """Writes a pack and its manifest; both are durable on return.
+
+    Args:
+        store: where to.
+        folder: the folder in it; its last segment should be `version`.
+        version: of the manifest, as for `rank`, `world_size`, `attempt`, `node` and `labels`.
+        rank: which part of the version this is.
+        world_size: number of its parts.
+        attempt: one that no other pack of this part has.
+        node: of the writer.
+        index: anything.
+        items: distinct names, and contiguous buffers that do not change meanwhile.
+        labels: see `Manifest`.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range, a name occurs twice, or there are so many items (some
+            300,000) that the header would be longer than safetensors allows.
+        FlashpointError: see `DurableStore.write`.
+    """
+    views = [as_octets(index), *(as_octets(buffer) for _, buffer in items)]
+    names = [_INDEX, *(_ITEM + name for name, _ in items)]
+    layout = plan_layout([], list(zip(names, map(len, views), strict=True)), reserve=0)
+    name = object_name(rank, attempt)
+    digests: list[str] = []
+    header = encode_header(layout, layout.size, {"flashpoint": "pack"})
+    store.write(f"{folder}/{name}", _digested([memoryview(header), *views], digests))
+    record = ObjectRecord(name, layout.size, layout.size, tuple(digests), PACK_BLOCK_BYTES)
+    manifest = encode(Manifest(version, rank, world_size, attempt, node, (record,), labels or {}))
+    receipt = PackReceipt(manifest_name(rank, attempt), xxhash.xxh3_128(manifest).hexdigest())
+    store.write(f"{folder}/{receipt.manifest}", [manifest])
+    return receipt
+
+
+def check_pack(store: DurableStore, folder: str, receipt: PackReceipt) -> Manifest:
+    """Returns the manifest of a pack, after checking that both are there, the manifest whole and the pack as long.
+
+    Raises:
+        ObjectNotFoundError: one is not there.
+        DamagedError: the manifest is not the one that was written, or the pack does not have its size.
+        LoadError: the store cannot be read.
+    """
+    name = f"{folder}/{receipt.manifest}"
+    path = store.path_of(name)
+    data = store.read(name, limit=MAX_MANIFEST_BYTES)
+    if xxhash.xxh3_128(data).hexdigest() != receipt.digest:
+        raise ManifestError("this is not the manifest that was written: its digest differs", path=path)
+    manifest = decode(data, path)
+    own = object_name(manifest.rank, manifest.attempt)
+    if len(manifest.objects) != 1 or manifest.objects[0].name != own:
+        raise ManifestError("the manifest is not that of a pack", path=path)
+    size = store.size(f"{folder}/{own}")
+    if size != manifest.objects[0].size:
+        raise DamagedError(
+            f"the file has {size} bytes, and not {manifest.objects[0].size} as recorded",
+            path=store.path_of(f"{folder}/{own}"),
+        )
+    return manifest
+
+
+class PackReader:
+    """Reads a pack by ranges; whatever it returns has been verified. Thread-safe.
+
+    Args:
+        store: where it is.
+        folder: the folder in it.
+        receipt: from `write_pack`.
+
+    Raises:
+        FlashpointError: see `check_pack`; `DamagedError` also for a header that is not what was written.
+    """
+
+    def __init__(self, store: DurableStore, folder: str, receipt: PackReceipt) -> None:
+        self.manifest = check_pack(store, folder, receipt)
+        self._store = store
+        self._record = self.manifest.objects[0]
+        self._name = f"{folder}/{self._record.name}"
+        self.path = store.path_of(self._name)
+        self._cached: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        size = self._record.size
+        prefix = self._read(0, min(8, size))
+        header = parse_header(self._read(0, header_length(prefix, size, self.path)), size, self.path)
+        self._entries: dict[str, Entry] = {e.key: e for e in header.layout.byte_items}
+        if _INDEX not in self._entries:
+            raise ObjectFormatError("this is not a pack: it has no index", path=self.path)
+
+    def names(self) -> list[str]:
+        """Returns the names of the items, in their order."""
+        return [key[len(_ITEM) :] for key in self._entries if key.startswith(_ITEM)]
+
+    def index(self) -> bytes:
+        """Returns the index.
+
+        Raises:
+            FlashpointError: see `item`.
+        """
+        entry = self._entries[_INDEX]
+        return self._read(entry.begin, entry.end)
+
+    def nbytes(self, name: str) -> int:
+        """Returns the length of an item.
+
+        Raises:
+            ObjectNotFoundError: there is none of this name.
+        """
+        return self._entry(name).nbytes
+
+    def item(self, name: str, into: Buffer | None = None) -> bytes | memoryview:
+        """Returns an item, or reads it into the start of a writable buffer and returns that part of it.
+
+        Raises:
+            ObjectNotFoundError: there is no item of this name, or no file any more.
+            DamagedError: the bytes are not what was written; names the file.
+            InvalidArgumentError: `into` is too short, or cannot be written.
+            LoadError: the store cannot be read.
+        """
+        entry = self._entry(name)
+        if into is None:
+            return self._read(entry.begin, entry.end)
+        view = as_octets(into)
+        if view.readonly or len(view) < entry.nbytes:
+            raise InvalidArgumentError(
+                f"must be writable and have at least {entry.nbytes} bytes", argument="into", value=len(view)
+            )
+        view = view[: entry.nbytes]
+        self._read_into(entry.begin, view)
+        return view
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._entries.get(_ITEM + name)
+        if entry is None:
+            raise ObjectNotFoundError(f"there is no item {name[:80]!a} in the pack", path=self.path)
+        return entry
+
+    def _read(self, begin: int, end: int) -> bytes:
+        content = bytearray(end - begin)
+        self._read_into(begin, memoryview(content))
+        return bytes(content)
+
+    def _read_into(self, begin: int, into: memoryview) -> None:
+        """Whole blocks are read to where they belong; of those that are not wholly wanted, the last two are kept."""
+        if not len(into):
+            return
+        end = begin + len(into)
+        block = begin // PACK_BLOCK_BYTES
+        while (start := block * PACK_BLOCK_BYTES) < end:
+            whole = (end if end == self._record.size else end - end % PACK_BLOCK_BYTES) - start
+            if start < begin or whole <= 0:
+                content = self._block(block)
+                low, high = max(begin, start), min(end, start + len(content))
+                into[low - begin : high - begin] = memoryview(content)[low - start : high - start]
+                block += 1
+            else:
+                taken = min(whole, PIECE_BYTES)
+                self._verified(block, into[start - begin : start - begin + taken])
+                block += -(-taken // PACK_BLOCK_BYTES)
+
+    def _block(self, block: int) -> bytes:
+        with self._lock:
+            content = self._cached.get(block)
+            if content is not None:
+                self._cached.move_to_end(block)
+                return content
+        start = block * PACK_BLOCK_BYTES
+        fresh = bytearray(min(PACK_BLOCK_BYTES, self._record.size - start))
+        self._verified(block, memoryview(fresh))
+        content = bytes(fresh)
+        with self._lock:
+            self._cached[block] = content
+            while len(self._cached) > _CACHED_BLOCKS:
+                self._cached.popitem(last=False)
+        return content
+
+    def _verified(self, block: int, into: memoryview) -> None:
+        self._store.read_into(self._name, block * PACK_BLOCK_BYTES, into)
+        count = -(-len(into) // PACK_BLOCK_BYTES)
+        digests = self._record.digests[block : block + count]
+        verify_blocks(into, digests, PACK_BLOCK_BYTES, first_block=block, path=self.path)
+
+
+def _digested(chunks: Iterable[memoryview], digests: list[str]) -> Iterator[memoryview]:
+    """Passes chunks on, and appends the digest of each block of them as it ends, at the latest at the end."""
+    block = xxhash.xxh3_64()
+    room = PACK_BLOCK_BYTES
+    for chunk in chunks:
+        for begin in range(0, len(chunk), PIECE_BYTES):
+            # In pieces, so that what is written is still in the processor's cache.
+            piece = chunk[begin : begin + PIECE_BYTES]
+            left = piece
+            while len(left):
+                taken = left[:room]
+                block.update(taken)
+                left = left[len(taken) :]
+                room -= len(taken)
+                if not room:
+                    digests.append(block.hexdigest())
+                    block = xxhash.xxh3_64()
+                    room = PACK_BLOCK_BYTES
+            yield piece
+    if room < PACK_BLOCK_BYTES:
+        digests.append(block.hexdigest())

@@ -1,0 +1,74 @@
+"""The store behind a `TransferService`: parts of this node go out of it, copies of others' parts come into it.
+
+Owns that a copy appears whole and in nobody else's place. When one is sent or dropped is for others to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.errors import InvalidNameError, ObjectNotFoundError
+from ml_flashpoint.core.manifest import Manifest, manifest_name, parse_object_name
+
+
+class StoreBackend:
+    """Serves the parts of this node and takes in copies for a store: a `TransferBackend`. Thread-safe.
+
+    Args:
+        store: gives the store; may wait for it, and raise `FlashpointError` where it does not come.
+    """
+
+    def __init__(self, store: Callable[[], RankStore]) -> None:
+        self._store = store
+
+    def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
+        """See `TransferBackend`."""
+        return self._store().open_object(version, name)
+
+    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
+        """See `TransferBackend`."""
+        path = self._store().base / version / manifest_name(rank, attempt)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ObjectNotFoundError("no such part here", rank=rank, path=path) from error
+
+    def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
+        """See `TransferBackend`. A part whose objects are not called like it is refused."""
+        for record in manifest.objects:
+            if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
+                # It would take the place of another part's file.
+                raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)
+        store = self._store()
+        held = store.find(manifest.attempt, manifest.rank)
+        if held is not None and held.manifest is not None and not held.doomed:
+            return None
+        return IncomingCopy(store, manifest)
+
+
+class IncomingCopy:
+    """Arenas being filled with another rank's part; nothing is visible before :meth:`commit`."""
+
+    def __init__(self, store: RankStore, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._arenas: list[Arena] = []
+        try:
+            for record in manifest.objects:
+                self._arenas.append(store.acquire(record.file_size, exact=True))
+        except BaseException:
+            self.abort()
+            raise
+        self.buffers = tuple(a.buffer[: o.size] for a, o in zip(self._arenas, manifest.objects, strict=True))
+
+    def commit(self) -> None:
+        """The bytes are verified: publish the part under this node's base."""
+        self._store.commit(self._manifest, self._arenas)
+
+    def abort(self) -> None:
+        """Give the arenas back."""
+        for arena in self._arenas:
+            self._store.release(arena)

@@ -1,0 +1,591 @@
+"""Requests between clients and managers: what arrives, what is refused, and that nothing waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ml_flashpoint.core.errors import (
+    AuthenticationError,
+    CapacityError,
+    FlashpointError,
+    InvalidArgumentError,
+    ProtocolError,
+)
+from ml_flashpoint.ddict import messages
+from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
+from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
+from ml_flashpoint.ddict.request_server import MAX_HANDSHAKES, RequestServer
+from ml_flashpoint.replication import wire
+from ml_flashpoint.replication.channel import ConnectionLostError
+from tests.ddict import connection_support
+from tests.ddict.connection_support import (
+    DEADLINE_S,
+    SECRET,
+    Echo,
+    connect,
+    impostor_greeting,
+    is_hung_up,
+    raw,
+)
+from tests.support import forked
+from tests.support.forked import Child
+
+forked.preload("tests.ddict.connection_support")
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def server(echo: Echo, tmpfs: Path) -> Iterator[RequestServer]:
+    with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1") as server:
+        yield server
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, server: RequestServer) -> Address:
+    return next(each for each in server.addresses if each[0] == request.param)
+
+
+# ---- what arrives -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (),
+        (0,),
+        (1, 0, 3),
+        (1000,),
+        (65_536,),
+        (65_500, 100),
+        (300_000, 5, 0),
+        (5 << 20, 0, 7, 6 << 20),
+        tuple([3] * 5000),
+        tuple([1100] * 5000),
+    ],
+)
+def test_a_reply_is_what_was_asked(address: Address, sizes: tuple[int, ...]) -> None:
+    blobs = [os.urandom(size) for size in sizes]
+    fields = {"text": "ä€\ud800", "number": 1 << 70, "nested": [{"a": None}, 1.5, True]}
+    connection = connect(address)
+    for _ in range(2):
+        reply = connection.request("echo", fields, blobs, timeout_s=DEADLINE_S)
+        assert reply.fields == fields
+        assert reply.blobs == blobs
+        assert all(type(blob) is bytes for blob in reply.blobs)
+    connection.close()
+
+
+def test_blobs_may_be_any_buffer(address: Address) -> None:
+    words = memoryview(bytearray(range(240))).cast("I")
+    reply = connect(address).request("echo", {}, [words, bytearray(b"x"), b"y"], timeout_s=DEADLINE_S)
+    assert reply.blobs == [bytes(words), b"x", b"y"]
+
+
+def test_many_threads_share_a_connection_and_many_have_their_own(address: Address, echo: Echo) -> None:
+    shared = connect(address)
+    wrong = []
+
+    def ask(number: int, connection: Connection) -> None:
+        for i in range(30):
+            blob = f"{number} {i}".encode() * (1 + 3000 * (i % 3))
+            if connection.request("echo", {"n": number}, [blob], timeout_s=DEADLINE_S) != ({"n": number}, [blob]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(n, shared if n % 2 else connect(address))) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(echo.handled) == 12 * 30
+    assert len(echo.opened) == 7
+
+
+def test_a_session_is_closed_once_when_its_connection_is_gone(address: Address, echo: Echo) -> None:
+    first, second = connect(address), connect(address)
+    first.request("echo", {}, timeout_s=DEADLINE_S)
+    second.request("echo", {}, timeout_s=DEADLINE_S)
+    first.close()
+    assert echo.wait_for(lambda: echo.closed_sessions == [0])
+    second.close()
+    assert echo.wait_for(lambda: echo.closed_sessions == [0, 1])
+    if address[0] == "unix":
+        assert {peer.pid for peer in echo.opened} == {os.getpid()}
+
+
+def test_a_handler_can_tell_that_nobody_waits_any_more(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    thread = threading.Thread(target=_ask_in_vain, args=(connection,))
+    thread.start()
+    assert echo.wait_for(lambda: bool(echo.handled))
+    assert not echo.opened[0].is_gone()
+    connection.close()
+    thread.join(DEADLINE_S)
+    give_up = time.monotonic() + DEADLINE_S
+    while not echo.opened[0].is_gone():
+        assert time.monotonic() < give_up
+    echo.go_on.set()
+
+
+def _ask_in_vain(connection: Connection) -> None:
+    with pytest.raises(RequestLostError):
+        connection.request("wait", {}, timeout_s=DEADLINE_S)
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_handler_are_raised_at_the_client_and_the_connection_goes_on(address: Address) -> None:
+    connection = connect(address)
+    with pytest.raises(DDictCheckpointRetiredError) as retired:
+        connection.request("retired", {}, timeout_s=DEADLINE_S)
+    assert (retired.value.checkpoint_id, retired.value.manager, retired.value.hint) == (7, 2, "read a newer one")
+    with pytest.raises(KeyError):
+        connection.request("no key", {}, timeout_s=DEADLINE_S)
+    with pytest.raises(CapacityError) as full:
+        connection.request("full", {}, timeout_s=DEADLINE_S)
+    assert (full.value.needed_bytes, full.value.available_bytes) == (10, 3)
+    with pytest.raises(InvalidArgumentError) as bad:
+        connection.request("bad argument", {}, timeout_s=DEADLINE_S)
+    assert (bad.value.argument, bad.value.value) == ("timeout", "-1")
+    with pytest.raises(DDictKeyError) as own:
+        connection.request("own error", {}, timeout_s=DEADLINE_S)
+    assert type(own.value) is DDictKeyError
+    with pytest.raises(DDictError, match="ZeroDivisionError: a bug"):
+        connection.request("bug", {}, timeout_s=DEADLINE_S)
+    with pytest.raises(InvalidArgumentError, match="cannot be sent"):
+        connection.request("not json", {}, timeout_s=DEADLINE_S)
+    assert connection.request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {},
+        {"error": "SystemExit", "message": "x"},
+        {"error": 5, "message": ["x"]},
+        {"error": "DDictKeyError", "message": "x", "__class__": "y", "manager": [1], "args": "z"},
+    ],
+)
+def test_an_error_from_elsewhere_is_only_ever_one_of_ours(described: dict[str, object]) -> None:
+    error = messages.rebuild_error(described)
+    assert isinstance(error, DDictError)
+    assert error.manager is None
+
+
+def test_what_cannot_be_sent_is_refused_and_nothing_is_lost(address: Address) -> None:
+    connection = connect(address)
+    with pytest.raises(InvalidArgumentError, match="cannot be sent"):
+        connection.request("echo", {"x": object()}, timeout_s=DEADLINE_S)
+    with pytest.raises(InvalidArgumentError, match="blobs"):
+        connection.request("echo", {}, [b""] * (messages.MAX_BLOBS + 1), timeout_s=DEADLINE_S)
+    with pytest.raises(InvalidArgumentError, match="fields"):
+        connection.request("echo", {"x": "a" * messages.MAX_JSON_BYTES}, timeout_s=DEADLINE_S)
+    assert connection.request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
+
+
+# ---- waiting ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_ends_at_its_deadline(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    began = time.monotonic()
+    with pytest.raises(DDictTimeoutError):
+        connection.request("wait", {}, timeout_s=0.2)
+    assert 0.19 < time.monotonic() - began < 5
+    assert connection.closed
+    with pytest.raises(ConnectionLostError):
+        connection.request("echo", {}, timeout_s=DEADLINE_S)
+    echo.go_on.set()
+    assert echo.wait_for(lambda: echo.closed_sessions == [0])
+
+
+def test_waiting_for_another_threads_request_ends_at_the_deadline_and_spoils_nothing(
+    address: Address, echo: Echo
+) -> None:
+    connection = connect(address)
+    thread = threading.Thread(target=lambda: connection.request("wait", {}, timeout_s=DEADLINE_S))
+    thread.start()
+    assert echo.wait_for(lambda: bool(echo.handled))
+    with pytest.raises(DDictTimeoutError, match="busy"):
+        connection.request("echo", {}, timeout_s=0.05)
+    echo.go_on.set()
+    thread.join(DEADLINE_S)
+    assert connection.request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
+
+
+def test_close_breaks_a_request_of_another_thread_off(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    raised: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            connection.request("wait", {}, timeout_s=DEADLINE_S)
+        except FlashpointError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert echo.wait_for(lambda: bool(echo.handled))
+    connection.close()
+    thread.join(DEADLINE_S)
+    assert [type(error) for error in raised] == [RequestLostError]
+    echo.go_on.set()
+
+
+def test_a_manager_that_hangs_is_waited_for_until_the_deadline(tmpfs: Path) -> None:
+    with Child(connection_support.serve, str(tmpfs)) as child:
+        (_, addresses) = child.next_report("addresses")
+        connections = [connect(address) for address in addresses]
+        child.stop()
+        for connection in connections:
+            with pytest.raises(DDictTimeoutError):
+                connection.request("echo", {}, [bytes(8 << 20)], timeout_s=0.2)
+        for address in addresses:
+            with pytest.raises(DDictTimeoutError):
+                Connection(address, SECRET, connect_timeout_s=0.2)
+
+
+def test_a_killed_manager_is_noticed_at_once(tmpfs: Path) -> None:
+    with Child(connection_support.serve, str(tmpfs)) as child:
+        (_, addresses) = child.next_report("addresses")
+        waiting = [connect(address) for address in addresses]
+        idle = [connect(address) for address in addresses]
+        raised: list[BaseException] = []
+
+        def ask(connection: Connection) -> None:
+            try:
+                connection.request("wait", {}, timeout_s=DEADLINE_S)
+            except FlashpointError as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=ask, args=(connection,)) for connection in waiting]
+        for thread in threads:
+            thread.start()
+        while not all(connection._lock.locked() for connection in waiting):
+            time.sleep(0.001)
+        child.kill()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert all(isinstance(error, ConnectionLostError) for error in raised)
+        assert len(raised) == 2
+        for connection in idle:
+            with pytest.raises(ConnectionLostError):
+                connection.request("echo", {}, timeout_s=DEADLINE_S)
+        for address in addresses:
+            with pytest.raises(ConnectionLostError):
+                connect(address)
+
+
+def test_a_forked_child_has_no_connections_and_leaves_the_parents_alone(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    connection.request("echo", {}, timeout_s=DEADLINE_S)
+    with connection._lock:  # held by another thread, for all that the child knows
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                connection.request("echo", {}, timeout_s=1)
+            except ConnectionLostError:
+                own = connect(address)
+                status = 0 if own.request("echo", {"a": 2}, timeout_s=5).fields == {"a": 2} else 2
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert connection.request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
+    assert echo.wait_for(lambda: echo.closed_sessions == [1])
+
+
+def test_close_ends_everything_and_takes_the_path_away(echo: Echo, tmpfs: Path) -> None:
+    server = RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1")
+    connections = [connect(address) for address in server.addresses]
+    for connection in connections:
+        connection.request("echo", {}, timeout_s=DEADLINE_S)
+    server.close()
+    server.close()
+    assert not (tmpfs / "s").exists()
+    assert sorted(echo.closed_sessions) == [0, 1]
+    for connection in connections:
+        with pytest.raises(ConnectionLostError):
+            connection.request("echo", {}, timeout_s=DEADLINE_S)
+    with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s")) as again:
+        server.close()
+        assert connect(again.addresses[0]).request("echo", {}, timeout_s=DEADLINE_S).fields == {}
+
+
+# ---- strangers --------------------------------------------------------------------------------------------------
+
+
+def test_both_sides_must_know_the_secret(address: Address, echo: Echo) -> None:
+    with pytest.raises(AuthenticationError, match="secret"):
+        connect(address, b"another secret of the test")
+    assert echo.opened == []
+
+
+@pytest.mark.parametrize("answer", [b"\1" * wire.MAC_BYTES, b"\0" * wire.MAC_BYTES])
+def test_a_server_that_does_not_know_the_secret_is_refused(tmpfs: Path, answer: bytes) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmpfs / "s"))
+    listener.listen()
+    listener.settimeout(DEADLINE_S)
+
+    def pretend() -> None:
+        sock, _ = listener.accept()
+        sock.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+        sock.sendall(impostor_greeting())
+        sock.recv(wire.MAC_BYTES, socket.MSG_WAITALL)
+        sock.sendall(answer)
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(AuthenticationError):
+        connect(("unix", str(tmpfs / "s")))
+    thread.join(DEADLINE_S)
+    listener.close()
+
+
+def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo) -> None:
+    # The same secret, but without the purpose: neither can be taken for the other.
+    with raw(address) as sock:
+        nonce = b"c" * wire.NONCE_BYTES
+        sock.sendall(wire.greeting(nonce))
+        server_nonce = wire.parse_greeting(sock.recv(wire.GREETING_BYTES, socket.MSG_WAITALL))
+        sock.sendall(wire.client_proof(SECRET, nonce, server_nonce))
+        assert is_hung_up(sock)
+    assert echo.opened == []
+
+
+def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path) -> None:
+    said = (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096))
+    with RequestServer(
+        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=1
+    ) as server:
+        strangers = []
+        for address in server.addresses:
+            for words in said:
+                strangers.append(raw(address))
+                strangers[-1].sendall(words)
+        for address in server.addresses:
+            assert connect(address).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
+        assert all(is_hung_up(sock) for sock in strangers)
+        for sock in strangers:
+            sock.close()
+    assert len(echo.opened) == 2
+
+
+def _greeted(address: Address) -> tuple[socket.socket, MessageSocket]:
+    sock = raw(address)
+    spoken = MessageSocket(sock, "test")
+    spoken.handshake_as_client(SECRET, time.monotonic() + DEADLINE_S)
+    return sock, spoken
+
+
+def _head(text: int, blobs: int, magic: bytes = b"MLFd") -> bytes:
+    return struct.pack(">4sII", magic, text, blobs)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _head(10, 0, b"XXXX") + bytes(20),
+        _head(messages.MAX_JSON_BYTES + 1, 0),
+        _head(2, messages.MAX_BLOBS + 1),
+        _head(2, 1) + struct.pack(">I", messages.MAX_BLOB_BYTES + 1) + b"{}",
+        _head(2, 0) + b"{}",
+        _head(5, 0) + b"[1,2]",
+        _head(8, 0) + b'["a",[]]',
+        _head(9, 0) + b"[null,{}]",
+        _head(4, 0) + b"\xff\xfe\xff\xfe",
+        _head(20000, 0) + b"[" * 20000,
+        _head(8, 0) + b'["a",{}]' + b"more",
+    ],
+)
+def test_what_is_no_request_ends_the_connection_and_nothing_else(address: Address, echo: Echo, sent: bytes) -> None:
+    sock, spoken = _greeted(address)
+    if address[0] == "tcp":
+        assert spoken._sending is not None
+        sent += spoken._sending.next([sent])
+    sock.sendall(sent)
+    assert is_hung_up(sock)
+    assert echo.handled == []
+    assert echo.wait_for(lambda: echo.closed_sessions == [0])
+    assert connect(address).request("echo", {}, timeout_s=DEADLINE_S).fields == {}
+    sock.close()
+
+
+@pytest.mark.parametrize("how", ["altered", "replayed", "without code"])
+def test_between_nodes_a_message_is_neither_altered_nor_replayed(server: RequestServer, echo: Echo, how: str) -> None:
+    sock, spoken = _greeted(server.addresses[1])
+    assert spoken._sending is not None
+    parts = [messages.begin_message("put", {"key": "a"}, [3]), b"one"]
+    message = b"".join([*parts, spoken._sending.next(parts)])
+    if how == "altered":
+        sock.sendall(message.replace(b"one", b"two"))
+    elif how == "without code":
+        sock.sendall(b"".join(parts) + bytes(32))
+    else:
+        sock.sendall(message)
+        assert spoken.receive(time.monotonic() + DEADLINE_S, request=False).blobs == [b"one"]
+        sock.sendall(message)
+    assert is_hung_up(sock)
+    assert len(echo.handled) == (1 if how == "replayed" else 0)
+    sock.close()
+
+
+def test_a_request_that_breaks_off_is_not_carried_out(address: Address, echo: Echo) -> None:
+    sock, _ = _greeted(address)
+    sock.sendall(_head(20, 1) + struct.pack(">I", 1 << 20) + b'["put",{}]' + bytes(5000))
+    sock.close()
+    assert echo.wait_for(lambda: echo.closed_sessions == [0])
+    assert echo.handled == []
+
+
+def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
+    with RequestServer(SECRET, echo, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
+        strangers = [raw(server.addresses[0]) for _ in range(MAX_HANDSHAKES + 10)]
+        assert connect(server.addresses[0]).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
+        assert all(is_hung_up(sock) for sock in strangers[:5])
+        for sock in strangers:
+            sock.close()
+
+
+def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestServer, tmpfs: Path) -> None:
+    ask, answer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            server.close()
+            os.close(answer)
+            os.read(ask, 1)  # until the parent is done
+        finally:
+            os._exit(0)
+    try:
+        assert connect(server.addresses[0]).request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
+        _, _, port = server.addresses[1]  # type: ignore[misc]
+        server.close()
+        with RequestServer(SECRET, Echo(), tcp_host="127.0.0.1", tcp_port=port) as again:
+            assert connect(again.addresses[0]).request("echo", {"a": 2}, timeout_s=DEADLINE_S).fields == {"a": 2}
+    finally:
+        os.close(answer)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_more_connections_than_allowed_are_told_so(echo: Echo, tmpfs: Path) -> None:
+    with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), max_connections=2) as server:
+        kept = [connect(server.addresses[0]) for _ in range(2)]
+        for connection in kept:
+            connection.request("echo", {}, timeout_s=DEADLINE_S)
+        with pytest.raises(DDictError, match="as many connections"):
+            connect(server.addresses[0]).request("echo", {}, timeout_s=DEADLINE_S)
+        kept.pop().close()
+        assert echo.wait_for(lambda: len(echo.closed_sessions) == 1)
+        give_up = time.monotonic() + DEADLINE_S
+        while True:  # the place is free a moment after the session was closed
+            try:
+                assert connect(server.addresses[0]).request("echo", {}, timeout_s=DEADLINE_S).fields == {}
+                break
+            except FlashpointError:
+                assert time.monotonic() < give_up
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_is_refused_although_it_knows_the_secret(server: RequestServer, echo: Echo, tmpfs: Path) -> None:
+    os.chmod(tmpfs, 0o755)
+    os.chmod(tmpfs / "s", 0o666)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setresuid(65534, 65534, 65534)
+            with raw(server.addresses[0]) as sock:
+                status = 0 if is_hung_up(sock) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert echo.opened == []
+
+
+def test_addresses_and_secrets_are_checked(tmpfs: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="107"):
+        RequestServer(SECRET, Echo(), unix_path=str(tmpfs / ("x" * 108)))
+    with pytest.raises(InvalidArgumentError, match="nothing to listen on"):
+        RequestServer(SECRET, Echo())
+    with pytest.raises(InvalidArgumentError, match="secret"):
+        RequestServer(b"short", Echo(), unix_path=str(tmpfs / "s"))
+    for address in (("unix",), ("tcp", "x"), ("udp", "x", 1), ("unix", "x" * 108)):
+        with pytest.raises(InvalidArgumentError, match="address="):
+            Connection(address, SECRET, connect_timeout_s=1)  # type: ignore[arg-type]
+    with pytest.raises(ConnectionLostError):
+        connect(("unix", str(tmpfs / "none")))
+
+
+def test_a_server_that_is_slow_to_accept_is_waited_for(tmpfs: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmpfs / "s"))
+    listener.listen(0)
+    before_us = raw(("unix", str(tmpfs / "s")))  # fills the queue
+    began = time.monotonic()
+    with pytest.raises(DDictTimeoutError, match="no connection"):
+        Connection(("unix", str(tmpfs / "s")), SECRET, connect_timeout_s=0.3)
+    assert time.monotonic() - began > 0.29
+    before_us.close()
+    listener.close()
+
+
+def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmpfs / "s"))
+    listener.listen()
+    listener.settimeout(DEADLINE_S)
+
+    def pretend() -> None:
+        sock, _ = listener.accept()
+        sock.sendall(b"220 something else listens here" + bytes(40))
+        assert is_hung_up(sock)
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(ProtocolError):
+        connect(("unix", str(tmpfs / "s")))
+    thread.join(DEADLINE_S)
+    listener.close()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(text=st.binary() | _JSON.map(lambda value: json.dumps(value).encode()), request=st.booleans())
+def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> None:
+    try:
+        subject, fields = messages.parse_text(text, request=request)
+    except ProtocolError:
+        return
+    assert isinstance(subject, str if request else (dict, type(None)))
+    assert isinstance(fields, dict)
+
+
+@given(st.dictionaries(st.sampled_from(["error", "message", "manager", "path", "value", "hint", "x"]), _JSON))
+def test_any_description_is_an_error(described: dict[str, object]) -> None:
+    error = messages.rebuild_error(described)
+    assert isinstance(error, FlashpointError)
+    assert str(error)
+    assert type(messages.rebuild_error(messages.describe_error(error))) is type(error)

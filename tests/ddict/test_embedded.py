@@ -1,0 +1,394 @@
+"""Managers as children of their creator: start, restart, and the end of everything, however it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ml_flashpoint.ddict import runtime_folder
+from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.nursery import MOST_DEATHS
+from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+from tests.workers import ddict_entries
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nursery_is_kept() -> Iterator[None]:
+    """One nursery for all of this file: its start is the slow part."""
+    kept = acquire_nursery()
+    yield
+    release_nursery(kept)
+
+
+def runtime_of(root: Path, entry: str = "note_and_wait") -> EmbeddedRuntime:
+    return EmbeddedRuntime(entry=f"{ddict_entries.__name__}:{entry}", root=root)
+
+
+def configs_of(runtime: EmbeddedRuntime, count: int) -> list[dict[str, Any]]:
+    return [{"number": number, "folder": str(runtime.base), "secret": f"s-{number}"} for number in range(count)]
+
+
+@contextlib.contextmanager
+def started(root: Path, count: int, entry: str = "note_and_wait") -> Iterator[EmbeddedRuntime]:
+    runtime = runtime_of(root, entry)
+    try:
+        runtime.start(configs_of(runtime, count))
+        yield runtime
+    finally:
+        runtime.stop()
+
+
+def seen_by(runtime: EmbeddedRuntime, number: int) -> dict[str, Any]:
+    seen: dict[str, Any] = json.loads((runtime.base / f"seen-{number}").read_text())
+    return seen
+
+
+class Watch:
+    """Names processes before they die, to wait for their end."""
+
+    def __init__(self, *pids: int) -> None:
+        self._descriptors = {pid: os.pidfd_open(pid) for pid in pids}
+
+    def alive(self) -> list[int]:
+        return [pid for pid, descriptor in self._descriptors.items() if not select.select([descriptor], [], [], 0)[0]]
+
+    def await_end(self, timeout_s: float = DEADLINE_S) -> None:
+        give_up = time.monotonic() + timeout_s
+        for pid, descriptor in self._descriptors.items():
+            ended, _, _ = select.select([descriptor], [], [], max(0.0, give_up - time.monotonic()))
+            assert ended, f"process {pid} is alive after {timeout_s} s: {psutil.Process(pid).cmdline()}"
+
+    def close(self, *, kill: bool) -> None:
+        for descriptor in self._descriptors.values():
+            if kill:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def watching(*pids: int, kill: bool = False) -> Iterator[Watch]:
+    watch = Watch(*pids)
+    try:
+        yield watch
+    finally:
+        watch.close(kill=kill)
+
+
+@dataclass
+class Creator:
+    """A process of its own that made managers."""
+
+    process: subprocess.Popen[str]
+    base: Path
+    managers: list[int]
+    nursery: int
+    children: list[int]
+
+
+@contextlib.contextmanager
+def creator(root: Path, count: int = 2, how: str = "wait", entry: str = "note_and_wait") -> Iterator[Creator]:
+    argv = [sys.executable, ddict_entries.__file__, str(root), str(count), entry, how]
+    # It lets go of the output at its end, so reading a line has an end, too.
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        yield Creator(process, Path(told["base"]), told["pids"], told["nursery"], told["children"])
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+# -- start and stop ---------------------------------------------------------------------------------------------
+
+
+def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_TEST_PROBE", "as of the start")
+    with started(tmpfs, 3) as runtime:
+        pids = runtime.pids()
+        assert sorted(pids) == [0, 1, 2]
+        incarnations = set()
+        for number, pid in pids.items():
+            seen = seen_by(runtime, number)
+            assert (seen["number"], seen["pid"], seen["secret"]) == (number, pid, f"s-{number}")
+            assert seen["restarted"] is False
+            assert seen["probe"] == "as of the start"
+            assert seen["cwd"] == os.getcwd()
+            assert len(bytes.fromhex(seen["incarnation"])) == 8
+            incarnations.add(seen["incarnation"])
+            process = psutil.Process(pid)
+            assert "s-" not in " ".join(process.cmdline()[3:])
+            assert not [value for value in process.environ().values() if value.startswith("s-")]
+            assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
+            assert os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")
+        assert len(incarnations) == 3
+        with watching(*pids.values()) as watch:
+            runtime.stop()
+            assert watch.alive() == []
+    assert runtime.pids() == {}
+    assert list(tmpfs.iterdir()) == []
+    with pytest.raises(DDictDestroyedError):
+        _ = runtime.nursery_pid
+
+
+def test_the_creator_has_one_thread_more_whatever_it_makes(tmpfs: Path) -> None:
+    names = [thread.name for thread in threading.enumerate()]
+    with started(tmpfs, 2), started(tmpfs, 1):
+        assert [thread.name for thread in threading.enumerate()] == names
+    assert names.count("ddict-nursery") == 1
+
+
+def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
+    with started(tmpfs, 2) as first, started(tmpfs, 2) as second:
+        assert first.nursery_pid == second.nursery_pid
+        with watching(*second.pids().values()) as watch:
+            first.stop()
+            assert len(watch.alive()) == 2
+        killed = second.pids()[1]
+        os.kill(killed, signal.SIGKILL)
+        assert second.wait_until_ready(1, other_than=killed, timeout_s=DEADLINE_S) != killed
+        assert [folder.name for folder in tmpfs.iterdir()] == [second.base.name]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("fail_second", "RuntimeError: no room for manager 1"),
+        ("die_second", "was killed by SIGKILL"),
+    ],
+)
+def test_a_manager_that_cannot_start_is_named_and_nothing_is_left(tmpfs: Path, entry: str, said: str) -> None:
+    runtime = runtime_of(tmpfs, entry)
+    before = set(psutil.Process(runtime.nursery_pid).children())
+    nursery = psutil.Process(runtime.nursery_pid)
+    with pytest.raises(DDictError, match=said) as caught:
+        runtime.start(configs_of(runtime, 3))
+    assert caught.value.manager == 1
+    assert set(nursery.children()) <= before
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_code_that_cannot_be_imported_is_told(tmpfs: Path) -> None:
+    runtime = EmbeddedRuntime(entry="tests.workers.no_such_module:run", root=tmpfs)
+    with pytest.raises(DDictError, match="no_such_module"):
+        runtime.start(configs_of(runtime, 1))
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_start_has_a_deadline(tmpfs: Path) -> None:
+    runtime = runtime_of(tmpfs, "never_ready")
+    with pytest.raises(DDictTimeoutError, match=r"within 0\.3 s"):
+        runtime.start(configs_of(runtime, 2), timeout_s=0.3)
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_manager_that_does_not_end_is_killed(tmpfs: Path) -> None:
+    with started(tmpfs, 2, "deaf") as runtime, watching(*runtime.pids().values()) as watch:
+        begun = time.monotonic()
+        runtime.stop(timeout_s=0.3)
+        assert watch.alive() == []
+        assert 0.3 <= time.monotonic() - begun < 5
+    assert list(tmpfs.iterdir()) == []
+
+
+# -- restart ----------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_manager_comes_back_as_another_incarnation(tmpfs: Path) -> None:
+    with started(tmpfs, 3) as runtime:
+        before, first = runtime.pids(), seen_by(runtime, 1)
+        for _ in range(3):
+            killed = runtime.pids()[1]
+            os.kill(killed, signal.SIGKILL)
+            again = runtime.wait_until_ready(1, other_than=killed, timeout_s=DEADLINE_S)
+            seen = seen_by(runtime, 1)
+            assert seen["pid"] == again != killed
+            assert seen["restarted"] is True
+            assert seen["incarnation"] != first["incarnation"]
+            assert seen["secret"] == first["secret"]
+            first = seen
+        after = runtime.pids()
+        assert (after[0], after[2]) == (before[0], before[2])
+        assert seen_by(runtime, 0)["restarted"] is False
+
+
+def test_a_manager_that_dies_again_and_again_stays_down(
+    tmpfs: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with started(tmpfs, 2, "fail_when_restarted") as runtime:
+        killed = runtime.pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(DDictError, match="stays down: ended with exit code 1") as caught:
+            runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        assert caught.value.manager == 0
+        assert runtime.down() == {0: "ended with exit code 1"}
+        assert list(runtime.pids()) == [1]
+        assert sum("is started again" in record.message for record in caplog.records) == MOST_DEATHS
+        assert sum("stays down" in record.message for record in caplog.records) == 1
+
+
+# -- the end of others ------------------------------------------------------------------------------------------
+
+
+def test_all_end_and_nothing_stays_when_the_creator_is_killed(tmpfs: Path) -> None:
+    with creator(tmpfs) as one, watching(one.nursery, *one.managers) as watch:
+        assert one.base.is_dir()
+        one.process.kill()
+        watch.await_end()
+        assert list(tmpfs.iterdir()) == []
+
+
+def test_a_creator_that_just_ends_leaves_nothing(tmpfs: Path) -> None:
+    with creator(tmpfs, how="exit") as one:
+        assert one.process.wait(DEADLINE_S) == 0
+        assert list(tmpfs.iterdir()) == []
+        assert not [pid for pid in (one.nursery, *one.managers) if psutil.pid_exists(pid)]
+
+
+def test_forked_children_of_the_creator_do_not_keep_managers_alive(tmpfs: Path) -> None:
+    with creator(tmpfs, how="fork") as one, watching(*one.children, kill=True) as children:
+        with watching(one.nursery, *one.managers) as watch:
+            one.process.kill()
+            watch.await_end()
+        assert sorted(children.alive()) == sorted(one.children)
+        assert list(tmpfs.iterdir()) == []
+
+
+def test_a_forked_child_cannot_stop_its_parents_managers(tmpfs: Path) -> None:
+    with started(tmpfs, 1) as runtime, watching(*runtime.pids().values()) as watch:
+        child = os.fork()
+        if child == 0:
+            runtime.stop()
+            refused = False
+            try:
+                runtime.start([])
+            except DDictDestroyedError:
+                refused = True
+            os._exit(0 if refused else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(watch.alive()) == 1
+        assert runtime.base.is_dir()
+        killed = runtime.pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        assert runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+
+
+def test_managers_end_when_the_nursery_is_killed_and_the_creator_notices(tmpfs: Path) -> None:
+    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
+        killed = runtime.pids()[0]
+        nursery = runtime.nursery_pid
+        os.kill(nursery, signal.SIGKILL)
+        watch.await_end()
+        with pytest.raises(DDictError, match="nursery"):
+            runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        assert runtime.lost
+        assert runtime.pids() == {}
+        with started(tmpfs, 1) as other:
+            assert other.nursery_pid != nursery
+        runtime.stop()
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_stopped_manager_without_a_nursery_is_killed(tmpfs: Path) -> None:
+    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
+        os.kill(runtime.pids()[0], signal.SIGSTOP)
+        os.kill(runtime.nursery_pid, signal.SIGKILL)
+        runtime.stop(timeout_s=0.3)
+        assert watch.alive() == []
+    assert list(tmpfs.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_nursery_that_does_not_answer_is_killed_with_its_managers(tmpfs: Path) -> None:
+    with started(tmpfs, 2, "deaf") as runtime:
+        nursery = runtime.nursery_pid
+        with watching(nursery, *runtime.pids().values()) as watch:
+            os.kill(nursery, signal.SIGSTOP)
+            runtime.stop(timeout_s=0.1)
+            assert watch.alive() == []
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_managers_remove_the_folder_when_creator_and_nursery_are_killed(tmpfs: Path) -> None:
+    with creator(tmpfs, 3) as one, watching(*one.managers) as watch:
+        os.kill(one.nursery, signal.SIGSTOP)  # so that it does nothing between the two
+        one.process.kill()
+        one.process.wait(DEADLINE_S)
+        os.kill(one.nursery, signal.SIGKILL)
+        watch.await_end()
+        assert list(tmpfs.iterdir()) == []
+
+
+def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
+    with creator(tmpfs, 2) as one, started(tmpfs, 1) as in_use:
+        with watching(one.nursery, *one.managers) as watch:
+            for pid in (one.nursery, one.process.pid, *one.managers):
+                os.kill(pid, signal.SIGSTOP)
+            for pid in (one.process.pid, one.nursery, *one.managers):
+                os.kill(pid, signal.SIGKILL)
+            watch.await_end()
+        one.process.wait(DEADLINE_S)
+        assert one.base.is_dir()
+        (one.base / "node-0" / "pool").mkdir(parents=True)
+        (one.base / "node-0" / "pool" / "arena").write_bytes(bytes(1 << 16))
+        stranger = tmpfs / "0123456789ab"
+        (stranger / "not-a-dictionary").mkdir(parents=True)
+        with started(tmpfs, 1) as another:
+            assert {f.name for f in tmpfs.iterdir()} == {in_use.base.name, another.base.name, stranger.name}
+        assert psutil.pid_exists(in_use.pids()[0])
+
+
+def test_a_folder_that_is_being_made_is_not_swept(tmpfs: Path) -> None:
+    unfinished = tmpfs / ".new-0123456789ab"
+    unfinished.mkdir()
+    (unfinished / "owner").touch()
+    assert runtime_folder.sweep(tmpfs) == []
+    os.utime(unfinished, (0, 0))
+    assert runtime_folder.sweep(tmpfs) == [unfinished]
+
+
+# -- the folder of all of a user's dictionaries -----------------------------------------------------------------
+
+
+def test_the_folder_of_dictionaries_may_be_chosen(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runtime_folder.BASE_VARIABLE, str(tmpfs / "a" / "b"))
+    assert runtime_folder.runtime_root() == tmpfs / "a" / "b"
+    assert (tmpfs / "a" / "b").is_dir()
+
+
+def test_a_folder_of_dictionaries_that_others_may_enter_is_refused(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(runtime_folder.BASE_VARIABLE, raising=False)
+    monkeypatch.setattr(runtime_folder, "_SHM", tmpfs)
+    root = runtime_folder.runtime_root()
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o755)
+    with pytest.raises(DDictError, match="private"):
+        runtime_folder.runtime_root()
+    root.rmdir()
+    (tmpfs / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmpfs / "elsewhere")
+    with pytest.raises(DDictError):
+        runtime_folder.runtime_root()

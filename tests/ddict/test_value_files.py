@@ -1,0 +1,511 @@
+"""Large values between processes: nobody's bytes change while they are looked at, whoever dies or sleeps when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.digest import block_count
+from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError, ObjectFormatError
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.ddict.value_arenas import ValueArenas, allow_many_files, is_unused
+from ml_flashpoint.ddict.value_files import ValueWriter, read_value
+from ml_flashpoint.ddict.value_objects import StaleValueError, object_blobs, object_size, read_object
+from ml_flashpoint.ddict.values import encode
+from tests.ddict import value_support
+from tests.ddict.value_support import INCARNATION, is_free, open_store, put
+from tests.support import forked
+from tests.support.forked import Child
+
+forked.preload("tests.ddict.value_support")
+
+COUNT = 100_000
+"""Elements of the values here: 400 kB."""
+
+
+@pytest.fixture
+def store(tmpfs: Path) -> Iterator[RankStore]:
+    store = open_store(tmpfs)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def arenas(store: RankStore) -> ValueArenas:
+    return ValueArenas(store, INCARNATION)
+
+
+@pytest.fixture
+def writer() -> Iterator[ValueWriter]:
+    writer = ValueWriter()
+    yield writer
+    writer.close()
+
+
+def full(number: float) -> torch.Tensor:
+    return torch.full((COUNT,), number)
+
+
+def paths(store: RankStore) -> list[str]:
+    return sorted(path.name for path in store.directory.glob("arena-*"))
+
+
+# ---- one process ------------------------------------------------------------------------------------------------
+
+
+def test_a_value_is_written_adopted_and_read(arenas: ValueArenas, writer: ValueWriter) -> None:
+    value = {"weights": torch.randn(COUNT), "table": np.arange(COUNT), "name": "x"}
+    stored = put(arenas, writer, value)
+    assert stored.value_id == f"v-{INCARNATION}-000000000000"
+    assert stored.size == object_size(encode(value))
+    for copy in (False, True):
+        found = read_value(str(stored.arena.path), stored.value_id, copy=copy)
+        assert isinstance(found, dict)
+        assert torch.equal(found["weights"], value["weights"])
+        assert np.array_equal(found["table"], value["table"])
+        assert found["table"].flags.writeable == copy
+        assert found["name"] == "x"
+    assert arenas.used_bytes == stored.nbytes
+
+
+def test_what_is_written_to_a_view_stays_with_its_reader(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, full(1))
+    mine = read_value(str(stored.arena.path), stored.value_id)
+    assert isinstance(mine, torch.Tensor)
+    mine.fill_(5)
+    assert torch.equal(read_value(str(stored.arena.path), stored.value_id), full(1))  # type: ignore[arg-type]
+
+
+def test_a_lock_lives_exactly_as_long_as_the_view(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, [full(1), np.zeros(COUNT)])
+    path = stored.arena.path
+    assert is_free(path)
+    value = read_value(str(path), stored.value_id)
+    assert isinstance(value, list)
+    assert not is_free(path)
+    part = value[0][5:7].view(2, 1)
+    del value
+    assert not is_free(path)  # a view of a view is enough
+    del part
+    assert is_free(path)
+    array = read_value(str(path), stored.value_id)[1][::2]  # type: ignore[index]
+    assert not is_free(path)
+    del array
+    assert is_free(path)
+    copies = read_value(str(path), stored.value_id, copy=True)
+    assert is_free(path)
+    del copies
+
+
+def test_an_arena_is_reused_only_when_nobody_looks_at_it(
+    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+) -> None:
+    first = put(arenas, writer, full(1))
+    view = read_value(str(first.arena.path), first.value_id)
+    arenas.release(first)
+    second = put(arenas, writer, full(2))
+    assert second.arena is not first.arena
+    assert torch.equal(view, full(1))  # type: ignore[arg-type]
+    del view
+    third = put(arenas, writer, full(3))
+    assert third.arena is first.arena
+    assert len(paths(store)) == 2
+    with pytest.raises(StaleValueError):
+        read_value(str(first.arena.path), first.value_id)
+    assert torch.equal(read_value(str(third.arena.path), third.value_id), full(3))  # type: ignore[arg-type]
+    assert arenas.used_bytes == second.nbytes + third.nbytes
+
+
+def test_an_arena_that_is_looked_at_is_not_grown_for_another_value(
+    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+) -> None:
+    first = put(arenas, writer, full(1))
+    view = read_value(str(first.arena.path), first.value_id)
+    arenas.release(first)
+    larger = put(arenas, writer, torch.full((3 * COUNT,), 2.0))
+    assert larger.arena is not first.arena
+    arenas.release(larger)
+    del view
+    assert put(arenas, writer, torch.full((3 * COUNT,), 3.0)).arena in (first.arena, larger.arena)
+    assert len(paths(store)) == 2
+
+
+def test_a_mapping_that_is_kept_follows_an_arena_that_grew_or_was_replaced(
+    tmpfs: Path, store: RankStore, arenas: ValueArenas, writer: ValueWriter
+) -> None:
+    first = put(arenas, writer, full(1))
+    arenas.release(first)
+    grown = put(arenas, writer, torch.full((2 * COUNT,), 2.0))
+    assert grown.arena is first.arena
+    assert torch.equal(read_value(str(grown.arena.path), grown.value_id), torch.full((2 * COUNT,), 2.0))  # type: ignore[arg-type]
+    store.close()
+    for path in store.directory.glob("arena-*"):
+        path.unlink()
+    again = open_store(tmpfs)
+    other = put(ValueArenas(again, "f" * 16), writer, full(3))
+    assert other.arena.path == first.arena.path
+    assert torch.equal(read_value(str(other.arena.path), other.value_id), full(3))  # type: ignore[arg-type]
+    again.close()
+
+
+def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(arenas: ValueArenas, store: RankStore) -> None:
+    writer = ValueWriter(mappings=3)
+    stored = [put(arenas, writer, full(i)) for i in range(5)]
+    assert len(writer._kept) == 3
+    for value in stored:
+        arenas.release(value)
+    assert store.give_back(0) == 5 * stored[0].nbytes
+    put(arenas, writer, full(9))
+    assert len(writer._kept) == 1
+    writer.close()
+    put(arenas, writer, full(10))
+    writer.close()
+
+
+def test_many_threads_put_and_get(arenas: ValueArenas, writer: ValueWriter) -> None:
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        for i in range(20):
+            value = full(number * 100 + i)
+            stored = put(arenas, writer, value)
+            if not torch.equal(read_value(str(stored.arena.path), stored.value_id), value):  # type: ignore[arg-type]
+                wrong.append(number)
+            arenas.release(stored)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert arenas.used_bytes == 0
+
+
+# ---- promises ---------------------------------------------------------------------------------------------------
+
+
+def test_only_what_was_written_whole_is_adopted(arenas: ValueArenas, writer: ValueWriter) -> None:
+    encoded = encode(full(1))
+    room = arenas.allocate(object_size(encoded))
+    with pytest.raises(StaleValueError):
+        arenas.adopt(room.value_id)
+    with pytest.raises(StaleValueError):
+        read_value(room.path, room.value_id)
+    with pytest.raises(StaleValueError):
+        arenas.adopt(f"v-{INCARNATION}-000000000099")
+    with writer.writing(room.path, room.value_id) as slot:
+        slot.write(encoded)
+    stored = arenas.adopt(room.value_id)
+    with pytest.raises(StaleValueError):
+        arenas.adopt(room.value_id)
+    with pytest.raises(StaleValueError), writer.writing(room.path, room.value_id):
+        pass  # it holds a value: not to be written over
+    arenas.abandon([room.value_id])
+    assert arenas.used_bytes == stored.nbytes
+
+
+def test_a_damaged_object_is_not_adopted(arenas: ValueArenas) -> None:
+    room = arenas.allocate(1000)
+    with open(room.path, "r+b") as file:
+        file.write((4096).to_bytes(8, "little") + b"{nonsense")
+    with pytest.raises(ObjectFormatError):
+        arenas.adopt(room.value_id)
+    arenas.abandon([room.value_id])
+    assert arenas.used_bytes == 0
+
+
+def test_room_that_was_given_up_is_used_again(store: RankStore, arenas: ValueArenas, writer: ValueWriter) -> None:
+    rooms = [arenas.allocate(500_000) for _ in range(3)]
+    assert arenas.used_bytes == sum(room.size for room in rooms)
+    arenas.abandon([room.value_id for room in rooms])
+    arenas.abandon([room.value_id for room in rooms])
+    assert arenas.used_bytes == 0
+    for room in rooms:
+        with pytest.raises(StaleValueError):
+            arenas.adopt(room.value_id)
+    assert {arenas.allocate(500_000).path for _ in range(3)} == {room.path for room in rooms}
+    assert len(paths(store)) == 3
+
+
+def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore) -> None:
+    arenas = ValueArenas(store, INCARNATION, limit_bytes=4 << 20)
+    small = [arenas.allocate(200_000) for _ in range(10)]
+    arenas.abandon([room.value_id for room in small])
+    assert len(paths(store)) == 10
+    large = arenas.allocate(3_000_000)
+    assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
+    assert 0 < len(paths(store)) < 10
+    assert arenas.used_bytes == large.size
+
+
+def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
+    room = arenas.allocate(1000)
+    with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as slot:
+        slot.write(encode(torch.zeros(room.size)))
+    assert is_free(room.path)
+    with pytest.raises(StaleValueError):
+        arenas.adopt(room.value_id)
+
+
+def test_no_room_is_a_typed_error_and_no_leak(small_tmpfs: Path) -> None:
+    store = open_store(small_tmpfs)
+    arenas = ValueArenas(store, INCARNATION)
+    room = arenas.allocate(2 << 20)
+    with pytest.raises(CapacityError):
+        arenas.allocate(3 << 20)
+    assert arenas.used_bytes == room.size
+    arenas.abandon([room.value_id])
+    assert arenas.allocate(3 << 20).size >= 3 << 20
+    store.close()
+
+
+def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
+    value = {"a": torch.randn(COUNT), "b": np.arange(10)}
+    encoded = encode(value)
+    room = arenas.allocate(object_size(encoded))
+    blobs = [bytes(blob) for blob in object_blobs(encoded, room.size, room.value_id)]
+    with pytest.raises(InvalidArgumentError):
+        arenas.fill(room.value_id, [*blobs, bytes(room.size)])
+    with pytest.raises(StaleValueError):
+        arenas.fill("v-x", blobs)
+    arenas.fill(room.value_id, blobs)
+    stored = arenas.adopt(room.value_id)
+    with arenas.reading(stored) as view:
+        assert not is_free(room.path)
+        sent = bytes(view)
+    assert is_free(room.path)
+    assert len(sent) == stored.size
+    for found in (
+        read_value(room.path, room.value_id),
+        read_object(sent, room.value_id, file_size=room.size),
+    ):
+        assert isinstance(found, dict)
+        assert torch.equal(found["a"], value["a"])
+        assert np.array_equal(found["b"], value["b"])
+
+
+def test_what_the_manager_sends_is_not_reused_meanwhile(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, full(1))
+    reading = arenas.reading(stored)
+    arenas.release(stored)  # between the two
+    with reading as view:
+        assert put(arenas, writer, full(2)).arena is not stored.arena
+        assert torch.equal(read_object(view, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
+    assert put(arenas, writer, full(3)).arena is stored.arena
+    with pytest.raises(StaleValueError):
+        arenas.reading(stored)
+
+
+def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
+    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+) -> None:
+    stored = put(arenas, writer, full(1))
+    record = ObjectRecord(
+        name=object_name(0, stored.value_id),
+        size=stored.size,
+        file_size=stored.arena.size,
+        digests=("0" * 16,) * block_count(stored.size),
+    )
+    manifest = Manifest(
+        version="step-3_ckpt", rank=0, world_size=1, attempt=stored.value_id, node="n0", objects=(record,)
+    )
+    part = store.commit(manifest, [stored.arena])
+    arenas.release(stored)
+    assert arenas.used_bytes == 0
+    assert put(arenas, writer, full(2)).arena is not stored.arena
+    assert torch.equal(read_value(str(stored.arena.path), stored.value_id), full(1))  # type: ignore[arg-type]
+    store.drop(part)
+    assert put(arenas, writer, full(3)).arena is stored.arena
+
+
+# ---- several processes ------------------------------------------------------------------------------------------
+
+
+def test_a_reader_in_another_process_keeps_its_bytes(
+    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+) -> None:
+    stored = put(arenas, writer, full(1))
+    with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
+        assert child.next_report("holding") == ("holding", 1.0)
+        arenas.release(stored)
+        others = [put(arenas, writer, full(i)) for i in range(2, 5)]
+        assert stored.arena not in [other.arena for other in others]
+        child.say("go on")
+        assert child.next_report("still") == ("still", 1.0, 1.0)
+        assert child.next_report("let go") == ("let go", True)
+        assert put(arenas, writer, full(9)).arena is stored.arena
+
+
+@pytest.mark.parametrize("how", ["killed", "killed while stopped"])
+def test_the_lock_of_a_reader_goes_with_it(arenas: ValueArenas, writer: ValueWriter, how: str) -> None:
+    stored = put(arenas, writer, full(1))
+    with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
+        child.next_report("holding")
+        arenas.release(stored)
+        if how == "killed while stopped":
+            child.stop()
+        assert put(arenas, writer, full(2)).arena is not stored.arena
+        child.kill()
+        assert put(arenas, writer, full(3)).arena is stored.arena
+
+
+def test_a_fork_of_a_reader_is_a_reader(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, full(1))
+    with Child(value_support.hold_a_view_in_a_fork, str(stored.arena.path), stored.value_id) as child:
+        child.next_report("forked")
+        arenas.release(stored)
+        assert put(arenas, writer, full(2)).arena is not stored.arena
+        child.say("go on")
+        child.join()
+        assert put(arenas, writer, full(3)).arena is stored.arena
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_writer_that_is_stopped_keeps_its_arena_and_one_that_is_killed_does_not(
+    arenas: ValueArenas, writer: ValueWriter, when: str
+) -> None:
+    room = arenas.allocate(object_size(encode(full(7))))
+    with Child(value_support.write_and_wait, room.path, room.value_id, when) as child:
+        child.next_report("locked")
+        child.stop()
+        arenas.abandon([room.value_id])  # its connection is gone, as far as the manager can see
+        assert arenas.allocate(room.size).path != room.path
+        child.kill()
+    assert arenas.allocate(room.size - 4096).path == room.path
+    with pytest.raises(StaleValueError):
+        read_value(room.path, room.value_id)
+
+
+def test_a_writer_that_comes_late_is_refused_and_spoils_nothing(arenas: ValueArenas, writer: ValueWriter) -> None:
+    room = arenas.allocate(object_size(encode(full(1))))
+    with Child(value_support.write_late, room.path, room.value_id) as child:
+        child.next_report("ready")
+        arenas.abandon([room.value_id])
+        stored = put(arenas, writer, full(2))
+        assert str(stored.arena.path) == room.path
+        child.say("go on")
+        assert child.next_report("refused")
+        assert torch.equal(read_value(room.path, stored.value_id), full(2))  # type: ignore[arg-type]
+        pending = arenas.allocate(room.size)
+        arenas.release(stored)
+    with Child(value_support.write_late, pending.path, room.value_id) as child:
+        child.next_report("ready")
+        child.say("go on")  # and another's promise is as safe as another's value
+        assert child.next_report("refused")
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(arenas: ValueArenas) -> None:
+    value = [torch.full((1 << 20,), 7.0), "text"]
+    whole = 0
+    for i in range(12):
+        room = arenas.allocate(object_size(encode(value)))
+        with Child(value_support.write_and_wait, room.path, room.value_id, "before") as child:
+            child.next_report("locked")
+            child.say("go on")
+            if i % 4:
+                time.sleep(0.0003 * i)  # any moment is what this is about
+            else:
+                child.join()
+            child.kill()
+        try:
+            stored = arenas.adopt(room.value_id)
+        except StaleValueError:
+            arenas.abandon([room.value_id])
+            continue
+        found = read_value(room.path, room.value_id)
+        assert isinstance(found, list)
+        assert torch.equal(found[0], value[0])  # type: ignore[arg-type]
+        del found
+        arenas.release(stored)
+        whole += 1
+    assert whole >= 3
+    assert arenas.used_bytes == 0
+
+
+def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, writer: ValueWriter) -> None:
+    current = put(arenas, writer, full(0))
+    seen = 0
+    for i in range(1, 6):
+        with (
+            Child(value_support.read_for_ever, str(current.arena.path), current.value_id, float(i - 1)) as one,
+            Child(value_support.read_for_ever, str(current.arena.path), current.value_id, float(i - 1)) as other,
+        ):
+            one.next_report("reading")
+            other.next_report("reading")
+            arenas.release(current)
+            used = current.arena
+            for _ in range(10_000):  # until the arena was free at the moment that it was asked for
+                current = put(arenas, writer, full(i))
+                if current.arena is used:
+                    break
+                arenas.release(current)
+            assert current.arena is used
+            seen += one.next_report("gone")[1] + other.next_report("gone")[1]
+    assert seen > 0
+
+
+def test_a_manager_that_comes_back_respects_readers_from_before(tmpfs: Path, writer: ValueWriter) -> None:
+    first = open_store(tmpfs)
+    stored = put(ValueArenas(first, "a" * 16), writer, full(1))
+    path, value_id = str(stored.arena.path), stored.value_id
+    view = read_value(path, value_id)
+    del stored
+    first.close()
+    second = open_store(tmpfs)
+    arenas = ValueArenas(second, "b" * 16)
+    other = put(arenas, writer, full(2))
+    assert str(other.arena.path) != path
+    assert torch.equal(view, full(1))  # type: ignore[arg-type]
+    del view
+    gc.collect()
+    assert str(put(arenas, writer, full(3)).arena.path) == path
+    second.close()
+
+
+# ---- odds and ends ----------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked(store: RankStore, tmpfs: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="incarnation="):
+        ValueArenas(store, "../../x")
+    for path in (tmpfs / "none", tmpfs / "empty"):
+        (tmpfs / "empty").touch()
+        with pytest.raises(StaleValueError):
+            read_value(str(path), "v-1")
+    os.symlink("/dev/zero", tmpfs / "link")
+    with pytest.raises(OSError, match="symbolic"):
+        read_value(str(tmpfs / "link"), "v-1")
+
+
+def test_an_arena_whose_file_is_gone_is_not_reused(store: RankStore) -> None:
+    arena = store.acquire(1000)
+    arena.unlink()
+    assert not is_unused(arena)
+
+
+def test_more_views_than_files_may_be_open(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, full(1))
+    with Child(value_support.hold_many_views, str(stored.arena.path), stored.value_id, 100) as child:
+        assert "copy=True" in child.next_report("refused")[1]
+        child.join()
+
+
+def test_as_many_files_as_allowed() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        assert allow_many_files() == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,246 @@
+"""A dictionary on a real Ray cluster of three nodes: values near and far, writers everywhere, a node that is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+import ray
+from ray.exceptions import RayError
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict import DDict, DDictDestroyedError, DDictError, DDictWritesLostError
+from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
+from ml_flashpoint.ddict.ray_manager import node_base
+from tests.support import tmpfs as tmpfs_folders
+from tests.support.ray_cluster import RayCluster, ray_cluster, run_on, wait_until
+from tests.workers import ddict_ray
+from tests.workers.ddict_ray import value_of
+
+pytestmark = pytest.mark.timeout(400)
+
+NODES = 3
+TIMEOUT_S = 60.0
+DEADLINE_S = 150.0
+TOTAL = 3 << 30
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[Path]:
+    """Where the nodes keep the folders of dictionaries; those of killed managers for a second only."""
+    folder = tmpfs_folders.make_folder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHPOINT_DDICT_BASE", str(folder))
+        patch.setenv("FLASHPOINT_DDICT_KEEP_FOLDER_S", "1")
+        yield folder
+    tmpfs_folders.remove_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def one_cluster(base: Path) -> Iterator[RayCluster]:
+    with ray_cluster(NODES) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(one_cluster: RayCluster, base: Path) -> Iterator[RayCluster]:
+    one_cluster.fill()
+    yield one_cluster
+    wait_until(lambda: not list(base.iterdir()), f"no folder is left: {list(base.iterdir())}", DEADLINE_S)
+
+
+def manager_pids() -> set[int]:
+    """Of the actors on this machine, as Ray names their processes."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or [""]
+        if line[0].startswith("ray::RayManager") and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.add(process.pid)
+    return found
+
+
+def ray_node_of(d: DDict, manager: int) -> str:
+    actor = ray.get_actor(actor_name(d._configuration.dictionary, manager), namespace=NAMESPACE)
+    return str(ray.get(actor.place.remote(), timeout=DEADLINE_S)["node"])
+
+
+def lose(cluster: RayCluster, d: DDict, base: Path, node_id: str) -> None:
+    """A machine goes with its memory."""
+    cluster.lose(node_id)
+    shutil.rmtree(node_base(base, d._configuration.dictionary, node_id), ignore_errors=True)
+
+
+def test_values_of_all_nodes(cluster: RayCluster) -> None:
+    keys = [f"{rank}-{number}" for rank in range(NODES) for number in range(6)]
+    with DDict(1, NODES, TOTAL, timeout=TIMEOUT_S) as d:
+        assert d._configuration.runtime["kind"] == "ray"
+        ray.get([run_on(node, ddict_ray.put_from, d, rank) for rank, node in enumerate(cluster.nodes)])
+        assert sorted(d) == keys
+        looks = ray.get([run_on(node, ddict_ray.look, d, keys) for node in cluster.nodes])
+
+        owners = {key: d.which_manager(key) for key in keys}
+        assert set(owners.values()) == set(range(NODES))
+        assert sorted(manager for local, _, _ in looks for manager in local) == list(range(NODES))
+        for local, mapped, sums in looks:
+            assert len(local) == 1
+            assert mapped == [key for key in keys if owners[key] in local]
+            assert sums == {key: float(value_of(int(key[0]), int(key[2])).sum()) for key in keys}
+        d.update(small=1, text="far and near")
+        assert (d["small"], d["text"], len(d)) == (1, "far and near", len(keys) + 2)
+
+
+def test_writers_on_all_nodes_commit_checkpoints(cluster: RayCluster) -> None:
+    epochs = 5
+    with DDict(1, NODES, TOTAL, working_set_size=2, wait_for_writers=True, timeout=TIMEOUT_S, replication="ring") as d:
+        reports = ray.get(
+            [run_on(node, ddict_ray.write_epochs, d, rank, NODES, epochs) for rank, node in enumerate(cluster.nodes)],
+            timeout=DEADLINE_S,
+        )
+        assert [(report.written, report.errors) for report in reports] == [(epochs, [])] * NODES
+        assert d.sync_to_newest_checkpoint() == epochs - 1
+        for rank in range(NODES):
+            assert d["last", rank] == epochs - 1
+            for epoch in range(epochs):
+                assert torch.equal(d[rank, epoch], value_of(rank, epoch))
+
+
+def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path) -> None:
+    with DDict(1, NODES, TOTAL, working_set_size=2, wait_for_writers=True, timeout=TIMEOUT_S, replication="ring") as d:
+        running = [run_on(node, ddict_ray.write_epochs, d, rank, NODES) for rank, node in enumerate(cluster.nodes)]
+        wait_until(lambda: d.sync_to_newest_checkpoint() >= 3, "three checkpoints", DEADLINE_S)
+        lost_node = cluster.others[0]
+        lost = next(manager for manager in range(NODES) if ray_node_of(d, manager) == lost_node)
+        committed = d.sync_to_newest_checkpoint()
+
+        lose(cluster, d, base, lost_node)
+
+        # The handle of this process, which knew the manager where it was, finds it where it is.
+        _retry(lambda: [d[rank, epoch] for rank in range(NODES) for epoch in range(committed + 1)])
+        assert ray_node_of(d, lost) != lost_node
+        wait_until(lambda: _newest(d) >= committed + 3, "commits go on", DEADLINE_S)
+        _retry(lambda: d.pput("stop", True))
+
+        with pytest.raises(RayError):
+            ray.get(running[1], timeout=DEADLINE_S)
+        reports = {rank: ray.get(running[rank], timeout=DEADLINE_S) for rank in (0, 2)}
+        for report in reports.values():
+            assert set(report.errors) <= {"DDictManagerLostError", "DDictTimeoutError", "DDictWritesLostError"}
+            assert report.longest_s < TIMEOUT_S + 5
+
+        newest = _newest(d)
+        assert newest == max(report.written for report in reports.values()) - 1
+        for rank, last in ((0, reports[0].written), (1, committed + 1), (2, reports[2].written)):
+            for epoch in range(last):
+                assert torch.equal(d[rank, epoch], value_of(rank, epoch)), (rank, epoch)
+
+        cluster.fill()  # a new machine: a handle works there, too
+        keys = ray.get(run_on(cluster.others[-1], ddict_ray.look, d, []), timeout=DEADLINE_S)
+        assert keys[0] == []
+
+
+def test_a_killed_main_manager_comes_back(cluster: RayCluster) -> None:
+    with DDict(1, NODES, TOTAL, working_set_size=2, timeout=TIMEOUT_S, replication="ring") as d:
+        for epoch in range(3):
+            d.update({(rank, epoch): value_of(rank, epoch) for rank in range(NODES)})
+            d.checkpoint()
+        assert d.sync_to_newest_checkpoint() == 2
+        actor = ray.get_actor(actor_name(d._configuration.dictionary, 0), namespace=NAMESPACE)
+        place = ray.get(actor.place.remote())
+
+        ray.kill(actor, no_restart=False)
+
+        for rank in range(NODES):
+            for epoch in range(3):
+                assert torch.equal(_retry(lambda key=(rank, epoch): d[key]), value_of(rank, epoch))
+        assert ray.get(actor.place.remote(), timeout=DEADLINE_S) != place
+        assert d.sync_to_newest_checkpoint() == 2
+        d.checkpoint()
+        d["more"] = 1
+        d.checkpoint()
+        assert d.sync_to_newest_checkpoint() == 3
+
+
+def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) -> None:
+    d = DDict(2, NODES, TOTAL, timeout=TIMEOUT_S)
+    d["x"] = value_of(0, 0)
+    other = DDict.attach(d.serialize())
+    assert len(list(base.iterdir())) == NODES
+    pids = manager_pids()
+    assert len(pids) >= 2 * NODES
+
+    d.destroy()
+
+    assert list(base.iterdir()) == []
+    for manager in range(2 * NODES):
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            ray.get_actor(actor_name(d._configuration.dictionary, manager), namespace=NAMESPACE)
+    wait_until(lambda: not manager_pids() & pids, "all actors' processes have ended", DEADLINE_S)
+    states = [group["state"] for group in ray.util.placement_group_table().values()]
+    assert set(states) <= {"REMOVED"}
+    with pytest.raises(DDictDestroyedError):
+        other["x"]
+
+
+def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
+    creator = subprocess.Popen(
+        [sys.executable, "-m", ddict_ray.__name__, cluster.address],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        assert creator.stdout is not None
+        said, serialized = creator.stdout.readline().split()
+        assert said == "serialized"
+        d = DDict.attach(serialized, timeout=30)  # another job of the cluster
+        assert float(d["x"].sum()) == ddict_ray.LARGE
+        assert len(list(base.iterdir())) == 2
+    finally:
+        creator.send_signal(signal.SIGKILL)
+        creator.wait(DEADLINE_S)
+    wait_until(lambda: not manager_pids(), "all actors' processes have ended", DEADLINE_S)
+    wait_until(lambda: not list(base.iterdir()), "the folders are gone", DEADLINE_S)
+    with pytest.raises(DDictError):
+        d["x"]
+
+
+def test_more_nodes_than_there_are(cluster: RayCluster) -> None:
+    with pytest.raises(InvalidArgumentError, match="n_nodes"):
+        DDict(1, NODES + 1, TOTAL)
+
+
+def test_managers_may_be_children_all_the_same(cluster: RayCluster) -> None:
+    with DDict(1, 1, 64 << 20, runtime="embedded") as d:
+        d["x"] = 1
+        assert d._configuration.runtime == {"kind": "embedded"}
+        assert d["x"] == 1
+
+
+def _newest(d: DDict) -> int:
+    try:
+        return int(_retry(d.sync_to_newest_checkpoint))
+    except DDictWritesLostError:  # said once: those of the writer that was lost with its node
+        return int(_retry(d.sync_to_newest_checkpoint))
+
+
+def _retry(call: Any) -> Any:
+    """As users are told: an error that says so may be answered by calling again."""
+    for _ in range(5):
+        try:
+            return call()
+        except DDictError as error:
+            if not error.retryable:
+                raise
+    return call()

@@ -1,0 +1,294 @@
+"""What every durable store does, and what only some do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.core.errors import (
+    CapacityError,
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    InvalidNameError,
+    JobInUseError,
+    LoadError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.persist.daos_store import DaosStore
+from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.persist.fsspec_store import FsspecStore
+from ml_flashpoint.persist.store import DurableStore
+from tests.persist import pydaos_stand_in
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture
+def containers(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]]:
+    found: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]] = {("pool", "cont"): {}}
+    monkeypatch.setitem(sys.modules, "pydaos", pydaos_stand_in.module(found))
+    return found
+
+
+@pytest.fixture(params=["directory", "file", "memory", "object store", "daos"])
+def store(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DurableStore]:
+    if request.param == "directory":
+        yield DirectoryStore(tmpfs / "deep" / "root")
+    elif request.param == "file":
+        yield FsspecStore(f"file://{tmpfs}/root")
+    elif request.param == "daos":
+        request.getfixturevalue("containers")
+        yield DaosStore("pool", "cont")
+    else:
+        # An object store's way to write, on the one that is here.
+        if request.param == "object store":
+            monkeypatch.setattr("ml_flashpoint.persist.fsspec_store._PUBLISHED_WHEN_COMPLETE", {"memory"})
+        name = f"memory://{secrets.token_hex(4)}"
+        yield FsspecStore(name)
+        import fsspec
+
+        if fsspec.filesystem("memory").exists(name):
+            fsspec.filesystem("memory").rm(name, recursive=True)
+
+
+def test_a_file_comes_back_whole_and_in_ranges(store: DurableStore) -> None:
+    big = os.urandom(3 * 2**20 + 17)
+    chunks = [b"", b"head", memoryview(big), bytearray(b"tail"), memoryview(b"abcdefgh").cast("I")]
+    whole = b"head" + big + b"tailabcdefgh"
+    assert store.write("a/b/file", chunks) == len(whole)
+    assert store.size("a/b/file") == len(whole)
+    assert store.read("a/b/file", limit=len(whole)) == whole
+    for begin, end in [(0, 0), (0, 1), (3, 2**20 + 1), (2**20, 2**21), (len(whole) - 1, len(whole)), (7, len(whole))]:
+        into = bytearray(end - begin)
+        store.read_into("a/b/file", begin, memoryview(into))
+        assert into == whole[begin:end]
+
+
+def test_a_file_larger_than_one_request_comes_back(store: DurableStore) -> None:
+    pieces = [os.urandom(2**20 + 1) for _ in range(6)]
+    store.write("large", pieces)
+    assert store.read("large", limit=2**24) == b"".join(pieces)
+
+
+def test_an_empty_file_is_a_file(store: DurableStore) -> None:
+    store.write("empty", [])
+    assert store.size("empty") == 0
+    assert store.read("empty", limit=0) == b""
+    assert store.list() == ["empty"]
+
+
+def test_reading_past_the_end_is_damage(store: DurableStore) -> None:
+    store.write("file", [b"12345"])
+    with pytest.raises(DamagedError, match="file"):
+        store.read_into("file", 3, memoryview(bytearray(3)))
+    with pytest.raises(DamagedError, match="more than 4"):
+        store.read("file", limit=4)
+
+
+def test_writing_replaces(store: DurableStore) -> None:
+    store.write("file", [b"x" * 5_000_000])
+    store.write("file", [b"new"])
+    assert store.read("file", limit=10) == b"new"
+    assert store.list() == ["file"]
+
+
+@pytest.mark.parametrize("size", [1, 5 * 2**20])
+def test_a_failed_write_leaves_nothing_new_and_nothing_behind(store: DurableStore, size: int) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"y" * size
+        raise Broken
+
+    with pytest.raises((Broken, SaveError)):
+        store.write("folder/file", chunks())
+    assert [name for name in store.list("folder") if not name.startswith(".")] == []
+    store.write("folder/file", [b"old"])
+    if isinstance(store, FsspecStore) and not store._renames:
+        return  # an object store's writer chooses a new name
+    with pytest.raises((Broken, SaveError)):
+        store.write("folder/file", chunks())
+    assert store.read("folder/file", limit=10) == b"old"
+    assert store.list("folder") == ["file"]
+
+
+def test_what_is_not_there(store: DurableStore) -> None:
+    store.write("there", [b"1"])
+    with pytest.raises(ObjectNotFoundError, match="absent"):
+        store.size("absent")
+    with pytest.raises(ObjectNotFoundError, match="absent"):
+        store.read_into("folder/absent", 0, memoryview(bytearray(1)))
+    assert store.list("absent") == []
+    store.remove("absent")
+    store.remove("folder/absent")
+    store.remove_folder("folder")
+    assert store.list() == ["there"]
+
+
+def test_listing_and_removing(store: DurableStore) -> None:
+    for name in ["a/1", "a/2", "a/c/3", "ab/4", "top"]:
+        store.write(name, [name.encode()])
+    assert store.list() == ["a", "ab", "top"]
+    assert store.list("a") == ["1", "2", "c"]
+    store.remove("a/1")
+    assert store.list("a") == ["2", "c"]
+    store.remove_folder("a")
+    assert store.list() == ["ab", "top"]
+    assert store.read("ab/4", limit=10) == b"ab/4"
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../out", "a/../../out", "a//b", "a/.", "nul\0", "x" * 256])
+def test_names_cannot_lead_out(store: DurableStore, name: str) -> None:
+    with pytest.raises(InvalidNameError):
+        store.write(name, [b""])
+    with pytest.raises(InvalidNameError):
+        store.read(name, limit=1)
+    with pytest.raises(InvalidNameError):
+        store.remove(name)
+    with pytest.raises(InvalidNameError):
+        store.remove_folder(name)
+    if name:
+        with pytest.raises(InvalidNameError):
+            store.list(name)
+
+
+def test_a_directory_says_when_there_is_no_room(small_tmpfs: Path) -> None:
+    store = DirectoryStore(small_tmpfs)
+    with pytest.raises(CapacityError):
+        store.write("file", [bytes(2**20)] * 8)
+    assert store.list() == []
+
+
+def test_who_reads_from_a_directory_meanwhile_sees_the_old_file(tmpfs: Path) -> None:
+    store = DirectoryStore(tmpfs)
+    store.write("file", [b"old"])
+    with open(tmpfs / "file", "rb") as file:
+        store.write("file", [b"new"])
+        assert file.read() == b"old"
+    assert store.read("file", limit=3) == b"new"
+
+
+def test_a_directory_follows_no_links(tmpfs: Path) -> None:
+    store = DirectoryStore(tmpfs / "root")
+    store.write("folder/real", [b"1"])
+    outside = tmpfs / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"2")
+    (tmpfs / "root" / "link").symlink_to(outside / "secret")
+    (tmpfs / "root" / "folder" / "link").symlink_to(outside)
+    os.mkfifo(tmpfs / "root" / "pipe")
+    for name in ["link", "folder", "pipe"]:
+        with pytest.raises(DamagedError):
+            store.read(name, limit=10)
+    store.remove_folder("folder")
+    assert (outside / "secret").read_bytes() == b"2"
+    store.remove_folder("link")
+    assert (outside / "secret").read_bytes() == b"2"
+    assert store.list() == ["pipe"]
+
+
+def test_what_cannot_be_used_as_a_directory(tmpfs: Path) -> None:
+    (tmpfs / "file").write_bytes(b"")
+    store = DirectoryStore(tmpfs / "file")
+    with pytest.raises(SaveError):
+        store.write("name", [b""])
+    assert store.list() == []
+
+
+def test_a_lock_ends_with_its_owner(tmpfs: Path) -> None:
+    store = DirectoryStore(tmpfs)
+    ready, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            store.lock("folder/lock", 1.0)
+            os.write(say, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert select.select([ready], [], [], 20)[0]
+        with pytest.raises(JobInUseError, match="lock"):
+            store.lock("folder/lock", 0.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(say)
+    lock = store.lock("folder/lock", 0.0)
+    assert lock is not None
+    with pytest.raises(JobInUseError):
+        store.lock("folder/lock", 0.0)
+    with lock:
+        pass
+    again = store.lock("folder/lock", 0.0)
+    assert again is not None
+    again.__exit__(None, None, None)
+    again.__exit__(None, None, None)  # twice does no harm
+
+
+def test_urls_that_fsspec_cannot_use() -> None:
+    with pytest.raises(InvalidArgumentError, match="url"):
+        FsspecStore("")
+    with pytest.raises(InvalidArgumentError, match="nosuch"):
+        FsspecStore("nosuch://folder").list()
+
+
+def test_daos_without_pydaos_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pydaos", raising=False)
+    with pytest.raises(FlashpointError, match="pydaos is not installed"):
+        DaosStore.from_path("daos://pool/cont").list()
+    for path in ["", "pool", "pool/", "/cont", "pool/cont/more"]:
+        with pytest.raises(InvalidArgumentError, match="path"):
+            DaosStore.from_path(path)
+
+
+@pytest.mark.usefixtures("containers")
+def test_daos_never_makes_a_container() -> None:
+    with pytest.raises(FlashpointError, match="daos cont create pool other"):
+        DaosStore.from_path("pool/other").list()
+
+
+def test_daos_leaves_other_objects_alone_and_no_chunks_behind(
+    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]],
+) -> None:
+    objects = containers["pool", "cont"]
+    theirs = objects["theirs"] = pydaos_stand_in.DDict()
+    theirs.put("run-1/file", b"theirs")
+    store = DaosStore("pool", "cont")
+    store.write("run-1/file", [os.urandom(2**20)] * 20)
+    store.write("run-1/file", [os.urandom(2**20)] * 3)
+    assert sum(len(kv.content) for name, kv in objects.items() if name != "theirs") == 1 + 3
+    store.remove_folder("run-1")
+    assert [kv.content for name, kv in objects.items() if name != "theirs"] == [{}, {}]
+    assert theirs.content == {"run-1/file": b"theirs"}
+
+
+def test_daos_distrusts_what_it_reads(
+    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]],
+) -> None:
+    store = DaosStore("pool", "cont")
+    store.write("file", [os.urandom(3 * 2**20)])
+    files, chunks = containers["pool", "cont"].values()
+    cut = next(iter(chunks.content))
+    chunks.content[cut] = chunks.content[cut][:-1]
+    with pytest.raises(DamagedError, match="chunk 0"):
+        store.read("file", limit=2**22)
+    for head in [b"", b"{}", b"[]", b'{"upload": "../x", "size": 1}', b'{"upload": "0123456789abcdef", "size": -1}']:
+        files.content["file"] = head or b"\xff"
+        with pytest.raises(DamagedError, match="record"):
+            store.size("file")
+    chunks.fails = files.fails = True
+    with pytest.raises(LoadError, match="no target"):
+        store.size("file")
+    with pytest.raises(SaveError, match="no target"):
+        store.write("file", [b"1"])

@@ -1,0 +1,222 @@
+"""Managers of a dictionary as far as snapshots are concerned: stores on "nodes" of this machine, and what is in them.
+
+Owns making values and entries, and managers of this process that find each other. Those in processes of their own are
+`tests.workers.ddict_snapshots`'.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.errors import ReplicationError
+from ml_flashpoint.core.object_writer import ObjectWriter
+from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
+from ml_flashpoint.ddict.snapshots import SnapshotRecord, Snapshots
+from ml_flashpoint.replication.channel import Address
+from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy, ReplicationStrategy
+
+SECRET = bytes(range(32))
+
+Content = dict[bytes, bytes | None]
+"""What a checkpoint holds: of each key the bytes of its value, None for a deleted one."""
+
+
+def make_value(store: RankStore, value_id: str, data: bytes) -> StoredValue:
+    """A stored value, as a client leaves it: one tensor in an arena."""
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    writer = ObjectWriter(cache=False)
+    written = writer.finish(writer.fill(store.acquire, [("value", tensor)], metadata={"value": value_id}))
+    return StoredValue(value_id, written.arena, written.size)
+
+
+def content_of(entries: Iterable[Entry]) -> Content:
+    """What entries hold. Fails if a key is there twice."""
+    found: Content = {}
+    for entry in entries:
+        assert entry.key not in found
+        found[entry.key] = _bytes_of(entry)
+    return found
+
+
+def _bytes_of(entry: Entry) -> bytes | None:
+    if entry.value is None:
+        return None
+    if isinstance(entry.value, InlineValue):
+        return entry.value.data
+    import safetensors.torch
+
+    tensors = safetensors.torch.load(bytes(entry.value.arena.buffer))
+    return tensors["value"].numpy().tobytes()
+
+
+class Others(Protocol):
+    """The other managers, as one of them sees them.
+
+    Attributes:
+        base: folder of the nodes.
+        nodes: node of every manager.
+    """
+
+    base: Path
+    nodes: tuple[str, ...]
+    strategy: ReplicationStrategy
+
+    def address_of(self, number: int) -> Address | None: ...
+
+    def reach(self, number: int) -> Reached:
+        """What a manager answers. Raises if it cannot be reached."""
+        ...
+
+
+class Reached(Protocol):
+    """What managers ask of each other."""
+
+    def drop_copies(self, of: int, keep: Collection[str], before: str) -> None: ...
+
+    def inventory(self, of: int) -> list[SnapshotRecord]: ...
+
+
+class Member:
+    """A manager of this process, up or down.
+
+    Attributes:
+        entries: what its shard holds: the entry of each key.
+        in_use: ids of stored values in it.
+    """
+
+    def __init__(self, cluster: Others, number: int) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.folder = cluster.base / cluster.nodes[number]
+        self.entries: dict[bytes, Entry] = {}
+        self.in_use: set[str] = set()
+        self.released: list[str] = []
+        self.unreachable = False
+        self._lives = itertools.count()
+        self._values = itertools.count()
+        self.up()
+
+    def up(self) -> None:
+        self.store = RankStore(self.folder, self.number, lock_deadline_s=5.0)
+        self.incarnation = f"{self.number}x{os.getpid()}x{next(self._lives)}"
+        self.snapshots = Snapshots(
+            self.store,
+            nodes=self.cluster.nodes,
+            strategy=self.cluster.strategy,
+            secret=SECRET,
+            peer_address=self.cluster.address_of,
+            tell_holder=lambda holder, keep, before: self.cluster.reach(holder).drop_copies(self.number, keep, before),
+            in_use=lambda value_id: value_id in self.in_use,
+            incarnation=self.incarnation,
+            release=self._release,
+        )
+        self.snapshots.start()
+        self.is_up = True
+
+    def _release(self, value: StoredValue) -> None:
+        self.released.append(value.value_id)
+        self.store.release(value.arena)
+
+    def down(self, *, lose_node: bool = False) -> None:
+        """End it, with the memory of its node if so wished."""
+        self.snapshots.close()
+        self.store.close()
+        self.entries, self.in_use = {}, set()
+        self.is_up = False
+        if lose_node:
+            shutil.rmtree(self.folder)
+
+    def restart(self, *, lose_node: bool = False) -> dict[int, Content]:
+        """Down, up and recovered: what there is, by checkpoint. The shard goes on from the newest."""
+        self.down(lose_node=lose_node)
+        self.up()
+        return self.recover()
+
+    def recover(self) -> dict[int, Content]:
+        found = self.snapshots.recover(self.ask)
+        assert [s.checkpoint_id for s in found] == sorted((s.checkpoint_id for s in found), reverse=True)
+        if found:
+            self.entries = {entry.key: entry for entry in found[0].entries}
+            self.in_use = {e.value.value_id for s in found for e in s.entries if isinstance(e.value, StoredValue)}
+        return {snapshot.checkpoint_id: content_of(snapshot.entries) for snapshot in found}
+
+    def ask(self, holder: int) -> list[SnapshotRecord]:
+        records = self.cluster.reach(holder).inventory(self.number)
+        return [SnapshotRecord.from_json(record.to_json()) for record in records]
+
+    def put(self, checkpoint_id: int, content: Mapping[bytes, bytes | None], *, stored: bool = False) -> None:
+        """New entries in the shard."""
+        for key, data in content.items():
+            self.take_out(key)
+            value: InlineValue | StoredValue | None = None
+            if data is not None and stored:
+                value = make_value(self.store, f"v-{self.incarnation}-{next(self._values):012}", data)
+                self.in_use.add(value.value_id)
+            elif data is not None:
+                value = InlineValue(data)
+            self.entries[key] = Entry(key, checkpoint_id, "w-1", value)
+
+    def take_out(self, key: bytes) -> None:
+        """The shard has no more use for an entry."""
+        entry = self.entries.pop(key, None)
+        if entry is not None and isinstance(entry.value, StoredValue):
+            self.in_use.discard(entry.value.value_id)
+            if not self.snapshots.let_go(entry.value):
+                self.store.release(entry.value.arena)
+
+    def seal(self, checkpoint_id: int, deadline_s: float = 20.0) -> Content:
+        entries = list(self.entries.values())
+        self.snapshots.seal(checkpoint_id, entries, deadline_s)
+        return content_of(entries)
+
+    def files(self, of: int) -> set[str]:
+        """Files of parts of a manager on the node of this one: ``step-1_ckpt/rank-00000-...``."""
+        return {str(p.relative_to(self.folder)) for p in self.folder.glob(f"step-*_ckpt/rank-{of:05d}-*")}
+
+
+class Cluster:
+    """Managers of this process.
+
+    Args:
+        base: folder of the nodes.
+        nodes: node of every manager.
+    """
+
+    def __init__(
+        self, base: Path, nodes: Sequence[str] = ("node-0", "node-1"), strategy: ReplicationStrategy | None = None
+    ) -> None:
+        self.base = base
+        self.nodes = tuple(nodes)
+        self.strategy = strategy or PairwiseReplicationStrategy()
+        self.members: list[Member] = []
+        for number in range(len(nodes)):
+            self.members.append(Member(self, number))
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            if member.is_up:
+                member.down()
+
+    def __getitem__(self, number: int) -> Member:
+        return self.members[number]
+
+    def address_of(self, number: int) -> Address | None:
+        member = self.members[number]
+        return member.snapshots.address if member.is_up else None
+
+    def reach(self, number: int) -> Snapshots:
+        member = self.members[number]
+        if not member.is_up or member.unreachable:
+            raise ReplicationError("not there", rank=number)
+        return member.snapshots

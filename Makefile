@@ -2,7 +2,7 @@
 #
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
-#   make test-nemo   the tests that need NeMo, in .venv-nemo (about 2 GB), which it makes; not part of `make test` yet
+#   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 
@@ -50,19 +50,22 @@ check: lint
 test: lint
 	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not e2e" $(PYTEST_ARGS)
 	$(BIN)/pytest -m e2e $(PYTEST_ARGS)
+	$(MAKE) test-nemo
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
-# `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), and what writes its context
-# (nemo-run), of releases that fit.
+# `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), what writes its context (nemo-run),
+# and what `nemo.collections.llm` imports, without which its strategy saves nothing: in releases that fit each other.
 NEMO_BIN := .venv-nemo/bin
 NEMO_STAMP := .venv-nemo/.setup-stamp
 NEMO_PINS := "torch==2.13.0" "nemo_toolkit[lightning]==2.4.0" "megatron-core==0.13.1"
+NEMO_LLM := "nvidia-modelopt==0.37.0" "anyio<=4.9" "datasets<4" einops "huggingface-hub<1" ijson jieba matplotlib \
+    opencc "pangu<5" pulp "pyarrow<22" rouge_score sacrebleu sentencepiece tensorstore tiktoken torchprofile
 
 $(NEMO_STAMP): Makefile pyproject.toml
 	test -x $(NEMO_BIN)/python || $(PYTHON) -m venv .venv-nemo
 	$(NEMO_BIN)/python -m pip install -q "setuptools>=77" $(NEMO_PINS)
 	$(NEMO_BIN)/python -m pip install -q nvidia-resiliency-ext
-	$(NEMO_BIN)/python -m pip install -q $(NEMO_PINS) "nemo-run==0.5.0" "leptonai<0.30" "pandas<3" \
+	$(NEMO_BIN)/python -m pip install -q $(NEMO_PINS) $(NEMO_LLM) "nemo-run==0.5.0" "leptonai<0.30" "pandas<3" \
 	    "protobuf~=5.29.5" "packaging<25"
 	$(NEMO_BIN)/python -m pip install -q hypothesis pytest pytest-timeout
 	$(NEMO_BIN)/python -m pip install -q --no-build-isolation -e .

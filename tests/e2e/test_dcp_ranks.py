@@ -5,15 +5,13 @@ Each run starts its ranks once and does many cases, since starting is what takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support import tmpfs as tmpfs_folders
-from tests.support.cluster import Cluster, ClusterError
+from tests.support.cases import RUN_TIMEOUT_S, CaseRuns, run_cases
+from tests.support.cluster import Cluster
 
-RUN_TIMEOUT_S = 300.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 
 EVERYWHERE = [
@@ -53,51 +51,13 @@ RUNS = [(world_size, mode) for world_size in (1, 2, 4) for mode in ("sync", "thr
 ALL = [(world_size, mode, name) for world_size, mode in RUNS for name in _plan(world_size)[mode]]
 
 
-class _Results:
-    """Runs on first use, one run for each world size and mode."""
-
-    def __init__(self) -> None:
-        self._folder = tmpfs_folders.make_folder()
-        self._done: dict[tuple[int, str], tuple[dict[tuple[int, str], str | None], str]] = {}
-
-    def of(self, world_size: int, mode: str) -> tuple[dict[tuple[int, str], str | None], str]:
-        """How each case ended on each rank, and what was printed."""
-        key = (world_size, mode)
-        if key not in self._done:
-            names = [f"{name}:{mode}" for name in _plan(world_size)[mode]]
-            root = self._folder / f"{world_size}-{mode}"
-            with Cluster(root, "dcp_cases", ranks_per_node=world_size, args=names) as cluster:
-                output = ""
-                try:
-                    cluster.wait(RUN_TIMEOUT_S)
-                except ClusterError as error:
-                    output = str(error)
-                found = {
-                    (rank, report["case"]): report["error"]
-                    for rank in range(world_size)
-                    for report in cluster.reports(rank)
-                }
-            tmpfs_folders.remove_folder(root)
-            self._done[key] = (found, output)
-        return self._done[key]
-
-    def close(self) -> None:
-        tmpfs_folders.remove_folder(self._folder)
-
-
-@pytest.fixture(scope="module")
-def results() -> Iterator[_Results]:
-    made = _Results()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(("world_size", "mode", "name"), ALL, ids=lambda value: str(value))
-def test_on_several_ranks(results: _Results, world_size: int, mode: str, name: str) -> None:
-    found, output = results.of(world_size, mode)
-    errors = {rank: found.get((rank, f"{name}:{mode}"), "it was not run") for rank in range(world_size)}
-    failed = "\n".join(f"rank {rank}: {error}" for rank, error in errors.items() if error is not None)
-    assert not failed, f"{failed}\n{output}"
+def test_on_several_ranks(case_runs: CaseRuns, world_size: int, mode: str, name: str) -> None:
+    def make(root: Path) -> Cluster:
+        names = [f"{each}:{mode}" for each in _plan(world_size)[mode]]
+        return Cluster(root, "dcp_cases", ranks_per_node=world_size, args=names)
+
+    case_runs.of((world_size, mode), make).check(f"{name}:{mode}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +75,4 @@ def test_on_several_ranks(results: _Results, world_size: int, mode: str, name: s
 )
 def test_other_world_sizes_and_shardings(tmpfs: Path, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     for placement, name in ((before, "save_for_others"), (after, "load_from_others")):
-        with Cluster(tmpfs, "dcp_cases", placement=placement, args=[name]) as cluster:
-            cluster.wait(RUN_TIMEOUT_S)
-            reports = [report for rank in range(len(placement)) for report in cluster.reports(rank)]
-        assert [report["error"] for report in reports] == [None] * len(placement), reports
+        run_cases(Cluster(tmpfs, "dcp_cases", placement=placement, args=[name]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import RUN_TIMEOUT_S, CaseRuns
 from tests.support.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
@@ -15,6 +16,7 @@ CASES = [
     "sync",
     "asynchronous",
     "both_asynchronous",
+    "failing",
     "callback",
     "auto_resume",
     "context",
@@ -24,13 +26,12 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
-def test_all_cases(tmpfs: Path) -> None:
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_nodes(case_runs: CaseRuns, name: str) -> None:
     """One job for all of them: NeMo takes longest to import."""
-    with Cluster(tmpfs, "nemo_cases", nodes=2, args=CASES, torchrun=True) as cluster:
-        cluster.wait(timeout_s=240)
-        for rank in range(2):
-            reports = {each["case"]: each for each in cluster.reports(rank)}
-            assert list(reports) == CASES
-            for case, each in reports.items():
-                assert each["error"] is None, f"{case} on rank {rank}:\n{each['error']}"
+
+    def make(root: Path) -> Cluster:
+        return Cluster(root, "nemo_cases", nodes=2, args=CASES, torchrun=True)
+
+    case_runs.of("all", make).check(name)

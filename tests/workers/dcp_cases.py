@@ -1,7 +1,6 @@
 """Runs test cases of the DCP door on all ranks, one after the other, and reports how each of them ended.
 
-Arguments: names of cases, as `name` or `name:mode`; see CASES. A case that fails on one rank while others go on
-shows there as a timeout of the process group, and what comes after it may fail, too.
+Arguments: names of cases, as `name` or `name:mode`; see CASES.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,11 +24,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.core.object_format import ParsedHeader, parse_header
+from tests.support.cases import go_through
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner, caching_planner
 from tests.support.sharded import Training, check, full_state, numbered, plain_state, sharded_state
 from tests.support.tensors import assert_same, blank
-from tests.support.worker import base_path, leave, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, world_size
 
 CASES: dict[str, Callable[[Door, str], None]] = {}
 MIB = 1 << 20
@@ -409,29 +408,20 @@ def load_from_others(root: Path) -> None:
     door.close()
 
 
-def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    meeting = dist.new_group(timeout=timedelta(seconds=120))
-    for name in names:
-        began = time.monotonic()
-        error = None
-        function, _, mode = name.partition(":")
-        try:
-            if function in ("save_for_others", "load_from_others"):
-                globals()[function](base_path())
-            else:
-                door = Door(base_path() / name.replace(":", "-"))
-                CASES[function](door, mode)
-                dist.barrier()
-                door.close()
-        except BaseException:
-            error = traceback.format_exc()
-        report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
-        dist.barrier(meeting)
-    dist.destroy_process_group()
-    leave()
+def run(name: str) -> None:
+    function, _, mode = name.partition(":")
+    if function in ("save_for_others", "load_from_others"):
+        globals()[function](base_path())
+        return
+    door = Door(base_path() / name.replace(":", "-"))
+    CASES[function](door, mode)
+    dist.barrier()
+    door.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    go_through(sys.argv[1:], run)
+    dist.destroy_process_group()
+    leave()

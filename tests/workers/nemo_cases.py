@@ -1,18 +1,17 @@
 """NeMo's trainer, strategy, AutoResume and finalizer on two ranks, wrapped; cases are named on the command line.
 
-Owns the cases. The model and the training step are NeMo's `collections.llm`'s, which needs packages beyond
-`nemo_toolkit[lightning]`; so what is saved here is a sharded state dict of megatron-core's, handed to the trainer's
-`CheckpointIO` just as `MegatronStrategy.save_checkpoint` does.
+Owns the cases. Nothing is trained here, see `tests.support.nemo_training`: what is saved is a sharded state dict of
+megatron-core's, handed to the trainer's `CheckpointIO` just as `MegatronStrategy.save_checkpoint` does.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import sys
-import time
-import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,10 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError
+from tests.support.cases import go_through
 from tests.support.megatron import load_from
-from tests.support.worker import base_path, leave, rank, report, world_size
+from tests.support.worker import base_path, leave, rank, world_size
 
 warnings.filterwarnings("ignore")
 
@@ -58,7 +58,7 @@ def trainer_of(
     *callbacks: Callback,
     user_async: bool = False,
     every: int = 1,
-    strategy: type[MegatronStrategy] = MegatronStrategy,
+    strategy: Callable[..., MegatronStrategy] = MegatronStrategy,
     **options: Any,
 ) -> Any:
     """A trainer of NeMo's, set up as far as a recipe does before it is wrapped."""
@@ -140,6 +140,7 @@ def sync(base: Path) -> None:
     assert type(io) is MLFlashpointCheckpointIO
     assert io.alternate is theirs
     assert type(theirs) is MegatronCheckpointIO
+    assert io.save_sharded_strategy is theirs.save_sharded_strategy
     assert resume.get_trainer_ckpt_path() is None
     for step in (1, 2):
         save(trainer, version(base, step), step)
@@ -186,7 +187,9 @@ def both_asynchronous(base: Path) -> None:
     trainer = trainer_of(base, user_async=True)
     theirs = trainer.strategy.checkpoint_io
     assert type(theirs) is AsyncFinalizableCheckpointIO
+    expected = theirs.checkpoint_io.save_sharded_strategy
     resume = wrap(trainer, str(base), async_save=True)
+    assert trainer.strategy.checkpoint_io.checkpoint_io.save_sharded_strategy is expected
     folder = shared("long-term-async")
     ended: list[str] = []
     save(trainer, folder, 5, finalize_fn=lambda: ended.append("long-term"))
@@ -202,6 +205,29 @@ def both_asynchronous(base: Path) -> None:
     assert (folder / "weights" / "metadata.json").is_file()
     check_load(trainer, folder, 5)
     check_load(trainer, version(base, 6), 6)
+    finish(trainer)
+
+
+def failing(base: Path) -> None:
+    """A save that fails on one rank is told on all, nothing is raised into the training, and the next one is good."""
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=True)
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+
+    def no_room(*args: Any, **options: Any) -> None:
+        raise CapacityError("played")
+
+    for step in (1, 2, 3):
+        if step == 2 and rank() == 1:
+            io.parts.saver.seal = no_room  # type: ignore[method-assign]
+        save(trainer, version(base, step), step)
+        trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+        vars(io.parts.saver).pop("seal", None)
+        assert (io.parts.save_strategy.last_error is not None) == (step == 2)
+        settle(trainer)
+        assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)
+    check_load(trainer, version(base, 3), 3)
     finish(trainer)
 
 
@@ -287,7 +313,7 @@ class Module(nl.io.IOMixin, LightningModule):  # type: ignore[misc]
 
 
 class Strategy(MegatronStrategy):  # type: ignore[misc]
-    """NeMo's, up to what needs `nemo.collections.llm`: Megatron's model, and ModelOpt's state."""
+    """NeMo's, without a model: its sharded state dict is made up."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -369,6 +395,8 @@ def refusals(base: Path) -> None:
     trainer = trainer_of(base)
     plain = nl.Trainer(accelerator="cpu", devices=world_size(), strategy=DDPStrategy(), logger=False)
     refused("must have NeMo's MegatronStrategy", plain)
+    fsdp = trainer_of(base, strategy=functools.partial(MegatronStrategy, fsdp="megatron"))
+    refused("has FSDP, whose optimizer state", fsdp)
     refused("must be an absolute path", trainer, "relative")
     refused("is not that of the callback", trainer, f"{base}-2")
     refused("must be True or False", trainer, async_save=1)
@@ -385,6 +413,7 @@ CASES = {
         sync,
         asynchronous,
         both_asynchronous,
+        failing,
         callback,
         auto_resume,
         context,
@@ -395,23 +424,11 @@ CASES = {
 }
 
 
-def main(names: list[str]) -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     without_cuda()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel()
-    meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    for name in names or list(CASES):
-        began, error = time.monotonic(), None
-        try:
-            CASES[name](base_path() / name)
-        except BaseException:
-            error = traceback.format_exc()
-        report(case=name, error=error, seconds=round(time.monotonic() - began, 2))
-        dist.barrier(meeting)
+    go_through(sys.argv[1:], lambda name: CASES[name](base_path() / name))
     leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -58,3 +58,16 @@ def test_bad_arguments_of_the_callback_fail_at_once() -> None:
     }.items():
         with pytest.raises(InvalidArgumentError, match=name):
             MLFlashpointCheckpointCallback(**{"base": "/dev/shm/never", **options})
+
+
+@pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")
+def test_several_ranks_must_have_their_processes_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nemo.lightning as nl
+
+    from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
+    from ml_flashpoint.core.errors import InvalidArgumentError
+
+    trainer = nl.Trainer(accelerator="cpu", devices=1, strategy=nl.MegatronStrategy(), logger=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgumentError, match=r"call trainer\.strategy\.setup_environment\(\) first"):
+        wrap(trainer, "/dev/shm/never", async_save=True)

@@ -47,6 +47,13 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self.enabled = checked_bool("enabled", enabled)
         self._step = 0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called by Lightning before the strategy is set up: goes behind all other callbacks, so that what they do at
+        a step is in the checkpoint of that step."""
+        if self.enabled and stage == "fit":
+            # Another list: Lightning is going through this one.
+            trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning when everything is set up and restored.
 
@@ -64,6 +71,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
         self._step = trainer.global_step
+        if trainer.ckpt_path is not None and io.parts.holds(trainer.ckpt_path):
+            _complete_saved_batch(trainer.fit_loop)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called by Lightning after each batch: saves if that is due."""
@@ -83,6 +92,22 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         # As `Trainer.save_checkpoint`, without its barrier of all ranks.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         trainer.strategy.save_checkpoint(checkpoint, str(path))
+
+
+def _complete_saved_batch(fit_loop: Any) -> None:
+    """Count the batch after which a checkpoint was made, as an uninterrupted run did a moment later.
+
+    Lightning does so itself from 2.5 on, and NeMo wants 2.4. There, each resumption is one batch more to the end of
+    the epoch and to the next validation.
+    """
+    loop = fit_loop.epoch_loop
+    count, epochs = loop.batch_progress, fit_loop.epoch_progress
+    if hasattr(loop, "restarted_on_train_batch_end") or not loop.restarting or count.is_last_batch:
+        return
+    if count.total.completed == count.total.processed - 1:
+        count.increment_completed()
+        loop._batches_that_stepped += 1
+    epochs.total.reset_on_restart()
 
 
 def flashpoint_io_of(trainer: Any) -> MLFlashpointCheckpointIO | None:

@@ -62,6 +62,14 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         self._checked = False
         self._context: dict[str, bytes] | None = None
 
+    @property
+    def save_sharded_strategy(self) -> Any:
+        """That of paths elsewhere: what NeMo writes ModelOpt's state with, if a model has any."""
+        alternate = self.alternate
+        if isinstance(alternate, AsyncFinalizableCheckpointIO):
+            alternate = alternate.checkpoint_io
+        return alternate.save_sharded_strategy
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> AsyncRequest | None:

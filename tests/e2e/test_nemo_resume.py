@@ -1,0 +1,86 @@
+"""NeMo jobs under torchrun, killed by SIGKILL, that go on from memory and from long-term checkpoints, bit for bit.
+
+Trained on the CPU, with what `tests.support.nemo_cpu` lists played.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
+
+
+def last(reports: list[dict[str, Any]], name: str) -> Any:
+    return [each[name] for each in reports if name in each][-1]
+
+
+def check(reports: list[dict[str, Any]], but: frozenset[str] | set[str] = frozenset()) -> list[Path | None]:
+    """That the run which was killed came to what the other did; what its lives have gone on from."""
+    resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
+    for name in undisturbed.keys() - but:
+        assert resumed[name] == undisturbed[name], name
+    ended = next(number for number, each in enumerate(reports) if "resumed" in each)
+    steps = [{each["step"]: each for each in part if "step" in each} for part in (reports[:ended], reports[ended:])]
+    assert list(steps[1]) == list(range(1, 15))
+    assert dict(sorted(steps[0].items())) == steps[1], "batches and losses of all steps, in their last life"
+    paths = [each["resumes"] for each in reports[:ended] if "resumes" in each]
+    return [None if path is None else Path(path) for path in paths]
+
+
+@pytest.mark.timeout(600)
+def test_one_rank_without_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -> None:
+    """Synchronous saves. Goes on from memory, and, when that is lost, from the strategy's long-term checkpoint."""
+    args = ["plain", tmp_path, "--kill", 4, 9, "--lose", "2:all"]
+    with Cluster(tmpfs, "nemo_training", args=args, torchrun=True, max_restarts=2) as cluster:
+        cluster.wait(timeout_s=500)
+        # Lightning 2.4 does not count the batch after which `ModelCheckpoint` saves.
+        paths = check(cluster.reports(0), but={"loops"})
+        base, sealed = cluster.base_of(0), last(cluster.reports(0), "sealed")
+    assert paths[:2] == [None, base / "step-4_ckpt"]
+    assert paths[2] is not None
+    assert paths[2].is_relative_to(tmp_path / "resumed")
+    assert paths[2].parent.name == "step=5-last"
+    assert sealed == 3, "after steps 8, 10 and 14; 12 was left to the strategy"
+
+
+@pytest.mark.timeout(600)
+def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -> None:
+    """Asynchronous saves, of both kinds; killed at a step that was not saved; one node loses its memory."""
+    args = ["distributed", tmp_path, "--kill", 9, "--lose", "1:1"]
+    with Cluster(tmpfs, "nemo_training", nodes=2, args=args, torchrun=True, max_restarts=1) as cluster:
+        cluster.wait(timeout_s=500)
+        for rank in range(2):
+            assert check(cluster.reports(rank)) == [None, cluster.base_of(rank) / "step-8_ckpt"]
+            assert {"io.json", "model.yaml"} <= set(last(cluster.reports(rank), "context"))
+            assert last(cluster.reports(rank), "sealed") == 2, "after steps 10 and 14"
+
+
+@pytest.mark.timeout(600)
+def test_the_example_goes_on_after_a_kill(tmpfs: Path, tmp_path: Path) -> None:
+    """In bfloat16, with float32 weights in the optimizer; whichever save was the last when it was killed."""
+    base, steps = tmpfs / "job", ["--ckpt-mlf-every-n-steps", 2, "--ckpt-std-every-n-steps", 8]
+    args = ["--base", base, "--log-dir", tmp_path, "--steps", 12, *steps]
+    with Cluster(tmpfs, "nemo_example", args=args, torchrun=True, max_restarts=1) as cluster:
+        cluster.wait_for_output(r"iteration 5/11", rank=0, timeout_s=250)
+        cluster.kill_rank(0)
+        cluster.wait(timeout_s=300)
+        output = cluster.outputs()[0]
+        said = cluster.agent_output(0) + output
+    # It has ended as scripts do, by its last line.
+    assert "Fatal Python error" not in said
+    assert "terminate called" not in said
+    first, _, second = output.partition("Restored all states from the checkpoint at")
+    assert re.match(rf" {base}/step-\d+_ckpt", second)
+    losses = [float(each) for each in re.findall(r"reduced_train_loss: ([\d.]+)", output)]
+    assert "iteration 0/11" in first
+    assert "iteration 0/11" not in second
+    assert "iteration 11/11" in second
+    assert losses[-1] < losses[0] - 1, "it has learned"
+    assert [path for path in tmp_path.rglob("weights") if "unfinished" not in str(path)]

@@ -1,0 +1,275 @@
+"""Cases of the Megatron-LM door: how its saves go, what is copied and sent, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
+from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
+from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointError
+from ml_flashpoint.core.rank_group import rank_group
+from tests.support.megatron import Door, TorchDist
+from tests.support.megatron_cases import case, check_load, expected, some_layout
+from tests.support.megatron_states import assert_same_state, sharded_state
+from tests.support.worker import base_path, rank, world_size
+
+# -- how saves go ------------------------------------------------------------------------------------------------
+
+
+@case
+def the_staged_copies_are_the_object(door: Door, other: TorchDist) -> None:
+    """One copy, made before the call returns: what changes after it does not show."""
+    layout = some_layout()
+    write, writes = door.saver.write, list[Any]()
+
+    def noted(ticket: Any, *args: Any, **options: Any) -> None:
+        write(ticket, *args, **options)
+        writes.append(ticket)
+
+    door.saver.write = noted  # type: ignore[method-assign]
+    for step in (1, 2, 3):
+        state = sharded_state(layout, step)
+        tensors = _leaves(state["model"]) + _leaves(state["optimizer"])
+        request = save_local_aware_megatron_checkpoint(state, door.version(step), door.save_strategy, True)
+        for tensor in tensors:
+            tensor.fill_(-7)
+        door.queue.schedule_async_request(request)
+        door.queue.maybe_finalize_async_calls(blocking=True)
+        assert door.save_strategy.last_error is None
+        check_load(door, layout, step)
+    assert len(writes) == 3
+    for ticket in writes:
+        assert ticket.filled.arena is ticket.staged.arena, "what was staged was copied once more"
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    data = getattr(value, "data", None)
+    return [data] if isinstance(data, torch.Tensor) else []
+
+
+@case
+def plans_are_sent_when_they_change(door: Door, other: TorchDist) -> None:
+    layout = some_layout()
+    sent: list[int] = []
+    gather = rank_group().gather
+
+    def counted(blob: bytes) -> list[bytes]:
+        sent.append(len(blob))
+        return gather(blob)
+
+    for step in range(1, 8):
+        state = sharded_state(layout, step)
+        if step >= 4 and rank() == world_size() - 1:
+            state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((5,), float(step)))
+        rank_group().gather = counted  # type: ignore[method-assign]
+        request = save_local_aware_megatron_checkpoint(state, door.version(step), door.save_strategy, True)
+        del rank_group().gather
+        door.queue.schedule_async_request(request)
+        door.queue.maybe_finalize_async_calls(blocking=True)
+        assert door.save_strategy.last_error is None
+        template = sharded_state(layout, 0, blank=True)
+        wanted = expected(layout, step)
+        if step >= 4:
+            template["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(5), replica_id=rank())
+            wanted["more"] = torch.full((5,), float(step))
+        assert_same_state(door.load_megatron(template, step, validate_access_integrity=False), wanted)
+    changed = rank() == world_size() - 1
+    assert [count > 0 for count in sent] == [True, False, False, changed, False, False, False], sent
+
+
+@case
+def an_exchange_of_plans_that_breaks_off(door: Door, other: TorchDist) -> None:
+    """What rank 0 did not hear is said again: no save is described by the plans of another."""
+    layout = some_layout()
+    gather = rank_group().gather
+
+    def cut_off(blob: bytes) -> list[bytes]:
+        gather(blob)
+        raise DeadlineError("played")
+
+    logging.disable(logging.CRITICAL)
+    failed = []
+    for step in range(1, 7):
+        state = sharded_state(layout, step)
+        if step >= 3:
+            state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((5,), float(step)), replica_id=rank())
+        if step == 3 and rank() == 0:
+            rank_group().gather = cut_off  # type: ignore[method-assign]
+        door.save_megatron(state, step)
+        vars(rank_group()).pop("gather", None)
+        if door.save_strategy.last_error is not None:
+            failed.append(step)
+            continue
+        template, wanted = sharded_state(layout, 0, blank=True), expected(layout, step)
+        if step >= 3:
+            template["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(5), replica_id=rank())
+            wanted["more"] = torch.full((5,), float(step))
+        assert_same_state(door.load_megatron(template, step), wanted)
+    logging.disable(logging.NOTSET)
+    assert failed == [3, 4], failed
+
+
+@case
+def queues(door: Door, other: TorchDist) -> None:
+    """Several requests under way in one queue; callers of both kinds, with a process and without."""
+    layout = some_layout()
+    step = 0
+    for child, persistent in ((True, False), (False, False), (False, True), (True, True)):
+        made = Door(base_path() / f"queues-{child}-{persistent}", child=child)
+        queue = AsyncCallsQueue(persistent=persistent)
+        finalized: list[int] = []
+        started = step
+        for number in range(3):
+            step += 1
+            if number == 1 and child:
+                # As in a job that saves to disk, too, through the same queue.
+                os.makedirs(other.folder / str(step), exist_ok=True)
+                dist.barrier()
+                request = dist_checkpointing.save(
+                    sharded_state(layout, step),
+                    str(other.folder / str(step)),
+                    other.save_strategy,
+                    async_sharded_save=True,
+                )
+            else:
+                request = save_local_aware_megatron_checkpoint(
+                    sharded_state(layout, step), made.version(step), made.save_strategy, True
+                )
+                assert (request.async_fn is not None) == child
+            request.add_finalize_fn(functools.partial(finalized.append, step))
+            queue.schedule_async_request(request)
+        assert finalized == []
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert finalized == [started + 1, started + 2, started + 3]
+        assert queue.get_num_unfinalized_calls() == 0
+        check_load(made, layout, step)
+        queue.close()
+        made.settle()
+        dist.barrier()
+        made.close()
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+@case
+def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
+    """It is told on all ranks, the queue and the training go on, and the next save is as good as any."""
+    layout = some_layout()
+    last = world_size() - 1
+    step = 0
+    logging.disable(logging.CRITICAL)
+
+    def no_room(*args: Any, **options: Any) -> None:
+        raise CapacityError("no room")
+
+    def damage(kind: str, state: dict[str, Any]) -> None:
+        if rank() != last:
+            return
+        if kind == "no data":
+            state["optimizer"]["step"].data = None
+            state["optimizer"]["step"].replica_id = 0
+        elif kind == "an object":
+            state["rng"].data = lambda: None
+        elif kind in ("stage", "write", "seal"):
+            setattr(door.saver, kind, no_room)
+
+    for asynchronous in (False, True):
+        for itself in (False, True):
+            for kind in ("no data", "an object", "stage", "write", "seal"):
+                step += 1
+                state = sharded_state(layout, step)
+                damage(kind, state)
+                _save(door, state, step, asynchronous, itself)
+                for name in ("stage", "write", "seal"):
+                    vars(door.saver).pop(name, None)
+                assert isinstance(door.save_strategy.last_error, FlashpointError), kind
+                assert door.queue.get_num_unfinalized_calls() == 0
+                step += 1
+                _save(door, sharded_state(layout, step), step, asynchronous, itself)
+                assert door.save_strategy.last_error is None, door.save_strategy.last_error
+                check_load(door, layout, step)
+    logging.disable(logging.NOTSET)
+    door.settle()
+    dist.barrier()
+    # What failed has left nothing, but for the folder of the very last failure, which the next save removes.
+    versions = sorted(name for name in os.listdir(door.base) if name.startswith("step-"))
+    assert versions == [f"step-{step}_ckpt"], versions
+    copies = len(door.replication.held_by(rank())) if door.replication.initialized else 0
+    assert len(door.arena_bytes(rank())) <= 3 * (1 + copies), door.arena_bytes(rank())
+
+
+def _save(door: Door, state: dict[str, Any], step: int, asynchronous: bool, itself: bool) -> None:
+    """Save in the way of the guide, or by `dist_checkpointing.save` itself."""
+    if not itself:
+        door.save_megatron(state, step, asynchronous=asynchronous, validate_access_integrity=False)
+        return
+    os.makedirs(door.version(step), exist_ok=True)
+    dist.barrier()
+    request = dist_checkpointing.save(
+        state, door.version(step), door.save_strategy, async_sharded_save=asynchronous, validate_access_integrity=False
+    )
+    if asynchronous:
+        door.queue.schedule_async_request(request)
+        door.queue.maybe_finalize_async_calls(blocking=True)
+
+
+@case
+def common_state_that_cannot_be_saved(door: Door, other: TorchDist) -> None:
+    layout = some_layout()
+    logging.disable(logging.CRITICAL)
+    state = sharded_state(layout, 1) | ({"bad": lambda: None} if rank() == 0 else {})
+    door.save_megatron(state, 1, validate_access_integrity=False)
+    logging.disable(logging.NOTSET)
+    assert isinstance(door.save_strategy.last_error, FlashpointError)
+    assert "rank 0" in str(door.save_strategy.last_error)
+    door.save_megatron(sharded_state(layout, 2), 2)
+    check_load(door, layout, 2)
+
+
+@case
+def a_load_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
+    """All ranks learn of it; none goes on with what it has loaded."""
+    layout = some_layout()
+    door.save_megatron(sharded_state(layout, 1), 1)
+    template = sharded_state(layout, 0, blank=True)
+    if rank() == world_size() - 1:
+        template["optimizer"]["step"] = ShardedTensor.from_rank_offsets("optimizer.step", torch.zeros(7), replica_id=1)
+    mine = CheckpointingException if rank() == world_size() - 1 else FlashpointError
+    with pytest.raises(mine):
+        door.load_megatron(template, 1, validate_access_integrity=False)
+    check_load(door, layout, 1)
+
+
+class Harmless:
+    """Pickles to a call; who loads it unchecked makes the call."""
+
+    def __reduce__(self) -> Any:
+        return os.putenv, ("FLASHPOINT_TEST_UNPICKLED", "1")
+
+
+@case
+def objects_that_could_run_code_are_refused(door: Door, other: TorchDist) -> None:
+    state = {"o": ShardedObject("o", Harmless(), (1,), (0,), replica_id=rank())}
+    template = {"o": ShardedObject("o", None, (1,), (0,), replica_id=rank())}
+    door.save_megatron(state, 1)
+    assert door.save_strategy.last_error is None
+    with pytest.raises(FlashpointError, match="putenv"):
+        door.load_megatron(template, 1)
+    trusting = MLFlashpointMegatronLoadStrategy(
+        door.replication, door.loader, safe_globals=[(os.putenv, f"{os.putenv.__module__}.putenv")]
+    )
+    door.load_megatron(template, 1, strategy=trusting)

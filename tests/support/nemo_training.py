@@ -1,0 +1,225 @@
+"""One training of a very small GPT, with NeMo's own trainer, `MegatronStrategy`, optimizer module, data sampler,
+`ModelCheckpoint` and `AutoResume`, on the CPU; with checkpoints in memory, or without any of ours.
+
+Owns the training, and what it tells of itself. When it is killed, and what is then lost, is the job's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import nemo.lightning as nl
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.optimizer import OptimizerConfig
+from nemo.collections import llm
+from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
+from nemo.lightning.pytorch.plugins import MegatronDataSampler
+from torch.utils.data import DataLoader, Dataset
+
+from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
+from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint
+from tests.support.worker import base_path, report, world_size
+
+STEPS, EVERY, LONG_TERM_EVERY = 14, 2, 6
+LENGTH, MICRO_BATCH, MICRO_BATCHES = 16, 2, 2
+
+
+class Samples(Dataset):  # type: ignore[type-arg]
+    """Tokens by number; notes which were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        self.asked.append(int(number))
+        generator = torch.Generator().manual_seed(int(number))
+        tokens = torch.randint(0, 256, (LENGTH + 1,), generator=generator)
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(LENGTH),
+            "position_ids": torch.arange(LENGTH),
+            "attention_mask": torch.ones(1, LENGTH, LENGTH).triu(1) > 0,
+        }
+
+
+class Data(LightningDataModule):  # type: ignore[misc]
+    """A data module that goes on where it was, in the way of NeMo's `PreTrainingDataModule`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = Samples()
+        self.data_sampler = MegatronDataSampler(
+            seq_len=LENGTH, micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * MICRO_BATCHES * world_size()
+        )
+
+    def train_dataloader(self) -> Any:
+        self.data_sampler.init_global_step = self.trainer.global_step
+        return DataLoader(self.samples)
+
+    def state_dict(self) -> dict[str, int]:
+        steps = self.trainer.global_step - self.data_sampler.init_global_step
+        return {"consumed": self.data_sampler.compute_consumed_samples(steps)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        sampler = self.data_sampler
+        sampler.init_consumed_samples = sampler.prev_consumed_samples = state["consumed"]
+        update_num_microbatches(consumed_samples=state["consumed"], consistency_check=False)
+        sampler.if_first_step = 1
+
+
+class Tally(Callback):  # type: ignore[misc]
+    """A callback with a state; tells what each step was trained on, and its loss."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(2)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        loss = float(trainer.callback_metrics["reduced_train_loss"])
+        self.total += torch.tensor([loss, 1.0])
+        samples = trainer.datamodule.samples
+        asked, samples.asked = samples.asked, []
+        report(step=trainer.global_step, trained_on=asked, loss=loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+class KillAt(Callback):  # type: ignore[misc]
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step != self.step:
+            return
+        # What is to be resumed from must be there; it is the kill that comes at any time, not the seal.
+        io = flashpoint_io_of(trainer)
+        assert io is not None
+        assert io.parts.saver.wait(60)
+        if trainer.strategy.async_save:
+            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(value: Any) -> str:
+    stream = hashlib.sha256()
+    _feed(stream, value)
+    return stream.hexdigest()[:16]
+
+
+def _feed(stream: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        stream.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            stream.update(str(key).encode())
+            _feed(stream, value[key])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _feed(stream, each)
+    else:
+        stream.update(repr(value).encode())
+
+
+def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str, Any]:
+    """Train, and tell what came of it."""
+    distributed = kind == "distributed"
+    data, tokenizer = Data(), ByteLevelTokenizer(vocab_size=256)
+    model = llm.GPTModel(
+        llm.GPTConfig(
+            num_layers=2,
+            hidden_size=32,
+            ffn_hidden_size=64,
+            num_attention_heads=4,
+            seq_length=LENGTH,
+            # Its random numbers are in no checkpoint of NeMo's.
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+        ),
+        tokenizer=tokenizer,
+    )
+    optimizer = nl.MegatronOptimizerModule(
+        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=distributed),
+        lr_scheduler=nl.lr_scheduler.CosineAnnealingScheduler(warmup_steps=3, constant_steps=0, min_lr=1e-3),
+    )
+    tally = Tally()
+    callbacks: list[Callback] = [tally, KillAt(kill_at)]
+    if ours:
+        # In front, from where it has to move behind the others.
+        callbacks.insert(0, MLFlashpointCheckpointCallback(base_path(), EVERY, skip_every_n_steps=LONG_TERM_EVERY))
+    trainer = nl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=world_size() // int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=nl.MegatronStrategy(
+            ddp=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+            ckpt_async_save=distributed,
+            process_group_backend="gloo",
+        ),
+        max_steps=STEPS,
+        limit_val_batches=0,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    log = nl.NeMoLogger(
+        log_dir=str(folder),
+        ckpt=nl.ModelCheckpoint(
+            every_n_train_steps=LONG_TERM_EVERY, monitor="step", save_top_k=-1, save_last=True, filename="{step}"
+        ),
+        use_datetime_version=False,
+    )
+    resume: Any = nl.AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
+    if ours:
+        trainer.strategy.setup_environment()
+        resume = wrap_trainer_and_auto_resume_with_mlflashpoint(
+            trainer=trainer,
+            flashpoint_base_container=base_path(),
+            async_save=distributed,
+            default_auto_resume=resume,
+            always_save_context=True,
+        )
+    setup = resume.setup
+
+    def told(trainer: Any, *args: Any) -> None:
+        setup(trainer, *args)
+        report(resumes=None if trainer.ckpt_path is None else str(trainer.ckpt_path))
+
+    resume.setup = told
+    llm.train(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optimizer)
+    io = flashpoint_io_of(trainer)
+    if io is not None:
+        assert io.parts.save_strategy.last_error is None
+        context = resume.get_context_path()
+        assert io.parts.saver.wait(60)
+        report(sealed=io.parts.saver.stats.sealed)
+        report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)
+    inner = trainer.optimizers[0].mcore_optimizer
+    adams = [each.optimizer for each in getattr(inner, "chained_optimizers", [inner])]
+    return {
+        "weights": digest(dict(model.named_parameters())),
+        "optimizer": digest([[each.state[p] for g in each.param_groups for p in g["params"]] for each in adams]),
+        "groups": digest([[{**group, "params": None} for group in each.param_groups] for each in adams]),
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "loops": trainer.fit_loop.state_dict(),
+        "data": data.state_dict(),
+        "tally": tally.total.tolist(),
+        "long_term": sorted(str(each.relative_to(folder)) for each in folder.rglob("weights/*")),
+    }

@@ -282,6 +282,28 @@ def test_a_handle_outside_the_working_set_holds_up_nothing(make: Make) -> None:
     assert play.newest() == 8
 
 
+def test_a_handle_that_goes_back_is_not_outside_the_working_set(make: Make) -> None:
+    # It writes again what was lost. Until it has, the checkpoints after that must not be committed.
+    play = make(working_set_size=2, managers=1)
+    play.join("a")
+    play.join("b")
+    for handle in "ab":
+        play.move(handle, 1)
+    assert play.newest() == 0
+    lost = Write(0, "an incarnation that is gone", 1, True)
+    play.move("a", 2, lost)
+    play.move("b", 3)
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 3, lost)
+    play.rollback("a", 0)
+
+    assert play.newest() == 0
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.move("a", 2)
+    assert play.newest() == 1
+
+
 # ---- leases -----------------------------------------------------------------------------------------------
 
 

@@ -96,11 +96,13 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
+        since: the newest checkpoint of any handle when this one came to where it is.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
 
     position: int
     lease: str
+    since: int = -1
     moving_to: int = -1
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
@@ -180,8 +182,8 @@ class Coordinator:
         with self._changed:
             writer = self._writers.get(handle)
             if writer is None:
-                self._writers[handle] = _Writer(position, lease, wrote=self._needs(wrote))
                 self._newest = max(self._newest, position)
+                self._writers[handle] = _Writer(position, lease, self._newest, wrote=self._needs(wrote))
                 self._changed.notify_all()
             else:
                 writer.lease = lease
@@ -237,7 +239,7 @@ class Coordinator:
             writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
-            self._newest = max(self._newest, position)
+            writer.since = self._newest = max(self._newest, position)
             if not self._rules.snapshots:
                 self._committed = max(self._committed, self._target())
             self._changed.notify_all()
@@ -267,6 +269,7 @@ class Coordinator:
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
+                writer.since = self._newest
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
                 return self._state()
@@ -433,10 +436,15 @@ class Coordinator:
             return self._committed
         if not self._writers:
             return max(self._committed, self._floor, self._departed - 1)
-        # A handle that has fallen out of the working set can write nothing below it any more.
-        window = self._newest - self._rules.working_set_size + 1
-        slowest = min(max(writer.position, window) for writer in self._writers.values())
-        return max(self._committed, self._floor, slowest - 1)
+        return max(self._committed, self._floor, min(map(self._held_up_at, self._writers.values())) - 1)
+
+    def _held_up_at(self, writer: _Writer) -> int:
+        """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
+        others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
+        size = self._rules.working_set_size
+        is_out = self._newest - writer.since >= size
+        at = max(writer.position, self._newest - size + 1) if is_out else writer.position
+        return max(at, self._oldest())
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:
@@ -645,6 +653,7 @@ class Coordinator:
     def _restored(self, checkpoint_id: int) -> None:
         for writer in self._writers.values():
             writer.position, writer.wrote, writer.assumed, writer.lost = checkpoint_id, {}, {}, None
+            writer.since = checkpoint_id
         self._committed = -1 if self._rules.snapshots else checkpoint_id
         self._floor = checkpoint_id
         self._departed, self._departed_wrote = checkpoint_id + 1, {}

@@ -165,7 +165,7 @@ def test_managers_seal_what_they_prepared_and_then_settle(make: Make) -> None:
 
 
 def test_checkpoints_in_between_are_skipped(make: Make) -> None:
-    play = make()
+    play = make(working_set_size=9)
     gate = play.managers.close_gate("seal")
     play.join("a")
     play.move("a", 1)
@@ -179,7 +179,7 @@ def test_checkpoints_in_between_are_skipped(make: Make) -> None:
 
 
 def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) -> None:
-    play = make(persist_freq=3)
+    play = make(persist_freq=3, working_set_size=9)
     gate = play.managers.close_gate("seal")
     play.join("a")
     play.move("a", 1)
@@ -191,6 +191,32 @@ def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) ->
     assert play.managers.committed() == [0, 2, 5, 8, 9]
     assert play.coordinator.persist_newest(DEADLINE_S) == 9
     assert play.managers.persisted == [2, 5, 8, 9]
+
+
+def test_a_handle_does_not_run_away_from_commits(make: Make) -> None:
+    # What is not committed stays in memory.
+    play = make(working_set_size=2)
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    for position in range(1, 4):
+        play.move("a", position)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError, match="not committed yet"):
+            play.move("a", 9, timeout_s=SHORT_S)
+
+    within(SHORT_S, wait)
+    gate.set()
+    play.move("a", 9)
+    assert play.newest() == 8
+
+
+def test_a_handle_that_others_keep_from_being_committed_goes_on(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("slow")
+    play.join("fast")
+
+    within(0, lambda: play.move("fast", 9))
 
 
 def test_a_commit_that_failed_is_tried_again(make: Make) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +290,7 @@ class DictionaryModel(RuleBasedStateMachine):
         manager = data.draw(st.integers(0, self.managers - 1))
         for handle in range(HANDLES):
             self.catch_up(handle)
-        before = kill_manager(self.dictionary, manager)
-        if lost_node:
-            shutil.rmtree(Path(self.dictionary._configuration.base, f"node-{manager}"), ignore_errors=True)
+        before = kill_manager(self.dictionary, manager, lose_node=lost_node)
         if wait:
             runtime_of(self.dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)
         committed = self.model.committed

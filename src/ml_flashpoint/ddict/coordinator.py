@@ -213,7 +213,8 @@ class Coordinator:
         Raises:
             DDictWritesLostError: a manager came back without what this handle wrote, or, told to one handle only,
                 without what a handle wrote that is gone.
-            DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time.
+            DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time; or
+                commits are too far behind.
         """
         until = time.monotonic() + timeout_s
         with self._changed:
@@ -228,6 +229,7 @@ class Coordinator:
         retires = position - self._rules.working_set_size
         if position > self._newest and retires >= 0:
             try:
+                self._wait_for_commits(position, until)
                 self._wait_to_retire(handle, position, retires, until)
             except BaseException:
                 with self._changed:
@@ -403,6 +405,21 @@ class Coordinator:
             "writers": len(self._writers),
             "persisted": max(self._persisted_ids, default=-1),
         }
+
+    def _wait_for_commits(self, position: int, until: float) -> None:
+        """Wait while commits that could be made are a working set behind: what is not committed stays in memory, which
+        would fill up with it."""
+        if not self._rules.snapshots:
+            return
+        with self._changed:
+            while self._committed < min(self._target(), position - self._rules.working_set_size - 2):
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError(
+                        f"checkpoint {self._committed + 1} and later ones are not committed yet",
+                        checkpoint_id=self._committed + 1,
+                    )
+                self._changed.wait(left)
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, until: float) -> None:
         """Wait until a checkpoint may leave the working set."""

@@ -404,7 +404,8 @@ class DDict(MutableMapping[Any, Any]):
         """Go on to the next checkpoint; returns its id. What was written stays readable there.
 
         Raises:
-            DDictTimeoutError: with `wait_for_keys` or `wait_for_writers`, an older one cannot retire yet.
+            DDictTimeoutError: with `wait_for_keys` or `wait_for_writers`, an older one cannot retire yet; with
+                `replication` or a persister, one that is older than the working set is still being committed.
             DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
         """
         self.checkpoint_id += 1

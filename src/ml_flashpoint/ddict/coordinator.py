@@ -230,7 +230,8 @@ class Coordinator:
         if writer is None:
             return
         self._departed = max(self._departed, writer.position)
-        self._departed_wrote.update(writer.wrote)
+        if writer.lost is None:
+            self._departed_wrote.update(writer.wrote)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())

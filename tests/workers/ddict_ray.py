@@ -21,7 +21,7 @@ def value_of(rank: int, epoch: int) -> torch.Tensor:
     return torch.arange(LARGE, dtype=torch.float32) + rank * 1000 + epoch
 
 
-def look(d: DDict, keys: list[str]) -> tuple[list[int], list[str], dict[str, float]]:
+def look(d: DDict, keys: list[Any]) -> tuple[list[int], list[Any], dict[Any, float]]:
     """Managers of this node, those keys whose values are mapped from memory of this node, and the values' sums."""
     mapped, sums = [], {}
     for key in keys:

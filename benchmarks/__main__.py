@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, lightning, local, megatron, peers, transfers
+from benchmarks import ddict, engine, lightning, local, megatron, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -65,6 +65,13 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from transfers.results()
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
+    if not only or only in "ddict":
+        yield from ddict.results(scale)
+
+
+def _milliseconds(seconds: float) -> str:
+    """With as many digits as mean something."""
+    return f"{seconds * 1e3:.1f}" if seconds >= 0.001 else f"{seconds * 1e3:.3f}"
 
 
 def main(
@@ -74,7 +81,7 @@ def main(
         str,
         typer.Option(
             help="Only states whose name contains this"
-            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'lightning')."
+            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'lightning', 'ddict')."
         ),
     ] = "",
 ) -> None:
@@ -92,10 +99,10 @@ def main(
     try:
         for row in all_results(folder, scale, only):
             rows.append(row)
-            spread = f"{row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f}"
+            spread = f"{_milliseconds(row.low_s)}–{_milliseconds(row.high_s)}"
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            table.add_row(row.state, row.case, f"{row.seconds * 1e3:.1f}", spread, ratio, row.note)
-            console.print(f"{row.state}: {row.case}: {row.seconds * 1e3:.1f} ms, {ratio}", style="dim")
+            table.add_row(row.state, row.case, _milliseconds(row.seconds), spread, ratio, row.note)
+            console.print(f"{row.state}: {row.case}: {_milliseconds(row.seconds)} ms, {ratio}", style="dim")
         console.print(table)
         if json_file is not None:
             json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ml_flashpoint.core.errors import (
     AuthenticationError,
@@ -22,7 +25,7 @@ from ml_flashpoint.core.errors import (
 from ml_flashpoint.ddict import messages
 from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.ddict.request_server import MAX_HANDSHAKES, RequestServer
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError
 from tests.ddict import connection_support
@@ -124,6 +127,25 @@ def test_a_session_is_closed_once_when_its_connection_is_gone(address: Address, 
     assert echo.wait_for(lambda: echo.closed_sessions == [0, 1])
     if address[0] == "unix":
         assert {peer.pid for peer in echo.opened} == {os.getpid()}
+
+
+def test_a_handler_can_tell_that_nobody_waits_any_more(address: Address, echo: Echo) -> None:
+    connection = connect(address)
+    thread = threading.Thread(target=_ask_in_vain, args=(connection,))
+    thread.start()
+    assert echo.wait_for(lambda: bool(echo.handled))
+    assert not echo.opened[0].is_gone()
+    connection.close()
+    thread.join(DEADLINE_S)
+    give_up = time.monotonic() + DEADLINE_S
+    while not echo.opened[0].is_gone():
+        assert time.monotonic() < give_up
+    echo.go_on.set()
+
+
+def _ask_in_vain(connection: Connection) -> None:
+    with pytest.raises(RequestLostError):
+        connection.request("wait", {}, timeout_s=DEADLINE_S)
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------
@@ -349,19 +371,21 @@ def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo
     assert echo.opened == []
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096)])
-def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path, said: bytes) -> None:
+def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path) -> None:
+    said = (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096))
     with RequestServer(
-        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=0.3
+        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=1
     ) as server:
+        strangers = []
         for address in server.addresses:
-            strangers = [raw(address) for _ in range(3)]
-            for sock in strangers:
-                sock.sendall(said)
+            for words in said:
+                strangers.append(raw(address))
+                strangers[-1].sendall(words)
+        for address in server.addresses:
             assert connect(address).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
-            assert all(is_hung_up(sock) for sock in strangers)
-            for sock in strangers:
-                sock.close()
+        assert all(is_hung_up(sock) for sock in strangers)
+        for sock in strangers:
+            sock.close()
     assert len(echo.opened) == 2
 
 
@@ -424,6 +448,44 @@ def test_between_nodes_a_message_is_neither_altered_nor_replayed(server: Request
     sock.close()
 
 
+def test_a_request_that_breaks_off_is_not_carried_out(address: Address, echo: Echo) -> None:
+    sock, _ = _greeted(address)
+    sock.sendall(_head(20, 1) + struct.pack(">I", 1 << 20) + b'["put",{}]' + bytes(5000))
+    sock.close()
+    assert echo.wait_for(lambda: echo.closed_sessions == [0])
+    assert echo.handled == []
+
+
+def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
+    with RequestServer(SECRET, echo, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
+        strangers = [raw(server.addresses[0]) for _ in range(MAX_HANDSHAKES + 10)]
+        assert connect(server.addresses[0]).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
+        assert all(is_hung_up(sock) for sock in strangers[:5])
+        for sock in strangers:
+            sock.close()
+
+
+def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestServer, tmpfs: Path) -> None:
+    ask, answer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            server.close()
+            os.close(answer)
+            os.read(ask, 1)  # until the parent is done
+        finally:
+            os._exit(0)
+    try:
+        assert connect(server.addresses[0]).request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
+        _, _, port = server.addresses[1]  # type: ignore[misc]
+        server.close()
+        with RequestServer(SECRET, Echo(), tcp_host="127.0.0.1", tcp_port=port) as again:
+            assert connect(again.addresses[0]).request("echo", {"a": 2}, timeout_s=DEADLINE_S).fields == {"a": 2}
+    finally:
+        os.close(answer)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_more_connections_than_allowed_are_told_so(echo: Echo, tmpfs: Path) -> None:
     with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), max_connections=2) as server:
         kept = [connect(server.addresses[0]) for _ in range(2)]
@@ -473,6 +535,19 @@ def test_addresses_and_secrets_are_checked(tmpfs: Path) -> None:
         connect(("unix", str(tmpfs / "none")))
 
 
+def test_a_server_that_is_slow_to_accept_is_waited_for(tmpfs: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmpfs / "s"))
+    listener.listen(0)
+    before_us = raw(("unix", str(tmpfs / "s")))  # fills the queue
+    began = time.monotonic()
+    with pytest.raises(DDictTimeoutError, match="no connection"):
+        Connection(("unix", str(tmpfs / "s")), SECRET, connect_timeout_s=0.3)
+    assert time.monotonic() - began > 0.29
+    before_us.close()
+    listener.close()
+
+
 def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmpfs / "s"))
@@ -490,3 +565,27 @@ def test_something_else_at_the_address_is_told(tmpfs: Path) -> None:
         connect(("unix", str(tmpfs / "s")))
     thread.join(DEADLINE_S)
     listener.close()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(text=st.binary() | _JSON.map(lambda value: json.dumps(value).encode()), request=st.booleans())
+def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> None:
+    try:
+        subject, fields = messages.parse_text(text, request=request)
+    except ProtocolError:
+        return
+    assert isinstance(subject, str if request else (dict, type(None)))
+    assert isinstance(fields, dict)
+
+
+@given(st.dictionaries(st.sampled_from(["error", "message", "manager", "path", "value", "hint", "x"]), _JSON))
+def test_any_description_is_an_error(described: dict[str, object]) -> None:
+    error = messages.rebuild_error(described)
+    assert isinstance(error, FlashpointError)
+    assert str(error)
+    assert type(messages.rebuild_error(messages.describe_error(error))) is type(error)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ml_flashpoint.core.errors import (
+    CapacityError,
     DamagedError,
     DigestMismatchError,
     FlashpointError,
@@ -23,7 +26,7 @@ from ml_flashpoint.ddict.entries import StoredValue
 from ml_flashpoint.ddict.snapshots import Snapshots
 from ml_flashpoint.replication.strategies import NoReplicationStrategy, RingReplicationStrategy
 from ml_flashpoint.replication.transfer_client import PeerConnection
-from tests.support.managers import SECRET, Cluster, Member
+from tests.support.managers import SECRET, Cluster, Content, Member, content_of
 
 PAGE = 4096
 SMALL_PART = 4 * PAGE
@@ -224,6 +227,31 @@ def test_dead_values_do_not_pile_up(pair: Cluster) -> None:
     assert owner.snapshots.pushed_bytes < 6 * (live + 39 * live / 4)
     assert holder.files(0) == owner.files(0)
     assert owner.restart(lose_node=True)[39] == sealed
+
+
+def test_deleted_values_do_not_stay_for_the_sake_of_the_others(pair: Cluster) -> None:
+    owner = pair[0]
+    owner.put(0, some(100, size=2000))
+    owner.seal(0)
+    for number in range(60):
+        owner.take_out(b"key-%d" % number)
+    sealed = owner.seal(1)
+    owner.snapshots.retain([1])
+    sizes = [read_manifest(path).total_size for path in owner.folder.glob("step-*_ckpt/*.manifest")]
+    assert sum(sizes) < 2 * 40 * 2000
+    assert owner.restart(lose_node=True)[1] == sealed
+
+
+def test_an_index_that_others_build_on_stays(pair: Cluster) -> None:
+    owner = pair[0]
+    owner.put(0, dict.fromkeys(some(100)))
+    owner.seal(0)
+    for checkpoint_id in (1, 2):
+        owner.put(checkpoint_id, {b"key-%d" % checkpoint_id: b"no more deleted"})
+        sealed = owner.seal(checkpoint_id)
+        owner.snapshots.retain([checkpoint_id])
+    assert len(owner.files(0)) == 2 * 2
+    assert owner.restart(lose_node=True)[2] == sealed
 
 
 def test_many_small_changes_do_not_make_many_segments(pair: Cluster) -> None:
@@ -545,6 +573,83 @@ def test_a_value_that_no_snapshot_has_is_the_callers(pair: Cluster) -> None:
     value = owner.entries[b"big"].value
     assert isinstance(value, StoredValue)
     assert not owner.snapshots.let_go(value)
+
+
+def test_puts_seals_and_retirement_at_once(pair: Cluster) -> None:
+    """The shard goes on, under its lock, while checkpoints are sealed and others retire."""
+    owner = pair[0]
+    lock = threading.RLock()
+    done = threading.Event()
+    errors: list[BaseException] = []
+    sealed: dict[int, Content] = {}
+
+    def guarded(work: Callable[[random.Random], None], seed: int) -> None:
+        dice = random.Random(seed)
+        try:
+            while not done.is_set():
+                work(dice)
+        except BaseException as error:
+            errors.append(error)
+            done.set()
+
+    def put(dice: random.Random) -> None:
+        with lock:
+            owner.put(0, {b"key-%d" % dice.randrange(20): dice.randbytes(2000)})
+            owner.put(0, {b"big-%d" % dice.randrange(5): dice.randbytes(300_000)}, stored=True)
+        done.wait(0.001)
+
+    def seal(_: random.Random) -> None:
+        checkpoint_id = max(sealed, default=-1) + 1
+        with lock:
+            entries = list(owner.entries.values())
+            content = content_of(entries)
+            pin = owner.snapshots.pin(entries)
+        with pin:
+            owner.snapshots.seal(checkpoint_id, entries, 20)
+        sealed[checkpoint_id] = content
+        if checkpoint_id == 25:
+            done.set()
+
+    def retire(_: random.Random) -> None:
+        owner.snapshots.retain(sorted(sealed)[-2:])
+        done.wait(0.002)
+
+    in_use = owner.snapshots._in_use
+
+    def in_use_under_the_lock(value_id: str) -> bool:
+        with lock:
+            return in_use(value_id)
+
+    owner.snapshots._in_use = in_use_under_the_lock
+    threads = [threading.Thread(target=guarded, args=(work, at)) for at, work in enumerate((put, put, seal, retire))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert errors == []
+    found = owner.restart(lose_node=True)
+    for checkpoint_id in sorted(sealed)[-2:]:
+        assert found[checkpoint_id] == sealed[checkpoint_id]
+
+
+def test_no_room_at_the_holder_is_a_capacity_error(tmpfs: Path, small_tmpfs: Path) -> None:
+    with Cluster(tmpfs) as cluster:
+        owner, holder = cluster.members
+        holder.down(lose_node=True)
+        holder.folder = small_tmpfs
+        holder.up()
+        owner.put(0, some(3))
+        sealed = owner.seal(0)
+        owner.put(1, {b"big-%d" % number: os.urandom(1_500_000) for number in range(4)}, stored=True)
+        with pytest.raises(CapacityError):
+            owner.seal(1)
+        for number in range(3):
+            owner.take_out(b"big-%d" % number)
+        # Copies that no snapshot needs make room.
+        owner.snapshots.forget_after(0)
+        sealed_then = owner.seal(1)
+        assert owner.restart(lose_node=True) == {0: sealed, 1: sealed_then}
 
 
 # ---- strangers and limits ---------------------------------------------------------------------------------

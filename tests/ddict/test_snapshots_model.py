@@ -27,6 +27,7 @@ class SnapshotsModel(RuleBasedStateMachine):
     Attributes:
         snapshots: what each checkpoint holds that is retained.
         uncertain: a checkpoint that may have been sealed here, although not everywhere.
+        history: whatever was sealed under an id.
         copied: whether the holder has all of these.
     """
 
@@ -36,7 +37,7 @@ class SnapshotsModel(RuleBasedStateMachine):
         self.cluster = Cluster(self.folder)
         self.snapshots: dict[int, Content] = {}
         self.uncertain: dict[int, Content] = {}
-        self.retired: dict[int, Content] = {}
+        self.history: dict[int, list[Content]] = {}
         self.copied = True
         self.next_id = 0
         self.count = 0
@@ -73,6 +74,7 @@ class SnapshotsModel(RuleBasedStateMachine):
     @rule()
     def seal(self) -> None:
         content = content_of(self.owner.entries.values())
+        self.history.setdefault(self.next_id, []).append(content)
         try:
             self.owner.seal(self.next_id)
         except FlashpointError:
@@ -92,7 +94,7 @@ class SnapshotsModel(RuleBasedStateMachine):
         self.owner.snapshots.retain(kept)
         for checkpoint_id in sorted(self.snapshots):
             if checkpoint_id not in kept:
-                self.retired[checkpoint_id] = self.snapshots.pop(checkpoint_id)
+                del self.snapshots[checkpoint_id]
 
     @precondition(lambda self: len(self.snapshots) > 1)
     @rule()
@@ -103,7 +105,6 @@ class SnapshotsModel(RuleBasedStateMachine):
         self.uncertain = {}
         self.owner.snapshots.forget_after(max(self.snapshots))
         self.next_id = max(self.snapshots) + 1
-        self.retired = {c: content for c, content in self.retired.items() if c < self.next_id}
 
     @rule(lose_node=st.booleans())
     def owner_dies(self, lose_node: bool) -> None:
@@ -114,11 +115,12 @@ class SnapshotsModel(RuleBasedStateMachine):
         for checkpoint_id, content in self.snapshots.items():
             assert found.pop(checkpoint_id) == content
         for checkpoint_id, content in found.items():
-            # Sealed here and not yet everywhere, or retired and still there.
-            assert {**self.retired, **self.uncertain}.get(checkpoint_id) == content
-        newest = max({*found, *self.snapshots})
-        self.uncertain = {c: content for c, content in self.uncertain.items() if c in found}
-        self.next_id = newest + 1
+            # Not sealed everywhere, or retired and needed by others, or rolled back when the holder was not there.
+            assert content in self.history[checkpoint_id]
+        # As the coordinator does, which knows what was committed.
+        self.owner.snapshots.forget_after(max(self.snapshots))
+        self.uncertain = {}
+        self.next_id = max(self.snapshots) + 1
 
     @rule(lose_node=st.booleans())
     def holder_dies(self, lose_node: bool) -> None:

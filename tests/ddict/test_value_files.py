@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -238,6 +239,17 @@ def test_room_that_was_given_up_is_used_again(store: RankStore, arenas: ValueAre
     assert len(paths(store)) == 3
 
 
+def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore) -> None:
+    arenas = ValueArenas(store, INCARNATION, limit_bytes=4 << 20)
+    small = [arenas.allocate(200_000) for _ in range(10)]
+    arenas.abandon([room.value_id for room in small])
+    assert len(paths(store)) == 10
+    large = arenas.allocate(3_000_000)
+    assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
+    assert 0 < len(paths(store)) < 10
+    assert arenas.used_bytes == large.size
+
+
 def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
     room = arenas.allocate(1000)
     with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as slot:
@@ -286,13 +298,14 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
 
 def test_what_the_manager_sends_is_not_reused_meanwhile(arenas: ValueArenas, writer: ValueWriter) -> None:
     stored = put(arenas, writer, full(1))
-    with arenas.reading(stored) as view:
-        arenas.release(stored)
+    reading = arenas.reading(stored)
+    arenas.release(stored)  # between the two
+    with reading as view:
         assert put(arenas, writer, full(2)).arena is not stored.arena
         assert torch.equal(read_object(view, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
     assert put(arenas, writer, full(3)).arena is stored.arena
-    with pytest.raises(StaleValueError), arenas.reading(stored):
-        pass
+    with pytest.raises(StaleValueError):
+        arenas.reading(stored)
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
@@ -393,6 +406,34 @@ def test_a_writer_that_comes_late_is_refused_and_spoils_nothing(arenas: ValueAre
         assert child.next_report("refused")
 
 
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(arenas: ValueArenas) -> None:
+    value = [torch.full((1 << 20,), 7.0), "text"]
+    whole = 0
+    for i in range(12):
+        room = arenas.allocate(object_size(encode(value)))
+        with Child(value_support.write_and_wait, room.path, room.value_id, "before") as child:
+            child.next_report("locked")
+            child.say("go on")
+            if i % 4:
+                time.sleep(0.0003 * i)  # any moment is what this is about
+            else:
+                child.join()
+            child.kill()
+        try:
+            stored = arenas.adopt(room.value_id)
+        except StaleValueError:
+            arenas.abandon([room.value_id])
+            continue
+        found = read_value(room.path, room.value_id)
+        assert isinstance(found, list)
+        assert torch.equal(found[0], value[0])  # type: ignore[arg-type]
+        del found
+        arenas.release(stored)
+        whole += 1
+    assert whole >= 3
+    assert arenas.used_bytes == 0
+
+
 def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, writer: ValueWriter) -> None:
     current = put(arenas, writer, full(0))
     seen = 0
@@ -452,6 +493,13 @@ def test_an_arena_whose_file_is_gone_is_not_reused(store: RankStore) -> None:
     arena = store.acquire(1000)
     arena.unlink()
     assert not is_unused(arena)
+
+
+def test_more_views_than_files_may_be_open(arenas: ValueArenas, writer: ValueWriter) -> None:
+    stored = put(arenas, writer, full(1))
+    with Child(value_support.hold_many_views, str(stored.arena.path), stored.value_id, 100) as child:
+        assert "copy=True" in child.next_report("refused")[1]
+        child.join()
 
 
 def test_as_many_files_as_allowed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import pickle
 import struct
 import warnings
@@ -29,7 +30,7 @@ from ml_flashpoint.ddict.value_objects import (
     read_object,
     write_object,
 )
-from ml_flashpoint.ddict.values import INLINE_LIMIT, Encoded, encode, from_inline, to_inline
+from ml_flashpoint.ddict.values import INLINE_LIMIT, Encoded, encode, from_inline, inline_number, to_inline
 
 Way = Callable[[object], object]
 ID = "v-0123456789abcdef-000000000001"
@@ -76,15 +77,31 @@ def written_like(encoded: Encoded, file_size: int) -> bytearray:
 
 WAYS = [inline, inline_copy, in_arena, in_arena_copy, from_elsewhere]
 every_way = pytest.mark.parametrize("way", WAYS)
-PLAIN: list[object] = [None, True, 7, 1 << 200, 0.5, "ä€😀", b"", b"\0\xff" * 100, "x" * 300_000, bytes(300_000)]
+PLAIN: list[object] = [
+    None,
+    True,
+    7,
+    -(1 << 200),
+    1 << 20_000,
+    0.5,
+    float("inf"),
+    -0.0,
+    "ä€😀",
+    b"",
+    b"\0\xff" * 100,
+    "x" * 300_000,
+    bytes(300_000),
+]
 
 
 @every_way
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__} {str(value)[:5]}")
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_plain_values_come_back(way: Way, value: object) -> None:
     found = way(value)
     assert type(found) is type(value)
     assert found == value
+    if isinstance(value, float):
+        assert math.copysign(1, value) == math.copysign(1, found)  # type: ignore[arg-type]
 
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -119,6 +136,16 @@ def test_tensors_come_back(way: Way, name: str) -> None:
     if found.numel():
         found.view(-1).view(torch.uint8).fill_(1)  # may be written to, and nobody sees it
     assert torch.equal(value.detach().to(torch.complex128), before.to(torch.complex128))
+
+
+@pytest.mark.cuda
+@every_way
+def test_tensors_on_a_gpu_come_back_on_the_cpu(way: Way) -> None:
+    value = torch.randn(1000, 300, device="cuda").t()
+    found: Any = way([value, "text"])
+    assert found[0].device.type == "cpu"
+    assert torch.equal(found[0], value.cpu())
+    assert torch.equal(way(value), value.cpu())  # type: ignore[arg-type]
 
 
 ARRAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
@@ -261,6 +288,16 @@ def test_size_decides_about_the_form() -> None:
     assert encode([1]).nbytes == len(pickle.dumps([1], 5))
 
 
+def test_a_manager_reads_numbers_without_unpickling() -> None:
+    numbers = [0, -5, 1 << 100, 0.25, math.inf]
+    assert [inline_number(to_inline(encode(number))) for number in numbers] == numbers
+    for other in (True, None, "7", 1 << 20_000, np.float32(1), torch.tensor(1), [1]):
+        assert inline_number(to_inline(encode(other))) is None
+    for damaged in (b"i", b"ix", b"f123", b"i1 2"):
+        with pytest.raises(DamagedError):
+            inline_number(damaged)
+
+
 # ---- objects ----------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +325,13 @@ def test_views_share_the_buffers_memory_and_copies_do_not() -> None:
     copies[1][0] = 1
     with pytest.raises(ValueError, match="read-only"):
         views[1][0] = 1
+
+
+def test_a_view_can_be_saved_and_sent_without_its_neighbours() -> None:
+    found: Any = read_object(written([torch.zeros(3), torch.zeros(100_000), torch.zeros(2, 2)]), ID)
+    assert [tensor.untyped_storage().nbytes() for tensor in found] == [12, 400_000, 16]
+    found[0].requires_grad_().sum().backward()
+    found[2].mul_(2)
 
 
 def test_the_header_comes_last_and_its_length_at_the_very_end() -> None:

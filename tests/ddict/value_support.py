@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.entries import StoredValue
+from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 from ml_flashpoint.ddict.value_files import ValueWriter, read_value
 from ml_flashpoint.ddict.value_objects import StaleValueError, object_size
@@ -75,6 +77,8 @@ def write_and_wait(report: Any, path: str, value_id: str, when: str) -> None:
             slot.write(encode(torch.full((100_000,), 7.0)))
         report("locked")
         report.listen()
+        if when == "before":
+            slot.write(encode([torch.full((1 << 20,), 7.0), "text"]))
 
 
 def write_late(report: Any, path: str, value_id: str) -> None:
@@ -104,3 +108,17 @@ def read_for_ever(report: Any, path: str, value_id: str, first: float) -> None:
         seen += 1
         del value
         time.sleep(0.001)  # or the arena would hardly ever be free
+
+
+def hold_many_views(report: Any, path: str, value_id: str, count: int) -> None:
+    """With a soft limit on open files below that many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = len(os.listdir("/proc/self/fd")) + count // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    views = [read_value(path, value_id) for _ in range(count)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+    try:
+        read_value(path, value_id)
+    except DDictError as error:
+        report("refused", str(error))
+    assert len(views) == count

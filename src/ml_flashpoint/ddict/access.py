@@ -91,6 +91,12 @@ class Access:
         # Not twice: the second time, the key would not be there.
         return bool(self._change(manager, "delete", fields, (key,), again=False)["ok"])
 
+    def add(self, manager: int, key: bytes, amount: float, default: float) -> float:
+        """Add to a number at one manager; returns what it was before."""
+        fields = {"amount": amount, "default": default}
+        before: float = self._change(manager, "add", fields, (key,), again=False)["before"]
+        return before
+
     def clear(self, manager: int) -> None:
         """Delete all keys at one manager."""
         self._change(manager, "clear", {}, (), again=True)

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,12 @@ from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict import value_files, value_objects, values
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.connection import Reply
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import (
+    DDictDestroyedError,
+    DDictManagerLostError,
+    DDictTimeoutError,
+    StaleValueError,
+)
 from ml_flashpoint.ddict.links import Exchange, Links
 from ml_flashpoint.ddict.locations import is_local, locator
 from ml_flashpoint.ddict.messages import rebuild_error
@@ -110,21 +115,24 @@ class Client:
             write = self._put_mapped if exchange.local else self._put_streamed
             return write(exchange, key, encoded, fields)
 
-        reply, incarnation = self.links.attempt(manager, send, until=until, again=again, expected=expected)
-        return Written(reply["ok"], reply.get("s", 0), incarnation)
+        while True:
+            try:
+                reply, incarnation = self.links.attempt(manager, send, until=until, again=again, expected=expected)
+                return Written(reply["ok"], reply.get("s", 0), incarnation)
+            except StaleValueError:
+                # The manager was replaced after it had given the room.
+                if time.monotonic() >= until:
+                    raise DDictTimeoutError("the manager changes all the time", manager=manager) from None
 
     def _put_mapped(self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]) -> dict[str, Any]:
-        size = value_objects.object_size(encoded)
-        room = exchange.request("allocate", {"n": size, "c": fields["c"]}).fields
-        with self._writer.writing(room["path"], room["v"]) as slot:
+        with _room_for(exchange, encoded, fields) as room, self._writer.writing(room["path"], room["v"]) as slot:
             slot.write(encoded)
             return exchange.request("put", {**fields, "v": room["v"]}, (key,)).fields
 
     def _put_streamed(self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]) -> dict[str, Any]:
-        size = value_objects.object_size(encoded)
-        room = exchange.request("allocate", {"n": size, "c": fields["c"]}).fields
-        blobs = value_objects.object_blobs(encoded, room["size"], room["v"])
-        return exchange.request("put", {**fields, "v": room["v"]}, (key, *blobs)).fields
+        with _room_for(exchange, encoded, fields) as room:
+            blobs = value_objects.object_blobs(encoded, room["size"], room["v"])
+            return exchange.request("put", {**fields, "v": room["v"]}, (key, *blobs)).fields
 
     def get(self, manager: int, key: bytes, fields: dict[str, Any], *, until: float, copy: bool) -> Found:
         """Read a key at one manager."""
@@ -136,7 +144,7 @@ class Client:
             answer, _ = self.links.attempt(manager, ask, until=until)
             try:
                 return Found(self._decode(answer.fields, answer.blobs, copy), answer.fields["s"])
-            except value_objects.StaleValueError:
+            except StaleValueError:
                 # It was written anew between the answer and the look at it.
                 if time.monotonic() >= until:
                     raise DDictTimeoutError("the value changes faster than it can be read", manager=manager) from None
@@ -170,7 +178,7 @@ class Client:
                 continue
             try:
                 found.append(Found(self._decode(own, blobs, copy), own["s"]))
-            except value_objects.StaleValueError:
+            except StaleValueError:
                 found.append(self.get(manager, key, fields, until=until, copy=copy))
         return found
 
@@ -199,6 +207,19 @@ class Client:
     def close(self) -> None:
         """Let go of everything; also done when the last handle of the process is gone."""
         self._finalizer()
+
+
+@contextlib.contextmanager
+def _room_for(exchange: Exchange, encoded: Encoded, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Room for a large value, which the manager gets back if it is not put."""
+    size = value_objects.object_size(encoded)
+    room = exchange.request("allocate", {"n": size, "c": fields["c"]}).fields
+    try:
+        yield room
+    except BaseException:
+        with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
+            exchange.request("abandon", {"v": room["v"]})
+        raise
 
 
 def _close(lease: Lease, links: Links, writer: value_files.ValueWriter) -> None:

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.core.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
@@ -79,10 +79,14 @@ class Reply(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """The other side of a connection: how logs name it, and its process if that is on this machine."""
+    """The other side of a connection: how logs name it, and its process if that is on this machine.
+
+    ``is_gone()`` tells, while a request is worked on, whether nobody waits for the answer any more.
+    """
 
     text: str
     pid: int | None
+    is_gone: Callable[[], bool] = lambda: False
 
 
 class MessageSocket:
@@ -261,8 +265,7 @@ class MessageSocket:
             raise DDictTimeoutError(f"{self.peer} did not answer in time")
         if not left <= self._limit_s <= left * 1.01 + 1e-3:
             self._limit_s = left * 1.005 + 5e-4
-            whole = int(self._limit_s)
-            value = struct.pack("ll", whole, int((self._limit_s - whole) * 1e6))
+            value = _timeval(self._limit_s)
             try:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -320,6 +323,12 @@ class Connection:
             self._socket.close()
             raise
         _live_connections.add(self)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def closed(self) -> bool:
@@ -395,6 +404,16 @@ class Connection:
         self._closed = True
 
 
+def is_hung_up(sock: socket.socket) -> bool:
+    """Whether the other side has closed the connection, or died. For the server, which is owed nothing meanwhile."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def check_credentials(sock: socket.socket, peer: str) -> int:
     """The process at the other end of a Unix socket. Raises `AuthenticationError` if it runs as another user."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -428,7 +447,8 @@ def _connect(address: Address, timeout_s: float) -> tuple[socket.socket, str]:
             sock = socket.create_connection(checked[1:], timeout=timeout_s)
         else:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
+            # Not by Python's own timeout, with which a server that is slow to accept looks like one that never will.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
             sock.connect(checked[1])
     except OSError as error:
         if sock is not None:
@@ -437,6 +457,11 @@ def _connect(address: Address, timeout_s: float) -> tuple[socket.socket, str]:
             raise DDictTimeoutError(f"no connection to the {peer} within {timeout_s:g} s: {error}") from error
         raise ConnectionLostError(f"cannot connect to the {peer}: {error.strerror or error}") from error
     return sock, peer
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return struct.pack("ll", whole, int((seconds - whole) * 1e6) or (not whole))
 
 
 def _own_secret(secret: bytes) -> bytes:

@@ -12,17 +12,23 @@ commit, not by that one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import seal_deadline_s
-from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError, DDictWritesLostError
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictPersistError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +37,21 @@ _CALL_S = 30.0
 
 Call = Callable[[int, str, dict[str, Any], float], dict[str, Any]]
 """``(manager, operation, fields, timeout in seconds) -> fields of the answer``."""
+
+
+class Write(NamedTuple):
+    """What a handle wrote to one incarnation of a manager, as far as it may not be committed.
+
+    Attributes:
+        need: the checkpoint whose commit covers it.
+        fresh: the handle has not moved since. Then a commit that is under way or done at ``need`` does not cover it,
+            the next one does.
+    """
+
+    manager: int
+    incarnation: str
+    need: int
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +84,24 @@ class Rules:
         return ((committed + 1) // self.persist_freq + 1) * self.persist_freq - 1
 
 
+_Needs: TypeAlias = "dict[tuple[int, str], int]"
+"""For a manager and its incarnation, the checkpoint that must be committed for all writes there to be."""
+
+
 @dataclass(slots=True)
 class _Writer:
     """A handle that writes.
 
     Attributes:
-        wrote: incarnations of the managers that it wrote to, as far as that may not be committed.
+        wrote: where it has writes that may not be committed.
+        assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
     """
 
     position: int
     lease: str
-    wrote: dict[int, str] = field(default_factory=dict)
+    wrote: _Needs = field(default_factory=dict)
+    assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
 
 
@@ -108,20 +135,26 @@ class Coordinator:
         self._unpersist = unpersist
         self._changed = threading.Condition()
         self._writers: dict[str, _Writer] = {}
+        self._leases: dict[str, object] = {}
         self._departed = committed + 1
-        self._departed_wrote: dict[int, str] = {}
+        self._departed_wrote: _Needs = {}
+        self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
+        self._floor = committed  # newest that is known to be complete, whatever handles do now
+        self._tried = committed  # newest checkpoint that a manager may have a snapshot of
+        self._to_forget: int | None = None
         self._orphaned: DDictWritesLostError | None = None
         self._newest = committed + 1
         self._oldest_told = 0
         self._sealed = list(sealed)
         self._committed = committed
         self._snapshot = committed if sealed else -1  # of which managers hold a snapshot to be persisted
-        self._persisted = -1
+        self._persisted_ids: set[int] = set()
         self._to_persist: list[int] = []
         self._persist_error: FlashpointError | None = None
         self._busy = False
+        self._trouble = ""
         self._committing = -1
-        self._held_up = False
+        self._held_up = 0
         self._not_before = time.monotonic() + settle_s
         self._closing = False
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
@@ -134,23 +167,48 @@ class Coordinator:
 
     # ---- what handles say ---------------------------------------------------------------------------------
 
-    def join(self, handle: str, lease: str, position: int, wrote: Mapping[int, str]) -> dict[str, Any]:
-        """A handle is about to write for the first time, or comes back."""
+    def lease_began(self, lease: str, holder: object) -> None:
+        """A process has a connection that keeps its handles attached."""
         with self._changed:
-            known = self._writers.get(handle)
-            writer = _Writer(position, lease, dict(wrote), None if known is None else known.lost)
-            self._writers[handle] = writer
-            self._newest = max(self._newest, position)
-            self._changed.notify_all()
+            self._leases[lease] = holder
+
+    def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
+        """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
+        moved since this was sent."""
+        with self._changed:
+            writer = self._writers.get(handle)
+            if writer is None:
+                self._writers[handle] = _Writer(position, lease, self._needs(wrote))
+                self._newest = max(self._newest, position)
+                self._changed.notify_all()
+            else:
+                writer.lease = lease
             return self._state()
 
-    def move(
-        self, handle: str, lease: str, position: int, wrote: Mapping[int, str], timeout_s: float
-    ) -> dict[str, Any]:
+    def note(self, wrote: Sequence[Write]) -> dict[str, Any]:
+        """A handle that is not attached has written something."""
+        with self._changed:
+            _merge(self._departed_wrote, self._needs(wrote))
+            return self._state()
+
+    def _needs(self, wrote: Sequence[Write]) -> _Needs:
+        needs: _Needs = {}
+        for each in wrote:
+            need = max(each.need, self._fixed() + 1) if each.fresh else each.need
+            if need > self._committed:
+                _merge(needs, {(each.manager, each.incarnation): need})
+        return needs
+
+    def _fixed(self) -> int:
+        """The newest checkpoint of which it is settled what is committed: a write there comes too late for it."""
+        return max(self._committed, self._committing)
+
+    def move(self, handle: str, lease: str, position: int, wrote: Sequence[Write], timeout_s: float) -> dict[str, Any]:
         """A handle moves on to another checkpoint.
 
         Raises:
-            DDictWritesLostError: a manager came back without what this handle wrote.
+            DDictWritesLostError: a manager came back without what this handle wrote, or, told to one handle only,
+                without what a handle wrote that is gone.
             DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time.
         """
         until = time.monotonic() + timeout_s
@@ -160,55 +218,108 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost
+            self._raise_orphaned()
         retires = position - self._rules.working_set_size
         if position > self._newest and retires >= 0:
             self._wait_to_retire(handle, position, retires, until)
         with self._changed:
+            # It may have been removed meanwhile: its process lost the connection and has another by now.
+            writer = self._writers.setdefault(handle, writer)
             writer.position = position
             writer.lease = lease
-            writer.wrote = dict(wrote)
+            writer.wrote = self._needs(wrote)
             self._newest = max(self._newest, position)
             if not self._rules.snapshots:
                 self._committed = max(self._committed, self._target())
             self._changed.notify_all()
             return self._state()
 
-    def rollback(self, handle: str, to: int, timeout_s: float) -> dict[str, Any]:
+    def rollback(
+        self, handle: str, lease: str | None, to: int, wrote: Sequence[Write], timeout_s: float
+    ) -> dict[str, Any]:
         """A handle goes back to checkpoint ``to``. It discards what it wrote above from the managers after this.
 
+        Args:
+            lease: None: the handle is not attached.
+            wrote: what is left of its writes.
+
         Raises:
+            DDictCheckpointRetiredError: that has left the working set.
             DDictTimeoutError: a commit that is under way did not end.
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            if to < self._oldest_told:
+                raise DDictCheckpointRetiredError(
+                    f"checkpoint {to} has left the working set", checkpoint_id=self._oldest_told
+                )
             writer = self._writers.get(handle)
+            if writer is None and lease is not None:
+                writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
-                writer.position, writer.wrote, writer.lost = to, {}, None
+                assumed = {} if to <= self._committed else writer.assumed
+                writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
             self._changed.notify_all()
-            if max(self._committed, self._committing) <= to:
+            if max(self._fixed(), self._tried) <= to and self._to_forget is None:
                 return self._state()
-            self._held_up = True
-            try:
+        with self._no_commits(until):
+            with self._changed:
+                if max(self._committed, self._tried) > to:
+                    self._take_back(handle, to)
+            # At once: a manager that dies later must not come back with what was rolled back.
+            self._forget(max(0.1, until - time.monotonic()))
+        return self.state()
+
+    def _have_forgotten(self, above: int) -> None:
+        self._to_forget = above if self._to_forget is None else min(above, self._to_forget)
+        self._tried = min(self._tried, above)
+
+    def _forget(self, timeout_s: float) -> None:
+        """Have managers forget the snapshots that were taken back. Until they have, nothing can be committed."""
+        with self._changed:
+            above = self._to_forget
+        if above is None:
+            return
+        self._all("forget", {"above": above}, timeout_s=timeout_s)
+        self._unpersist(above)
+        with self._changed:
+            if self._to_forget == above:
+                self._to_forget = None
+
+    @contextlib.contextmanager
+    def _no_commits(self, until: float) -> Iterator[None]:
+        """Wait until no commit is under way, and let none begin. The lock is free meanwhile: managers that recover
+        ask where the dictionary is."""
+        with self._changed:
+            self._held_up += 1
+        try:
+            with self._changed:
                 while self._busy:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
                     self._changed.wait(left)
-                self._take_back(to)
-                # At once: a manager that dies later must not come back with what was rolled back. The lock is kept,
-                # managers do not ask back here.
-                self._all("forget", {"above": to})
-                self._unpersist(to)
-            finally:
-                self._held_up = False
+            yield
+        finally:
+            with self._changed:
+                self._held_up -= 1
                 self._changed.notify_all()
-            return self._state()
 
-    def _take_back(self, to: int) -> None:
+    def _take_back(self, handle: str, to: int) -> None:
+        # What others wrote above is uncommitted again, so they must hear of it if a manager dies now.
+        taken = self._incarnations if self._committed > to else {}
+        again: _Needs = dict.fromkeys(taken.items(), self._committed)
+        for name, writer in self._writers.items():
+            if name != handle:
+                _merge(writer.assumed, again)
+        _merge(self._departed_wrote, again)
+        self._have_forgotten(to)
+        # All had moved past what was committed, so past this one too.
+        self._floor = to if self._committed > to else min(self._floor, to)
         self._sealed = [each for each in self._sealed if each <= to]
         self._committed = min(self._committed, max(self._sealed, default=-1) if self._rules.snapshots else to)
         self._snapshot = min(self._snapshot, self._committed)
-        self._persisted = min(self._persisted, self._committed)
+        self._persisted_ids = {each for each in self._persisted_ids if each <= to}
         self._departed = min(self._departed, to)
         self._to_persist = [each for each in self._to_persist if each <= to]
 
@@ -218,9 +329,12 @@ class Coordinator:
             self._remove(handle)
             self._changed.notify_all()
 
-    def lease_ended(self, lease: str) -> None:
-        """The process that held a lease is gone: so are its handles."""
+    def lease_ended(self, lease: str, holder: object) -> None:
+        """The process that held a lease is gone, and so are its handles; unless it has another connection by now."""
         with self._changed:
+            if self._leases.get(lease) is not holder:
+                return
+            del self._leases[lease]
             for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
                 self._remove(handle)
             self._changed.notify_all()
@@ -230,8 +344,9 @@ class Coordinator:
         if writer is None:
             return
         self._departed = max(self._departed, writer.position)
-        if writer.lost is None:
-            self._departed_wrote.update(writer.wrote)
+        if writer.lost is None:  # else it is said by that
+            _merge(self._departed_wrote, writer.wrote)
+            _merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())
@@ -247,35 +362,44 @@ class Coordinator:
         until = time.monotonic() + timeout_s
         with self._changed:
             wanted = self._target()
-            while self._committed < wanted or self._orphaned is not None:
-                if self._orphaned is not None:
-                    orphaned, self._orphaned = self._orphaned, None
-                    self._changed.notify_all()
-                    raise orphaned
+            # A rollback meanwhile can mean that less is to be committed than it was.
+            while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
+                self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet", checkpoint_id=wanted)
+                    why = f": {self._trouble}" if self._trouble else ""
+                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
             return self._state()
 
+    def _raise_orphaned(self) -> None:
+        if self._orphaned is not None:
+            orphaned, self._orphaned = self._orphaned, None
+            self._changed.notify_all()
+            raise orphaned
+
     def state(self) -> dict[str, Any]:
-        """Where the dictionary is: ``committed``, ``newest``, ``oldest`` and ``writers``."""
+        """Where the dictionary is: ``committed``, ``fixed`` (the newest checkpoint for whose commit a write there would
+        be late), ``newest``, ``oldest`` and ``writers``."""
         with self._changed:
             return self._state()
 
     def _state(self) -> dict[str, Any]:
         return {
             "committed": self._committed,
+            "fixed": self._fixed(),
             "newest": self._newest,
             "oldest": self._oldest(),
             "writers": len(self._writers),
-            "persisted": self._persisted,
+            "persisted": max(self._persisted_ids, default=-1),
         }
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, until: float) -> None:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
+                while (left := min(until, self._not_before) - time.monotonic()) > 0:
+                    self._changed.wait(left)  # those behind may not be back yet
                 while behind := [h for h, w in self._writers.items() if h != handle and w.position <= retires]:
                     left = until - time.monotonic()
                     if left <= 0:
@@ -296,13 +420,14 @@ class Coordinator:
 
     def _target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
-        if not self._writers:
-            return self._committed if self._orphaned else max(self._committed, self._departed - 1)
-        if any(writer.lost is not None for writer in self._writers.values()):
+        if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
             return self._committed
+        if not self._writers:
+            return max(self._committed, self._floor, self._departed - 1)
         # A handle that has fallen out of the working set can write nothing below it any more.
         window = self._newest - self._rules.working_set_size + 1
-        return max(self._committed, min(max(w.position, window) for w in self._writers.values()) - 1)
+        slowest = min(max(writer.position, window) for writer in self._writers.values())
+        return max(self._committed, self._floor, slowest - 1)
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:
@@ -310,7 +435,7 @@ class Coordinator:
         target = self._target()
         if target <= self._committed:
             return None
-        due = self._rules.next_due(self._committed)
+        due = self._rules.next_due(max(self._committed, self._floor - 1))
         return target if due is None else min(target, due)
 
     def _run(self) -> None:
@@ -333,6 +458,7 @@ class Coordinator:
             except FlashpointError as error:
                 _log.warning("checkpoint %s is not committed yet: %s", checkpoint_id, error)
                 with self._changed:
+                    self._trouble = str(error)
                     self._changed.wait(_RETRY_S)
             except Exception:  # the thread must go on: what stops it would stop all commits, without a word
                 _log.exception("committing checkpoint %s failed", checkpoint_id)
@@ -344,6 +470,11 @@ class Coordinator:
                     self._changed.notify_all()
 
     def _commit(self, checkpoint_id: int) -> None:
+        with self._changed:
+            if checkpoint_id < self._tried:
+                self._have_forgotten(self._committed)  # a later one was tried, and somebody went back meanwhile
+            self._tried = max(self._tried, checkpoint_id)
+        self._forget(_CALL_S)
         answers = self._all("prepare", {"checkpoint_id": checkpoint_id})
         incarnations = {manager: str(answer["incarnation"]) for manager, answer in enumerate(answers)}
         if self._note_losses(incarnations):
@@ -357,28 +488,36 @@ class Coordinator:
             if checkpoint_id <= self._committed:
                 return
             self._committed = self._snapshot = checkpoint_id
+            self._trouble = ""
             self._sealed.append(checkpoint_id)
-            if self._committed >= self._departed - 1:
-                self._departed_wrote.clear()
-            if self._rules.is_due(checkpoint_id) and checkpoint_id > self._persisted:
+            self._incarnations = incarnations
+            for needs in self._all_needs():
+                for place in [place for place, need in needs.items() if need <= checkpoint_id]:
+                    del needs[place]
+            if self._rules.is_due(checkpoint_id) and checkpoint_id not in self._persisted_ids:
                 self._to_persist.append(checkpoint_id)
             self._changed.notify_all()
         self._settle()
+
+    def _all_needs(self) -> Iterator[_Needs]:
+        yield self._departed_wrote
+        for writer in self._writers.values():
+            yield writer.wrote
+            yield writer.assumed
 
     def _note_losses(self, incarnations: Mapping[int, str]) -> bool:
         """Find handles whose writes a manager has lost. Returns whether there are any."""
         with self._changed:
             for handle, writer in self._writers.items():
-                for manager, incarnation in writer.wrote.items():
+                for manager, incarnation in (*writer.wrote, *writer.assumed):
                     if writer.lost is None and incarnations[manager] != incarnation:
                         _log.warning("manager %d lost uncommitted writes of handle %s", manager, handle)
                         writer.lost = writes_lost(manager, self._committed)
-            for manager, incarnation in self._departed_wrote.items():
+            for manager, incarnation in list(self._departed_wrote):
                 if incarnations[manager] != incarnation:
                     _log.warning("manager %d lost uncommitted writes of handles that are gone", manager)
                     self._orphaned = writes_lost(manager, self._committed)
-            if self._orphaned is not None:
-                self._departed_wrote.clear()
+                    del self._departed_wrote[manager, incarnation]
             self._changed.notify_all()
             return self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values())
 
@@ -435,7 +574,7 @@ class Coordinator:
             with self._changed:
                 self._persist_error = failure
                 if failure is None and checkpoint_id in self._to_persist:
-                    self._persisted = max(self._persisted, checkpoint_id)
+                    self._persisted_ids.add(checkpoint_id)
                 if checkpoint_id in self._to_persist:
                     self._to_persist.remove(checkpoint_id)
                 self._changed.notify_all()
@@ -450,7 +589,7 @@ class Coordinator:
         self.newest(timeout_s)
         with self._changed:
             checkpoint_id = self._snapshot
-            if checkpoint_id > self._persisted and checkpoint_id not in self._to_persist:
+            if self._is_to_be_persisted(checkpoint_id) and checkpoint_id not in self._to_persist:
                 self._to_persist.append(checkpoint_id)
                 self._changed.notify_all()
             while checkpoint_id in self._to_persist:
@@ -458,9 +597,12 @@ class Coordinator:
                 if left <= 0:
                     raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
                 self._changed.wait(left)
-            if checkpoint_id > self._persisted:
+            if self._is_to_be_persisted(checkpoint_id):
                 raise self._persist_error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
-            return max(checkpoint_id, self._persisted)
+            return checkpoint_id
+
+    def _is_to_be_persisted(self, checkpoint_id: int) -> bool:
+        return checkpoint_id >= 0 and checkpoint_id not in self._persisted_ids
 
     def restore(self, checkpoint_id: int, fields: dict[str, Any], timeout_s: float) -> None:
         """Have all managers hold a persisted checkpoint, and nothing else; on an error, all as before.
@@ -469,32 +611,37 @@ class Coordinator:
             FlashpointError: a manager cannot read it.
         """
         until = time.monotonic() + timeout_s
-        with self._changed:
-            self._held_up = True
-            try:
-                while self._busy or self._to_persist:
+        with self._no_commits(until):
+            with self._changed:
+                while self._to_persist:
                     left = until - time.monotonic()
                     if left <= 0:
-                        raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
+                        raise DDictTimeoutError("checkpoints are still being persisted")
                     self._changed.wait(left)
-                try:
-                    self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
-                except FlashpointError:
+            try:
+                self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
+            except FlashpointError:
+                with contextlib.suppress(FlashpointError):
                     self._all("restore_abort", {})
-                    raise
-                self._all("restore_commit", fields)
+                raise
+            self._all("restore_commit", fields)
+            with self._changed:
                 self._restored(checkpoint_id)
-            finally:
-                self._held_up = False
-                self._changed.notify_all()
+        # It was committed before it was persisted, so it is again: at once, which makes the copies there are none of.
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._committed >= checkpoint_id or self._closing, max(0.0, until - time.monotonic())
+            )
 
     def _restored(self, checkpoint_id: int) -> None:
         for writer in self._writers.values():
-            writer.position, writer.wrote, writer.lost = checkpoint_id, {}, None
-        # With snapshots it is committed anew, which makes the copies that it has none of yet.
-        self._committed = checkpoint_id - self._rules.snapshots
+            writer.position, writer.wrote, writer.assumed, writer.lost = checkpoint_id, {}, {}, None
+        self._committed = -1 if self._rules.snapshots else checkpoint_id
+        self._floor = checkpoint_id
         self._departed, self._departed_wrote = checkpoint_id + 1, {}
-        self._newest = self._oldest_told = self._persisted = checkpoint_id
+        self._newest = self._oldest_told = checkpoint_id
+        self._persisted_ids = {checkpoint_id}
+        self._tried, self._to_forget = -1, None
         self._sealed, self._snapshot = [], -1
         self._orphaned = None
 
@@ -510,9 +657,16 @@ class Coordinator:
 
 def writes_lost(manager: int, committed: int) -> DDictWritesLostError:
     """The error that says so."""
+    to = max(committed, 0)
+    at = f"at checkpoint {committed}" if committed >= 0 else "empty, as nothing was committed yet"
     return DDictWritesLostError(
-        f"manager {manager} came back at checkpoint {committed}, without what this handle wrote since",
+        f"manager {manager} came back {at}, without what was written since",
         manager=manager,
-        checkpoint_id=committed,
-        hint=f"go back with rollback(to={committed}) and write again from there",
+        checkpoint_id=to,
+        hint=f"go back with rollback(to={to}) and write again from there",
     )
+
+
+def _merge(needs: _Needs, other: _Needs) -> None:
+    for place, need in other.items():
+        needs[place] = max(need, needs.get(place, need))

@@ -100,16 +100,16 @@ class Options:
         """
         if self.replication is None:
             return None
-        strategy: Any = self.replication
+        strategy: object = self.replication
         if isinstance(strategy, str) and strategy in _STRATEGIES:
             strategy = _STRATEGIES[strategy]()
-        if isinstance(strategy, ReplicationStrategy) and dataclasses.is_dataclass(strategy):
-            return strategy
-        raise InvalidArgumentError(
-            f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy that is a dataclass",
-            argument="replication",
-            value=self.replication,
-        )
+        if not isinstance(strategy, ReplicationStrategy) or not hasattr(strategy, "__dataclass_fields__"):
+            raise InvalidArgumentError(
+                f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy that is a dataclass",
+                argument="replication",
+                value=self.replication,
+            )
+        return strategy
 
 
 def checked_timeout(timeout: float | None) -> float:

@@ -254,31 +254,19 @@ class DDict(MutableMapping[Any, Any]):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
-        """Add to a number; returns what it was before. No addition of another handle is lost.
+        """Add to a number; returns what it was before, ``default`` if there was none. The manager does it, so that no
+        addition of another handle is lost.
 
         Raises:
             DDictError: the value is no number.
-            DDictTimeoutError: others were always faster.
             DDictManagerLostError: the manager died, perhaps after it had added.
         """
-        encoded_key = encode_key(key)
-        manager = self._access.manager_of(encoded_key)
-        until = self._handle.until()
-        pause = 0.0
-        while True:
-            try:
-                found = self._access.get(manager, encoded_key, until=until, copy=True)
-                value, sequence = found.value, found.sequence
-            except DDictKeyError:
-                value, sequence = default, 0
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise DDictError(f"fetch_add needs a number, the value of {key!a} is a {type(value).__name__}")
-            if self._access.write(manager, encoded_key, values.encode(value + amount), sequence=sequence):
-                return value
-            if time.monotonic() + pause >= until:
-                raise DDictTimeoutError("other handles changed the number all the time", manager=manager)
-            time.sleep(random.uniform(0.0, pause))  # so that those who collided do not do so again
-            pause = min(0.01, 2 * pause + 0.0001)
+        for argument, number in (("amount", amount), ("default", default)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise InvalidArgumentError("must be a number", argument=argument, value=number)
+        self._flush()
+        encoded = encode_key(key)
+        return self._access.add(self._access.manager_of(encoded), encoded, amount, default)
 
     def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
         """Wait until a key has a value, and return it.

@@ -86,3 +86,9 @@ class DDictDestroyedError(DDictError):
 
 class DDictPersistError(DDictError):
     """A checkpoint could not be persisted or restored."""
+
+
+class StaleValueError(DDictError):
+    """A large value is not where it was any more, or not yet. Not seen by users: the manager is asked again."""
+
+    retryable = True

@@ -12,15 +12,20 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict.client import Client, client_of
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.coordinator import writes_lost
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictReadOnlyError
+from ml_flashpoint.ddict.errors import (
+    DDictDestroyedError,
+    DDictReadOnlyError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
 from ml_flashpoint.ddict.links import ManagerChangedError
 
 _Result = TypeVar("_Result")
@@ -28,14 +33,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(slots=True)
 class _Unsure:
-    """Writes at one manager that may not be committed: they are when checkpoint ``need`` is.
+    """Writes to one incarnation of a manager that may not be committed.
 
-    ``fresh``: there are some that this handle has not moved past.
+    Attributes:
+        needs: by the checkpoint that they were written at, the one whose commit covers them; None: to be asked at the
+            next move.
     """
 
     incarnation: str
-    need: int
-    fresh: bool = True
+    needs: dict[int, int | None] = field(default_factory=dict)
 
 
 class Handle:
@@ -62,6 +68,7 @@ class Handle:
         self._joined = False
         self._closed = False
         self._unsure: dict[int, _Unsure] = {}
+        self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
         self._wrote_to: set[int] = set()
         self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid())
         self._finalizer.atexit = False
@@ -104,19 +111,36 @@ class Handle:
         if not lasting:
             self._join(until)
         with self._lock:
+            checkpoint_id = self.checkpoint_id
+            self._wrote_to.add(manager)  # also if no answer comes: a rollback must find it there
+        while True:
             unsure = self._unsure.get(manager)
-        try:
-            result, incarnation = send(None if unsure is None else unsure.incarnation)
-        except ManagerChangedError:
-            raise self._loss(manager, until) from None
+            try:
+                result, incarnation = send(None if unsure is None else unsure.incarnation)
+                break
+            except ManagerChangedError:
+                self._check_loss(manager, until)
         with self._lock:
-            self._wrote_to.add(manager)
-            self._unsure[manager] = _Unsure(incarnation, self.checkpoint_id)
+            # Another thread may have written to the incarnation before: then that is the one to ask after.
+            unsure = self._unsure.setdefault(manager, _Unsure(incarnation))
+            unsure.needs[checkpoint_id] = None
+        if not self._joined:
+            self._note(self.client.links.call(0, "note", {"wrote": self._wrote()}, until=until).fields)
         return result
 
-    def _loss(self, manager: int, until: float) -> FlashpointError:
-        state = self.client.links.call(0, "state", {}, until=until).fields
-        return writes_lost(manager, int(state["committed"]))
+    def _check_loss(self, manager: int, until: float) -> None:
+        """A manager is another process than the one that was written to: raise, unless all of that was committed."""
+        committed = int(self.client.links.call(0, "state", {}, until=until).fields["committed"])
+        with self._lock:
+            self._forget_committed(committed)
+            if manager in self._unsure:
+                error = writes_lost(manager, committed)
+                self._note_loss(error)
+                raise error
+
+    def _note_loss(self, error: DDictWritesLostError) -> None:
+        if error.manager is not None and error.checkpoint_id is not None:
+            self._lost[error.manager] = error.checkpoint_id
 
     def _join(self, until: float) -> None:
         with self._lock:
@@ -136,24 +160,40 @@ class Handle:
             DDictWritesLostError: a manager came back without what this handle wrote.
             DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
         """
-        with self._lock:
+        with self._turn(until):
             if self._joined:
-                fields = _join_fields(weakref.ref(self), self.id, self.client.lease.id)
-                fields["c"] = checkpoint_id
-                self._note(self.client.links.call(0, "move", fields, until=until).fields)
+                fields = self._fields(checkpoint_id)
+                try:
+                    self._note(self.client.links.call(0, "move", fields, until=until).fields)
+                except DDictWritesLostError as error:
+                    self._note_loss(error)
+                    raise
             self.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
         """Go back to a checkpoint, and discard what this handle wrote above it."""
-        with self._lock:
-            if self._joined:
-                fields = {"w": self.id, "to": to}
+        with self._turn(until):
+            left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
+            left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
+            if self._wrote_to:
+                fields = {**self._fields(to), "wrote": _listed(left)}
+                if not self._joined:
+                    fields["lease"] = None
                 self.client.links.call(0, "go_back", fields, until=until)
             if discard:
                 for manager in sorted(self._wrote_to):
                     self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
-            self._unsure.clear()
+            self._unsure = left
+            self._lost = {manager: at for manager, at in self._lost.items() if to > at}
             self.checkpoint_id = to
+
+    def _left_of(self, manager: int, to: int, discard: bool) -> _Unsure:
+        """What is left of the writes to a manager, and can still be lost, after a rollback."""
+        unsure = self._unsure[manager]
+        if manager in self._lost and to <= self._lost[manager]:
+            return _Unsure(unsure.incarnation)  # the loss was told, and this is the answer to it
+        kept: dict[int, int | None] = {each: None for each in unsure.needs if each <= to or not discard}
+        return _Unsure(unsure.incarnation, kept)
 
     def sync(self, until: float) -> None:
         """Go to the newest committed checkpoint."""
@@ -164,22 +204,43 @@ class Handle:
         """All managers hold what was persisted as this checkpoint, and nothing else."""
         with self._lock:
             self._unsure.clear()
+            self._lost.clear()
             self.checkpoint_id = checkpoint_id
 
     def _note(self, state: dict[str, Any]) -> None:
         """Learn from the coordinator, having moved, what is committed."""
-        committed = int(state["committed"])
+        fixed = int(state["fixed"])
+        with self._lock:
+            for unsure in self._unsure.values():
+                for written_at, need in unsure.needs.items():
+                    if need is None:
+                        # What is written at an id whose commit has begun is covered by the next commit only.
+                        unsure.needs[written_at] = max(written_at, fixed + 1)
+            self._forget_committed(int(state["committed"]))
+
+    def _forget_committed(self, committed: int) -> None:
         for manager, unsure in list(self._unsure.items()):
-            if unsure.fresh:
-                # What is written at an id that was committed before is covered by the next commit only.
-                unsure.need = max(unsure.need, committed + 1)
-                unsure.fresh = False
-            elif unsure.need <= committed:
+            unsure.needs = {at: need for at, need in unsure.needs.items() if need is None or need > committed}
+            if not unsure.needs:
                 del self._unsure[manager]
 
-    def wrote(self) -> dict[str, str]:
-        """Incarnations of the managers at which writes may not be committed."""
-        return {str(manager): unsure.incarnation for manager, unsure in list(self._unsure.items())}
+    def _wrote(self) -> list[list[Any]]:
+        """The writes that may not be committed, see `coordinator.Write`. Without the lock, for the thread of the lease:
+        it is asked while another thread that has the lock waits for it."""
+        return _listed(self._unsure)
+
+    def _fields(self, checkpoint_id: int) -> dict[str, Any]:
+        return {"w": self.id, "lease": self.client.lease.id, "c": checkpoint_id, "wrote": self._wrote()}
+
+    @contextlib.contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        """One thread moves this handle at a time."""
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise DDictTimeoutError("another thread is moving this handle")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     def closed(self) -> bool:
@@ -201,10 +262,19 @@ class Handle:
                     self.client.links.call(0, "leave", {"w": self.id}, until=until)
 
 
+def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for manager, each in list(unsure.items()):
+        for written_at, need in list(each.needs.items()):
+            found.append([manager, each.incarnation, written_at if need is None else need, need is None])
+    return found
+
+
 def _join_fields(handle: weakref.ref[Handle], handle_id: str, lease_id: str) -> dict[str, Any]:
     found = handle()
-    position = 0 if found is None else found.checkpoint_id
-    return {"w": handle_id, "lease": lease_id, "c": position, "wrote": {} if found is None else found.wrote()}
+    if found is None:
+        return {"w": handle_id, "lease": lease_id, "c": 0, "wrote": []}
+    return found._fields(found.checkpoint_id)
 
 
 def _forget_handle(client: Client, handle_id: str, pid: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ _PEER_S = 10.0
 _RECOVERY_S = 60.0
 _SETTLE_S = 2.0
 _ROOM_S = 0.5
+_LOOK_S = 1.0
 _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 
 
@@ -140,7 +141,7 @@ class Manager:
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
         self._restoring: tuple[PersistedCheckpoint, list[Entry]] | None = None
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
-        self.arenas = ValueArenas(self.store, self.incarnation)
+        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.limit_bytes)
         self.shard = Shard(self._let_go)
         self.snapshots = Snapshots(
             self.store,
@@ -224,6 +225,8 @@ class Manager:
             if self.number == 0:
                 self.coordinator = self._new_coordinator(committed, common)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
+            self._ready.set()
+            self._make_up_copies()
         except FlashpointError as error:
             _log.error("manager %d cannot recover: %s", self.number, error)
             self._failure = DDictManagerLostError(
@@ -261,6 +264,8 @@ class Manager:
         return max(common, default=-1), tuple(sorted(common))
 
     def _take_up(self, committed: int) -> None:
+        if committed < 0 and self.restored is not None:
+            raise DDictManagerLostError("it died before what was restored had copies")
         if committed >= 0 and committed not in self._recoverable:
             causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
             raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")
@@ -270,14 +275,28 @@ class Manager:
                 if isinstance(value, StoredValue):
                     self.arenas.count(value)
             self._count_values()
-            self._recoverable = {}
         self.snapshots.forget_after(committed)
-        if committed >= 0:
-            # A holder that was away, too, gets its copies back before the next loss.
+        if self.persister.persists:
+            for checkpoint_id in sorted(each for each in self._recoverable if each <= committed):
+                self.prepare(checkpoint_id)
+        self._recoverable = {}
+
+    def _make_up_copies(self) -> None:
+        """Have copies again where this manager's death has cost some, before the next loss: its own at those who hold
+        them, if they were away too, and here those of others."""
+        self.replicate()
+        for owner in self.snapshots.held:
             try:
-                self.snapshots.replicate(seal_deadline_s())
+                self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
             except FlashpointError as error:
-                _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
+                _log.warning("manager %d was not asked for new copies: %s", owner, error)
+
+    def replicate(self) -> None:
+        """Push what holders lack of the snapshots here."""
+        try:
+            self.snapshots.replicate(seal_deadline_s())
+        except FlashpointError as error:
+            _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
 
     def sealed(self, until: float) -> list[int]:
         """Checkpoints that this manager has a snapshot of, once it knows."""
@@ -304,13 +323,15 @@ class Manager:
         """See `RequestHandler`."""
         self.arenas.abandon(session.allocated)
         if session.lease is not None and self.coordinator is not None:
-            self.coordinator.lease_ended(session.lease)
+            self.coordinator.lease_ended(session.lease, session)
 
     def _call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Ask a manager for the coordinator."""
         until = time.monotonic() + timeout_s
         if manager == self.number:
-            return self.handle(Session(Peer("the coordinator", None)), operation, {**fields, "t": timeout_s}, [])[0]
+            return self.handle(
+                Session(Peer("the coordinator", None, lambda: False)), operation, {**fields, "t": timeout_s}, []
+            )[0]
         return self.links.call(manager, operation, dict(fields), until=until).fields
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:
@@ -392,11 +413,20 @@ class Manager:
                 hint="make the dictionary with a larger total_mem, or keep fewer checkpoints (working_set_size)",
             )
 
-    def wait_for(self, holds: Any, until: float) -> bool:
-        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does."""
+    def wait_for(self, holds: Callable[[], bool], until: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does.
+
+        Args:
+            is_gone: whether nobody waits for the answer any more.
+        """
         self.waiting += 1
         try:
-            return bool(self.changed.wait_for(holds, max(0.0, until - time.monotonic())))
+            while not holds():
+                left = until - time.monotonic()
+                if left <= 0 or self.ended.is_set() or is_gone():
+                    return False
+                self.changed.wait(min(left, _LOOK_S))
+            return True
         finally:
             self.waiting -= 1
 

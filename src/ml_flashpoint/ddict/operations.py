@@ -8,14 +8,17 @@ client. ``c`` is a checkpoint, ``w`` the writing handle, ``v`` a value id; the k
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ml_flashpoint.core.errors import FlashpointError, ProtocolError
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
+from ml_flashpoint.ddict.coordinator import Write
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import (
+    DDictError,
     DDictKeyError,
     DDictPersistError,
     DDictReadOnlyError,
@@ -23,6 +26,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
+from ml_flashpoint.ddict.values import encode, inline_number, to_inline
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,6 +43,7 @@ OPERATIONS: dict[str, Operation] = {}
 PERSISTENT, BROADCAST = 1, 2
 """Flags of a put, field ``f``."""
 _LONGEST_S = 1e6
+_LOOK_S = 0.25
 _LENGTH = struct.Struct(">I")
 
 
@@ -91,6 +96,26 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
 
 @_operation
+def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Add ``amount`` to a number, which is ``default`` where there is none."""
+    manager.wait_until_ready(_until(fields))
+    key, checkpoint_id = _key(blobs), _integer(fields, "c")
+    amount, before = _number(fields, "amount"), _number(fields, "default")
+    with manager.changed:
+        _check_writable(manager)
+        found = manager.shard.find(key, checkpoint_id)
+        if found is not None:
+            number = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
+            if number is None:
+                raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
+            before = number
+        value = InlineValue(to_inline(encode(before + amount)))
+        persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
+        manager.put(Entry(key, checkpoint_id, _text(fields, "w"), value, persistent, broadcast))
+    return {"before": before}, ()
+
+
+@_operation
 def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Delete a key; ``x`` as for a put."""
     manager.wait_until_ready(_until(fields))
@@ -121,6 +146,15 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
 
 
 @_operation
+def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """The client does not need this room."""
+    if fields.get("v") in session.allocated:
+        session.allocated.discard(fields["v"])
+        manager.arenas.abandon([fields["v"]])
+    return {}, ()
+
+
+@_operation
 def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Read a key: a blob, or where the value lies; with ``remote``, always a blob.
 
@@ -131,7 +165,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     key, checkpoint_id = _key(blobs), _integer(fields, "c")
     with manager.changed:
         if manager.rules.wait_for_keys and fields.get("wait"):
-            _wait_for_key(manager, key, checkpoint_id, until)
+            _wait_for_key(manager, session, key, checkpoint_id, until)
         entry = manager.shard.find(key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
@@ -169,7 +203,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
         return entry is not None and entry.sequence != seen
 
     with manager.changed:
-        return {"ok": manager.wait_for(has_changed, until)}, ()
+        return {"ok": manager.wait_for(has_changed, until, session.peer.is_gone)}, ()
 
 
 @_operation
@@ -282,6 +316,14 @@ def _inventory(manager: Manager, session: Session, fields: Fields, blobs: list[b
 
 
 @_operation
+def _replicate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """A holder came back, perhaps without its copies. The answer does not wait for them."""
+    manager.wait_until_ready(_until(fields))
+    threading.Thread(target=manager.replicate, name="ddict-replicate", daemon=True).start()
+    return {}, ()
+
+
+@_operation
 def _drop_copies(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     keep = [str(each) for each in _list(fields, "keep")]
     manager.snapshots.drop_copies(_integer(fields, "of"), keep, _text(fields, "before"))
@@ -334,7 +376,9 @@ def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[by
     manager.wait_until_ready(until)
     checkpoint_id = _integer(fields, "checkpoint_id")
     with manager.changed:
-        if not manager.wait_for(lambda: manager.shard.missing_after(checkpoint_id) is None, until):
+        if not manager.wait_for(
+            lambda: manager.shard.missing_after(checkpoint_id) is None, until, session.peer.is_gone
+        ):
             raise DDictTimeoutError(
                 f"checkpoint {checkpoint_id} cannot retire: not all of its keys are written at a later one, "
                 f"such as {manager.shard.missing_after(checkpoint_id)!r}",
@@ -375,16 +419,25 @@ def _restore_commit(manager: Manager, session: Session, fields: Fields, blobs: l
 @_operation
 def _lease(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Keep the handles alive that join with this lease, for as long as this connection lasts."""
-    _coordinator(manager, fields)
+    coordinator = _coordinator(manager, fields)
     session.lease = _text(fields, "lease")
+    coordinator.lease_began(session.lease, session)
     return {}, ()
 
 
 @_operation
 def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Answer when time is up. Meanwhile the end of either process is noticed by the other."""
-    manager.ended.wait(_integer(fields, "s"))
+    until = time.monotonic() + _integer(fields, "s")
+    while time.monotonic() < until and not manager.ended.wait(_LOOK_S) and not session.peer.is_gone():
+        pass
     return {}, ()
+
+
+@_operation
+def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """A handle that has not joined wrote something."""
+    return _coordinator(manager, fields).note(_wrote(fields)), ()
 
 
 @_operation
@@ -403,7 +456,9 @@ def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 
 @_operation
 def _go_back(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return _coordinator(manager, fields).rollback(_text(fields, "w"), _integer(fields, "to"), _left(fields)), ()
+    coordinator = _coordinator(manager, fields)
+    lease = None if fields.get("lease") is None else _text(fields, "lease")
+    return coordinator.rollback(_text(fields, "w"), lease, _integer(fields, "c"), _wrote(fields), _left(fields)), ()
 
 
 @_operation
@@ -471,6 +526,13 @@ def _integer(fields: Fields, name: str, least: int = 0) -> int:
     return value
 
 
+def _number(fields: Fields, name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ProtocolError(f"field {name!r} must be a number")
+    return value
+
+
 def _text(fields: Fields, name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > 200:
@@ -485,11 +547,13 @@ def _list(fields: Fields, name: str) -> list[Any]:
     return value
 
 
-def _wrote(fields: Fields) -> dict[int, str]:
-    value = fields.get("wrote")
-    if not isinstance(value, dict) or not all(k.isdecimal() and isinstance(v, str) for k, v in value.items()):
-        raise ProtocolError("field 'wrote' must name incarnations of managers")
-    return {int(manager): incarnation for manager, incarnation in value.items()}
+def _wrote(fields: Fields) -> list[Write]:
+    found = []
+    for each in _list(fields, "wrote"):
+        if not (isinstance(each, list) and [type(part) for part in each] == [int, str, int, bool]):
+            raise ProtocolError("field 'wrote' must list writes")
+        found.append(Write(*each))
+    return found
 
 
 def _key(blobs: list[bytes]) -> bytes:
@@ -522,8 +586,8 @@ def _is_as_expected(manager: Manager, key: bytes, fields: Fields) -> bool:
     return (0 if entry is None else entry.sequence) == _integer(fields, "x")
 
 
-def _wait_for_key(manager: Manager, key: bytes, checkpoint_id: int, until: float) -> None:
-    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), until):
+def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id: int, until: float) -> None:
+    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), until, session.peer.is_gone):
         return
     if manager.shard.find(key, checkpoint_id) is not None:
         raise DDictTimeoutError(

@@ -14,10 +14,11 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
-from ml_flashpoint.ddict.connection import Address, MessageSocket, Peer, check_address, check_credentials
+from ml_flashpoint.ddict.connection import Address, MessageSocket, Peer, check_address, check_credentials, is_hung_up
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.messages import Fields, describe_error
 from ml_flashpoint.replication import wire
@@ -35,6 +36,7 @@ MAX_HANDSHAKES: Final = 128
 HANDSHAKE_DEADLINE_S: Final = 5.0
 """Time for the whole handshake."""
 
+_BACKLOG: Final = 1024
 _JOIN_S: Final = 2.0
 _LOG_EVERY_S: Final = 10.0
 
@@ -136,7 +138,7 @@ class RequestServer:
             listener.bind(path)
             os.chmod(path, 0o600)
             self._unix = (path, os.stat(path).st_ino)
-            listener.listen(128)
+            listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
             raise
@@ -189,9 +191,9 @@ class RequestServer:
         try:
             if sock.family == socket.AF_UNIX:
                 pid = check_credentials(sock, "a process")
-                peer = Peer(f"process {pid}", pid)
+                peer = Peer(f"process {pid}", pid, partial(is_hung_up, sock))
             else:
-                peer = Peer(f"{address[0]} port {address[1]}", None)
+                peer = Peer(f"{address[0]} port {address[1]}", None, partial(is_hung_up, sock))
         except (FlashpointError, OSError) as error:
             self._warn("refused a connection", error)
             sock.close()
@@ -288,7 +290,7 @@ class RequestServer:
 
 def _listen_tcp(host: str, port: int) -> tuple[Address, socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=128)
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     track(listener)
     return ("tcp", host, listener.getsockname()[1]), listener
 

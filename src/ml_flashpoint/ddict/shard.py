@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -35,7 +36,8 @@ class Shard:
         self._history: dict[bytes, list[Entry]] = {}
         # Keys with entries at an id: collapsing and rolling back look at no others.
         self._touched: dict[int, set[bytes]] = {}
-        self._sequence = itertools.count(1)
+        # Not the numbers of the shard of an earlier process: handles take entries with one number for the same one.
+        self._sequence = itertools.count(1 + secrets.randbits(60))
         self.oldest = 0
         """Oldest checkpoint that can be read and written."""
 
@@ -212,7 +214,7 @@ class Shard:
                 self._add(Entry(key, checkpoint_id, "", None))
             for key, entry in now.items():
                 before = present.get(key)
-                if before is None or before.checkpoint_id != entry.checkpoint_id or before.writer != entry.writer:
+                if before is None or not _is_same(before, entry):
                     self._add(entry)
             present = now
 
@@ -235,3 +237,14 @@ class Shard:
     def _release(self, entry: Entry) -> None:
         if entry.value is not None:
             self._released(entry.value)
+
+
+def _is_same(one: Entry, other: Entry) -> bool:
+    """Whether two snapshots have the same entry of a key. A handle may have written it anew at the same id between."""
+    return one is other or (
+        one.checkpoint_id == other.checkpoint_id
+        and one.writer == other.writer
+        and one.value == other.value
+        and one.persistent == other.persistent
+        and one.broadcast == other.broadcast
+    )

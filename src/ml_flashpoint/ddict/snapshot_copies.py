@@ -203,7 +203,6 @@ class Copies:
             raise DeadlineError("a copy was not verified in time", node=self._peers.nodes[number])
         connection = self._peers.connect(number, within_s)
         with self._lock:
-            holder.has = set()
             holder.connection = connection
             closed = self._closed
         if closed:

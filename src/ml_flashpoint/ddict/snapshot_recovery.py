@@ -94,11 +94,11 @@ def snapshots_here(store: RankStore, rank: int) -> list[SnapshotRecord]:
 def complete_snapshots(store: RankStore, rank: int, managers: int) -> list[SnapshotRecord]:
     """Those of `snapshots_here` of which every part is in the store, newest first. Contents are not verified."""
     complete = []
+    reader = _IndexReader(store, rank, managers, lambda ref: _held(store, rank, ref))
     for record in reversed(snapshots_here(store, rank)):
         try:
-            read = _read_indices(record.ref, rank, managers, lambda ref: _held(store, rank, ref), store)
-            told = resolve(read.index, read.base, record.attempt)
-            for ref in needed_parts(record.ref, read.index.base, told):
+            index, _, told = reader.read(record)
+            for ref in needed_parts(record.ref, index.base, told):
                 _held(store, rank, ref)
         except FlashpointError as error:
             _log.warning("manager %d: a snapshot is not complete here: %s", rank, error)
@@ -134,32 +134,61 @@ def _held(store: RankStore, rank: int, ref: PartRef) -> HeldPart:
 _Opened = Callable[[PartRef], HeldPart]
 
 
-@dataclass(frozen=True, slots=True)
-class _Indices:
-    """The index of a snapshot and that of its base; bytes of both, and the segments beside them."""
+class _IndexReader:
+    """Reads indices, each once.
 
-    index: Index
-    base: Index | None
-    sizes: dict[PartRef, int]
-    segments: dict[PartRef, memoryview]
+    Args:
+        store: where their parts are.
+        rank, managers: whose they are, of how many.
+        opened: gives a part of the store, with a manifest that is right.
+    """
 
+    def __init__(self, store: RankStore, rank: int, managers: int, opened: _Opened) -> None:
+        self._store = store
+        self._whose = (rank, managers)
+        self._opened = opened
+        self._read: dict[PartRef, Index] = {}
+        self.sizes: dict[PartRef, int] = {}
+        """Bytes of each index that was read."""
+        self.segments: dict[PartRef, memoryview] = {}
+        """The segments that were split off."""
 
-def _read_indices(ref: PartRef, rank: int, managers: int, opened: _Opened, store: RankStore) -> _Indices:
-    sizes = {}
-    segments = {}
+    def read(self, record: SnapshotRecord) -> tuple[Index, Index | None, list[IndexEntry]]:
+        """The index of a snapshot, that of its base, and the entries.
 
-    def read(ref: PartRef) -> Index:
-        part = opened(ref)
-        path = str(store.base / part.version / part.names[0])
-        data, segments[ref] = split_object(_used(part), _record(part).file_size, path)
-        sizes[ref] = data.nbytes
-        index = decode_index(data, path)
-        if (index.checkpoint_id, index.manager, index.managers) != (ref.step, rank, managers):
-            raise DamagedError("the index is of another snapshot", path=path)
+        Raises:
+            FlashpointError: a part is missing or damaged.
+        """
+        index = self._index(record.ref)
+        base = None if index.base is None else self._index(index.base)
+        return index, base, resolve(index, base, record.attempt)
+
+    def _index(self, ref: PartRef) -> Index:
+        index = self._read.get(ref)
+        if index is None:
+            data, path = self._split(ref)
+            index = decode_index(data, path)
+            if (index.checkpoint_id, index.manager, index.managers) != (ref.step, *self._whose):
+                raise DamagedError("the index is of another snapshot", path=path)
+            self._read[ref] = index
+            self.sizes[ref] = data.nbytes
         return index
 
-    index = read(ref)
-    return _Indices(index, None if index.base is None else read(index.base), sizes, segments)
+    def _split(self, ref: PartRef) -> tuple[memoryview, str]:
+        part = self._opened(ref)
+        path = str(self._store.base / part.version / part.names[0])
+        data, self.segments[ref] = split_object(_used(part), _record(part).file_size, path)
+        return data, path
+
+    def segment(self, ref: PartRef) -> memoryview:
+        """The segment of a snapshot.
+
+        Raises:
+            FlashpointError: the part is missing or damaged, or is no snapshot.
+        """
+        if ref not in self.segments:
+            self._split(ref)
+        return self.segments[ref]
 
 
 def _record(part: HeldPart) -> ObjectRecord:
@@ -190,7 +219,7 @@ class Recoverer:
         self._cancelled = cancelled
         self._connections: dict[int, PeerConnection] = {}
         self._verified: dict[PartRef, HeldPart | FlashpointError] = {}
-        self._segments: dict[PartRef, memoryview] = {}
+        self._reader = _IndexReader(store, store.rank, self._managers, self._part)
         self._values: dict[str, StoredValue] = {}
         self._entries: dict[IndexEntry, Entry] = {}
 
@@ -213,23 +242,21 @@ class Recoverer:
         finally:
             for connection in self._connections.values():
                 connection.close()
-            for segment in self._segments.values():
+            for segment in self._reader.segments.values():
                 segment.release()
         return recovery
 
     def _recover_one(self, record: SnapshotRecord, recovery: Recovery) -> None:
         ref = record.ref
-        read = _read_indices(ref, self._rank, self._managers, self._part, self._store)
-        index, base = read.index, read.base
-        self._segments.update(read.segments)
-        told = resolve(index, base, record.attempt)
+        index, base, told = self._reader.read(record)
         needs = needed_parts(ref, index.base, told)
         for need in sorted(needs):
             self._part(need)
         entries = [self._entry(entry) for entry in told]
         if not recovery.snapshots:
-            sizes = {part: segment.nbytes for part, segment in self._segments.items()}
-            recovery.memory = memory_of(ref, index, base, list(zip(entries, told, strict=True)), read.sizes, sizes)
+            segments = {part: segment.nbytes for part, segment in self._reader.segments.items()}
+            pairs = list(zip(entries, told, strict=True))
+            recovery.memory = memory_of(ref, index, base, pairs, self._reader.sizes, segments)
         recovery.snapshots.append(RecoveredSnapshot(record.checkpoint_id, entries))
         recovery.built[record.checkpoint_id] = BuiltSnapshot(ref, needs)
 
@@ -244,27 +271,19 @@ class Recoverer:
     def _value(self, place: Place) -> Value | None:
         if place.kind == DELETED or place.part is None:
             return None
-        part = self._part(place.part)
-        assert part.manifest is not None  # it was verified
-        kind = part_kind(part.manifest)
         if place.kind == INLINE:
-            segment = self._segment(place.part, part)
-            if kind != SNAPSHOT or place.offset + place.length > segment.nbytes:
+            segment = self._reader.segment(place.part)
+            if place.offset + place.length > segment.nbytes:
                 raise DamagedError("a value lies outside of its segment", rank=self._rank, path=place.part.attempt)
             return InlineValue(bytes(segment[place.offset : place.offset + place.length]))
-        if kind != VALUE or place.length != _record(part).size:
+        part = self._part(place.part)
+        assert part.manifest is not None  # it was verified
+        if part_kind(part.manifest) != VALUE or place.length != _record(part).size:
             raise DamagedError("this part is not the value", rank=self._rank, path=place.part.attempt)
         # The same object for all, since users compare them by identity.
         return self._values.setdefault(
             place.part.attempt, StoredValue(place.part.attempt, part.arenas[0], place.length)
         )
-
-    def _segment(self, ref: PartRef, part: HeldPart) -> memoryview:
-        segment = self._segments.get(ref)
-        if segment is None:
-            path = str(self._store.base / part.version / part.names[0])
-            segment = self._segments[ref] = split_object(_used(part), _record(part).file_size, path)[1]
-        return segment
 
     # ---- parts --------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from ml_flashpoint.ddict.snapshot_recovery import Recoverer, complete_snapshots,
 from ml_flashpoint.replication.channel import Address
 from ml_flashpoint.replication.strategies import ReplicationStrategy, Topology
 from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 
@@ -270,18 +271,18 @@ class Snapshots:
                 raise DeadlineError("not sealed in time", step=checkpoint_id, rank=self._manager)
 
         check()
-        self._builder.seal_values(checkpoint_id, entries, check)
         stamp = self._next_stamp()
-        built = self._builder.build(checkpoint_id, snapshot_attempt(stamp, self._incarnation), stamp, entries)
+        with collection_paused():
+            attempt = snapshot_attempt(stamp, self._incarnation)
+            built = self._builder.build(checkpoint_id, attempt, stamp, entries, check)
         with self._lock:
             self._snapshots[checkpoint_id] = built
             self._newest = (checkpoint_id, entries)
 
-    def _is_newest(self, checkpoint_id: int, entries: Sequence[Entry]) -> bool:
+    def _is_newest(self, checkpoint_id: int, entries: list[Entry]) -> bool:
         if self._newest is None or self._newest[0] != checkpoint_id or checkpoint_id not in self._snapshots:
             return False
-        before = self._newest[1]
-        return len(before) == len(entries) and all(one is other for one, other in zip(before, entries, strict=True))
+        return self._newest[1] == entries  # entries have no equality but identity
 
     def _push(self, until: float) -> None:
         with self._lock:
@@ -326,7 +327,10 @@ class Snapshots:
         self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
 
     def forget_after(self, checkpoint_id: int) -> None:
-        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders."""
+        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders.
+
+        A holder that cannot be told may give them back to :meth:`recover`, until another checkpoint is sealed.
+        """
         self._drop_snapshots(lambda other: other > checkpoint_id)
 
     def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
@@ -430,7 +434,8 @@ class Snapshots:
                 failures.append((None, error))
         with self._building:
             recoverer = Recoverer(self._store, self._holders, self._peers, self._closed.is_set)
-            recovery = recoverer.recover(records)
+            with collection_paused():
+                recovery = recoverer.recover(records)
             with self._lock:
                 self._snapshots = recovery.built
                 self._builder.memory = recovery.memory

@@ -22,7 +22,7 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -63,13 +63,16 @@ class ValueArenas:
     Args:
         store: the manager's, made with ``reusable=is_unused``.
         incarnation: 16 hex digits, different each time that the manager starts.
+        limit_bytes: most that arenas may take, free ones included: before a new one is made, free ones that do not
+            suit are given back. It is not enforced otherwise.
     """
 
-    def __init__(self, store: RankStore, incarnation: str) -> None:
+    def __init__(self, store: RankStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
         if not _INCARNATION.fullmatch(incarnation):
             raise InvalidArgumentError("must be 16 hex digits", argument="incarnation", value=incarnation)
         self._store = store
         self._incarnation = incarnation
+        self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._next = 0
         self._promised: dict[str, Arena] = {}
@@ -86,6 +89,10 @@ class ValueArenas:
         Raises:
             CapacityError: there is none.
         """
+        if self._limit_bytes is not None and not self._store.has_free(nbytes):
+            in_use, free = self._store.resident_bytes()
+            if in_use + free + nbytes > self._limit_bytes:
+                self._store.give_back(max(0, self._limit_bytes - in_use - nbytes))
         arena = self._store.acquire(nbytes)
         with self._lock:
             value_id = f"v-{self._incarnation}-{self._next:012d}"
@@ -164,30 +171,50 @@ class ValueArenas:
                 self._used_bytes -= arena.size
             self._store.release(arena)
 
-    @contextlib.contextmanager
-    def reading(self, value: StoredValue) -> Iterator[memoryview]:
-        """The bytes of a value in use, which nobody can reuse meanwhile, whoever releases it.
+    def reading(self, value: StoredValue) -> Reading:
+        """The bytes of a value in use, which nobody can reuse from now until the end of the block, whoever releases it.
 
         Raises:
             StaleValueError: it was released before.
         """
+        return Reading(value)
+
+
+class Reading:
+    """A value's bytes, locked from construction until the end of the ``with`` block, which gives a memoryview of them.
+
+    Raises:
+        StaleValueError: the value is not there any more.
+    """
+
+    def __init__(self, value: StoredValue) -> None:
+        self._fd = -1
+        gone = f"value {value.value_id} is gone"
         try:
-            fd = os.open(value.arena.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise StaleValueError(f"value {value.value_id} is gone") from None
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StaleValueError(f"the arena of value {value.value_id} is being reused") from None
-            try:
-                view = value.arena.buffer[: value.size]
-            except ValueError:  # unmapped just now
-                raise StaleValueError(f"value {value.value_id} is gone") from None
-            with view:
-                check_header(view, value.value_id, value.arena.size)
-                yield view
-        finally:
+            self._fd = os.open(value.arena.path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._view = value.arena.buffer[: value.size]
+            check_header(self._view, value.value_id, value.arena.size)
+        except BaseException as error:
+            self._close()
+            # No file; it is being cleared; its mapping was given back.
+            if isinstance(error, (FileNotFoundError, BlockingIOError)) or type(error) is ValueError:
+                raise StaleValueError(gone) from None
+            raise
+
+    def __enter__(self) -> memoryview:
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        self._view.release()
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
 

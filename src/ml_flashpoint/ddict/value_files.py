@@ -10,25 +10,29 @@ anything that shares its memory, is alive in this process, or in one that was fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.ddict.value_arenas import has_token
+from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.value_arenas import allow_many_files, has_token
 from ml_flashpoint.ddict.value_objects import StaleValueError, read_object, write_object
 from ml_flashpoint.ddict.values import Encoded
 
 MAX_MAPPINGS: Final = 64
 """Arenas that a writer keeps mapped, since a first write to a new mapping costs six times as much as later ones."""
+
+_Result = TypeVar("_Result")
 
 # Not reserved: a view is hardly ever written to, and need not have memory of its own set aside.
 _MAP_FLAGS: Final = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -81,7 +85,7 @@ class ValueWriter:
         arena = self._take(path)
         locked = False
         try:
-            fd = _lock_shared(path, os.O_RDWR, value_id)
+            fd = _with_many_files(lambda: _lock_shared(path, os.O_RDWR, value_id))
             try:
                 stat = os.fstat(fd)
                 if arena is not None and (arena.inode != stat.st_ino or arena.size != stat.st_size):
@@ -89,7 +93,7 @@ class ValueWriter:
                     arena = None
                 if arena is None:
                     self._forget_removed()
-                    arena = _map(path, stat, value_id)
+                    arena = _with_many_files(lambda: _map(path, stat, value_id))
                 if not has_token(arena, value_id):
                     raise StaleValueError(f"the arena is not kept for value {value_id} any more", path=path)
                 locked = True
@@ -149,6 +153,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 def read_value(path: str, value_id: str, *, copy: bool = False) -> object:
     """The value in an arena of this machine. It may unpickle.
 
+    Each view has a file open. When they are too many for the soft limit of this process, it is raised to the hard one.
+
     Args:
         path: the arena's file.
         value_id: the value that must be in it.
@@ -158,20 +164,41 @@ def read_value(path: str, value_id: str, *, copy: bool = False) -> object:
     Raises:
         StaleValueError: it is not there any more: ask the manager again.
         ObjectFormatError: it is damaged.
+        DDictError: too many files are open.
     """
-    fd = _lock_shared(path, os.O_RDONLY, value_id)
-    try:
-        size = os.fstat(fd).st_size
-        if not size:
-            raise StaleValueError(f"there is no value here, {value_id} was expected", path=path)
-        mapping = mmap.mmap(fd, size, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
+    mapping = _with_many_files(lambda: _map_private(path, value_id))
     try:
         return read_object(mapping, value_id, copy=copy)
     except FlashpointError as error:
         error.path = path
         raise
+
+
+def _map_private(path: str, value_id: str) -> mmap.mmap:
+    fd = _lock_shared(path, os.O_RDONLY, value_id)
+    try:
+        size = os.fstat(fd).st_size
+        if not size:
+            raise StaleValueError(f"there is no value here, {value_id} was expected", path=path)
+        return mmap.mmap(fd, size, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+
+
+def _with_many_files(function: Callable[[], _Result]) -> _Result:
+    for last in (False, True):
+        try:
+            return function()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            if last:
+                raise DDictError(
+                    "too many files are open",
+                    hint="let go of tensors and arrays that were got, get them with copy=True, or raise `ulimit -n`",
+                ) from error
+            allow_many_files()
+    raise AssertionError("unreachable")
 
 
 def _lock_shared(path: str, flags: int, value_id: str) -> int:

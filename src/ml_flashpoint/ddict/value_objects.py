@@ -10,8 +10,10 @@ end, so that a header which can be read means that all of it is there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +22,7 @@ import torch
 
 from ml_flashpoint.core.errors import ObjectFormatError
 from ml_flashpoint.core.object_format import (
+    Entry,
     Layout,
     ParsedHeader,
     encode_header,
@@ -27,7 +30,7 @@ from ml_flashpoint.core.object_format import (
     parse_header,
     plan_layout,
 )
-from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.errors import StaleValueError as StaleValueError
 from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
 
@@ -36,19 +39,12 @@ if TYPE_CHECKING:
 
 _PICKLE_ITEM: Final = "pickle"
 _ARRAYS_ITEM: Final = "arrays"
-_KINDS: Final = frozenset(("tensor", "array", "bytes", "plain", "pickle"))
+_KINDS: Final = frozenset(("tensor", "array", "bytes", "number", "plain", "pickle"))
 _SINGLE: Final = frozenset(("tensor", "array", "bytes"))
 # In the header: the value's id and kind.
 _HEADER_RESERVE: Final = 512
 _NO_LENGTH: Final = bytes(8)
 _MAX_KEPT: Final = 16 << 10
-
-
-class StaleValueError(DDictError):
-    """The arena does not hold this value any more, or not yet: ask the manager again where it is."""
-
-    retryable = True
-
 
 _Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
@@ -133,7 +129,7 @@ def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
     octets[:8] = 0
     if layout.tensors:
         copy_all(
-            [typed_view(arena, entry.begin, entry.end, entry.dtype, entry.shape) for entry in layout.tensors],
+            _places(arena, layout.tensors),
             [encoded.tensors[int(entry.key[1:])] for entry in layout.tensors],
         )
     for entry in layout.byte_items:
@@ -141,6 +137,19 @@ def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
     octets[8 : len(header)] = np.frombuffer(header, np.uint8)[8:]
     octets[:8] = np.frombuffer(header, np.uint8)[:8]
     return layout.size
+
+
+def _places(arena: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """The tensors to copy to. Those of one dtype that lie side by side are cut in one call: there may be thousands."""
+    places: list[torch.Tensor] = []
+    for dtype, run in itertools.groupby(entries, lambda entry: entry.dtype):
+        group = list(run)
+        whole = typed_view(arena, group[0].begin, group[-1].end, dtype, (-1,))
+        cut = whole.split_with_sizes([entry.nbytes // dtype.itemsize for entry in group])
+        places += [
+            piece if len(entry.shape) == 1 else piece.view(entry.shape) for piece, entry in zip(cut, group, strict=True)
+        ]
+    return places
 
 
 def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memoryview]:
@@ -213,5 +222,8 @@ def _view(
         return array
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=begin).view(dtype).view(shape)
+    # From the buffer each, so that its storage is no larger than itself: whoever saves or sends it, saves only that.
+    tensor = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=begin)
+    if len(shape) != 1:
+        tensor = tensor.view(shape)
     return cpu_clone(tensor) if copy else tensor

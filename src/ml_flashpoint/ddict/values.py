@@ -11,6 +11,8 @@ that overlap come back apart. Subclasses of tensors and arrays are pickled in th
 
 A small value is one of::
 
+    i decimal digits                                      an integer, unless it is huge
+    f a double, big-endian                                a float
     p pickle
     T, A  length of a type (2), type, bytes               one tensor, one array
     P     number of tensors (4), length of the pickle (4), for each its tag, its length (8) and that of its type (2),
@@ -44,8 +46,10 @@ if TYPE_CHECKING:
 INLINE_LIMIT: Final = 256 << 10
 """Values of fewer bytes than this are kept inline."""
 
-Kind = Literal["tensor", "array", "bytes", "plain", "pickle"]
+Kind = Literal["tensor", "array", "bytes", "number", "plain", "pickle"]
 _PLAIN: Final = frozenset((bytes, str, int, float, bool, type(None)))
+_MAX_INT_BITS: Final = 4096
+_FLOAT: Final = struct.Struct(">d")
 _TYPE: Final = struct.Struct(">H")
 _MANY: Final = struct.Struct(">II")
 _PART: Final = struct.Struct(">cQH")
@@ -59,7 +63,7 @@ class Encoded:
         kind: how it is put together again.
         tensors: strided tensors, on any device.
         arrays: of each tensor: None, or dtype and shape of the array that it stands for, like ``<f4 2,3``.
-        pickled: the rest; empty if there is none.
+        pickled: the rest, or a number; empty if there is none.
         nbytes: bytes of all that.
     """
 
@@ -89,6 +93,11 @@ def encode(value: object) -> Encoded:
         if kind is bytes and len(value) >= INLINE_LIMIT:  # type: ignore[arg-type]
             array = np.frombuffer(value, np.uint8)  # type: ignore[call-overload]
             return Encoded("bytes", [_tensor_over(array)], [None], b"", array.nbytes)
+        if isinstance(value, int) and kind is int and value.bit_length() <= _MAX_INT_BITS:
+            number = b"i%d" % value
+            return Encoded("number", [], [], number, len(number))
+        if isinstance(value, float):
+            return Encoded("number", [], [], b"f" + _FLOAT.pack(value), 9)
         pickled = pickle.dumps(value, 5)
         return Encoded("plain", [], [], pickled, len(pickled))
     if kind is torch.Tensor and _is_plain_tensor(value):  # type: ignore[arg-type]
@@ -242,6 +251,8 @@ class _Unpickler(pickle.Unpickler):
 
 def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
     """The value of these parts. For clients only: it may unpickle."""
+    if kind == "number":
+        return _number(pickled)
     if kind in ("plain", "pickle"):
         return _Unpickler(io.BytesIO(pickled), parts).load()
     if kind == "bytes":
@@ -302,6 +313,8 @@ def _type_of(encoded: Encoded, index: int) -> tuple[bytes, bytes]:
 def to_inline(encoded: Encoded) -> bytes:
     """A small value in one row of bytes."""
     tensors = encoded.tensors
+    if encoded.kind == "number":
+        return encoded.pickled
     if not tensors:
         return b"p" + encoded.pickled
     if encoded.kind in ("tensor", "array"):
@@ -338,6 +351,8 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         tag = octets[:1]
         if tag == b"p":
             return _Unpickler(io.BytesIO(octets[1:]), ()).load()
+        if tag in (b"i", b"f"):
+            return _number(octets)
         if tag in (b"T", b"A"):
             (length,) = _TYPE.unpack_from(octets, 1)
             return _part(tag, octets[3 : 3 + length], octets[3 + length :], copy)
@@ -346,6 +361,27 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         raise ValueError(f"there is no tag {tag!r}")
     except (ValueError, struct.error, IndexError, pickle.UnpicklingError, EOFError) as error:
         raise DamagedError(f"not an encoded value: {error}") from error
+
+
+def inline_number(data: bytes) -> int | float | None:
+    """The integer or float in a small value, None if it is something else. For managers too: nothing is unpickled.
+
+    Raises:
+        DamagedError: it is marked as a number and is none.
+    """
+    if data[:1] not in (b"i", b"f"):
+        return None
+    try:
+        return _number(data)
+    except (ValueError, struct.error) as error:
+        raise DamagedError(f"not an encoded number: {error}") from error
+
+
+def _number(data: bytes) -> int | float:
+    if data[:1] == b"i":
+        return int(data[1:])
+    number: float = _FLOAT.unpack(data[1:])[0]
+    return number
 
 
 def _part(tag: bytes, text: bytes, raw: bytes, copy: bool) -> object:

@@ -1,0 +1,420 @@
+"""A barrier of processes on one machine.
+
+Owns who waits and who is released. It lives in the process that made it, behind a Unix socket, so that nothing is left
+locked by a process that was killed. A handle is picklable; it may be waited on by any process of this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing.util
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
+from ml_flashpoint.ddict.native_errors import BarrierBrokenError
+
+_log = logging.getLogger(__name__)
+
+_RECEIVED = 4096
+_MOST_LINE_BYTES = 4096
+_REPLY_MARGIN_S = 5.0
+_SEND_TIMEOUT_S = 10.0
+
+_travelling: ContextVar[list[Barrier] | None] = ContextVar("_travelling", default=None)
+
+
+class Barrier:
+    """Lets processes, or threads, wait for each other; reusable.
+
+    It is broken when a waiting one gives up or dies, when a process that has waited before ends without a farewell
+    (SIGKILL), when a member of a `ProcessGroup` that it was given to fails, or by `abort`: then all who wait, and all
+    who come later, get `BarrierBrokenError` until `reset`. A handle is thread-safe and picklable; the process that
+    made it has to live as long as it is used.
+
+    Args:
+        parties: how many have to wait for all to pass.
+        action: called by the process that made the barrier, on a thread of its own, before each release.
+        timeout: seconds, for every `wait` that does not give its own.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+    """
+
+    def __init__(self, parties: int, action: Callable[[], object] | None = None, timeout: float | None = None) -> None:
+        if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
+            raise InvalidArgumentError("must be a positive number of processes", argument="parties", value=parties)
+        _check_timeout(timeout)
+        self._parties = parties
+        self._timeout = timeout
+        server = _Server(parties, action)
+        self._server: _Server | None = server
+        self._path, self._token = server.path, server.token
+        self._local = threading.local()
+        weakref.finalize(self, server.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        travelling = _travelling.get()
+        if travelling is not None:
+            travelling.append(self)
+        return _handle, (self._path, self._token, self._parties, self._timeout)
+
+    @property
+    def parties(self) -> int:
+        """How many have to wait for all to pass."""
+        return self._parties
+
+    @property
+    def n_waiting(self) -> int:
+        """How many wait at the moment."""
+        return int(self._ask("state", _REPLY_MARGIN_S)["waiting"])
+
+    @property
+    def broken(self) -> bool:
+        """Whether it is broken."""
+        return bool(self._ask("state", _REPLY_MARGIN_S)["broken"])
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until as many as there are parties do; a number from 0, another one for each of them.
+
+        Args:
+            timeout: seconds; by default those of the barrier, or without end.
+
+        Raises:
+            BarrierBrokenError: not all came: one died, or gave up.
+            DDictTimeoutError: this one gave up, which breaks the barrier.
+            DDictDestroyedError: the process that made the barrier is gone, or has closed it.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        _check_timeout(timeout)
+        reply = self._ask("wait", timeout)
+        if reply.get("broken"):
+            raise BarrierBrokenError(f"the barrier is broken: {reply['broken']}")
+        return int(reply["index"])
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Break it: all who wait and who come get `BarrierBrokenError`."""
+        if self._server is not None:
+            self._server.abort(reason)
+        else:
+            self._ask("abort", _REPLY_MARGIN_S, reason=reason)
+
+    def reset(self) -> None:
+        """Make a broken one usable again. Those who wait get `BarrierBrokenError`."""
+        self._ask("reset", _REPLY_MARGIN_S)
+
+    def close(self) -> None:
+        """In the process that made it: end it for all. Elsewhere: let go of it."""
+        self._line().close(farewell=True)
+        if self._server is not None:
+            self._server.close()
+
+    def _ask(self, op: str, timeout_s: float | None, **fields: Any) -> dict[str, Any]:
+        return self._line().ask({"op": op, **fields}, timeout_s)
+
+    def _line(self) -> _Line:
+        # One for each thread, since each waits for itself, and for each process, since lines do not survive a fork.
+        line: _Line | None = getattr(self._local, "line", None)
+        if line is None or line.pid != os.getpid():
+            line = self._local.line = _Line(self._path, self._token)
+        return line
+
+
+def _handle(path: str, token: str, parties: int, timeout: float | None) -> Barrier:
+    barrier = object.__new__(Barrier)
+    barrier._parties, barrier._timeout, barrier._server = parties, timeout, None
+    barrier._path, barrier._token, barrier._local = path, token, threading.local()
+    return barrier
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not 0 <= timeout < float("inf"):
+        raise InvalidArgumentError("must be a number of seconds", argument="timeout", value=timeout)
+
+
+@contextlib.contextmanager
+def barriers_in_pickles() -> Iterator[list[Barrier]]:
+    """Collects the barriers that are pickled meanwhile by this thread."""
+    found: list[Barrier] = []
+    reset = _travelling.set(found)
+    try:
+        yield found
+    finally:
+        _travelling.reset(reset)
+
+
+class _Line:
+    """A thread's connection to a barrier, made when it is first used."""
+
+    def __init__(self, path: str, token: str) -> None:
+        self.pid = os.getpid()
+        self._path, self._token = path, token
+        self._socket: socket.socket | None = None
+
+    def ask(self, message: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            connection = self._connected()
+            connection.settimeout(_SEND_TIMEOUT_S)
+            connection.sendall(json.dumps(message).encode() + b"\n")
+            received = b""
+            while not received.endswith(b"\n"):
+                connection.settimeout(None if give_up is None else max(1e-6, give_up - time.monotonic()))
+                data = connection.recv(_RECEIVED)
+                if not data:
+                    raise ConnectionError("it was closed")
+                received += data
+        except TimeoutError as error:
+            self.close()  # without a farewell while it waits: that breaks the barrier for all
+            raise DDictTimeoutError(f"not all came to the barrier within {timeout_s} s") from error
+        except OSError as error:
+            self.close()
+            raise DDictDestroyedError(f"the barrier is gone: {error}") from error
+        reply: dict[str, Any] = json.loads(received)
+        return reply
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.settimeout(_SEND_TIMEOUT_S)
+            self._socket.connect(self._path)
+            self._socket.sendall(self._token.encode() + b"\n")
+            _lines.add(self)
+            _ensure_finalizers()
+        return self._socket
+
+    def close(self, farewell: bool = False) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            if farewell:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b'{"op": "bye"}\n')
+            connection.close()
+
+    def __del__(self) -> None:
+        if self.pid == os.getpid():
+            self.close(farewell=True)
+
+
+_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class _Peer:
+    sock: socket.socket
+    received: bytes = b""
+    known: bool = False
+    waiting: bool = False
+    has_waited: bool = False
+
+
+class _Server:
+    """The barrier itself: one thread that hears everybody."""
+
+    def __init__(self, parties: int, action: Callable[[], object] | None) -> None:
+        self.token = secrets.token_hex(16)
+        self._folder = tempfile.mkdtemp(prefix="mlf-barrier-")
+        self.path = os.path.join(self._folder, "s")
+        self._parties, self._action = parties, action
+        self._broken = ""
+        self._waiting: list[_Peer] = []
+        self._peers: set[_Peer] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(1024)
+        self._listener.setblocking(False)
+        self._awake, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._awake, selectors.EVENT_READ, lambda: self._awake.recv(_RECEIVED))
+        _servers.add(self)
+        _ensure_finalizers()
+        self._thread = threading.Thread(target=self._serve, name="ddict-barrier", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it: all connections close."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        _servers.discard(self)
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_SEND_TIMEOUT_S)
+        self._close_sockets()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """In a forked child: the sockets are the parent's."""
+        self._closed = True
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._selector.close()
+        for sock in (self._listener, self._awake, self._waker, *(peer.sock for peer in list(self._peers))):
+            sock.close()
+
+    def abort(self, reason: str) -> None:
+        """Break it, from any thread."""
+        with self._lock:
+            self._break(reason)
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select():
+                if not self._closed:
+                    key.data()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.geteuid():
+            sock.close()
+            return
+        sock.setblocking(False)
+        peer = _Peer(sock)
+        self._peers.add(peer)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(peer))
+
+    def _hear(self, peer: _Peer) -> None:
+        if peer not in self._peers:
+            return
+        try:
+            data = peer.sock.recv(_RECEIVED)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        with self._lock:
+            for line in lines:
+                if not self._heed(peer, line):
+                    self._drop(peer)
+                    return
+            if not data or len(peer.received) > _MOST_LINE_BYTES:
+                if peer.has_waited:
+                    self._break("a process that uses it died, or gave up")
+                self._drop(peer)
+
+    def _heed(self, peer: _Peer, line: bytes) -> bool:
+        """Do what a peer says; whether to listen on."""
+        if not peer.known:
+            peer.known = secrets.compare_digest(line, self.token.encode())
+            return peer.known
+        try:
+            message = json.loads(line)
+            op = message["op"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        if op == "wait":
+            self._join(peer)
+        elif op == "state":
+            self._reply(peer, waiting=len(self._waiting), broken=self._broken)
+        elif op == "abort":
+            self._break(str(message.get("reason")))
+            self._reply(peer)
+        elif op == "reset":
+            self._break("it was reset")
+            self._broken = ""
+            self._reply(peer)
+        else:
+            return False  # a farewell
+        return True
+
+    def _join(self, peer: _Peer) -> None:
+        if self._broken:
+            self._reply(peer, broken=self._broken)
+            return
+        peer.waiting = peer.has_waited = True
+        self._waiting.append(peer)
+        if len(self._waiting) < self._parties:
+            return
+        if self._action is not None:
+            try:
+                self._action()
+            except Exception as error:
+                _log.exception("the action of a barrier failed")
+                self._break(f"its action failed: {type(error).__name__}: {error}")
+                return
+        released, self._waiting = self._waiting, []
+        for index, one in enumerate(released):
+            one.waiting = False
+            self._reply(one, index=index)
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        waiting, self._waiting = self._waiting, []
+        for peer in waiting:
+            peer.waiting = False
+            self._reply(peer, broken=self._broken)
+
+    def _reply(self, peer: _Peer, **fields: Any) -> None:
+        # A few bytes to one who waits for nothing else always fit into the socket; who is gone is heard of later.
+        with contextlib.suppress(OSError):
+            peer.sock.sendall(json.dumps(fields).encode() + b"\n")
+
+    def _drop(self, peer: _Peer) -> None:
+        self._peers.discard(peer)
+        if peer.waiting:
+            self._waiting.remove(peer)
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+
+
+_servers: weakref.WeakSet[_Server] = weakref.WeakSet()
+
+
+_finalizers_of: int | None = None
+
+
+def _ensure_finalizers() -> None:
+    # By multiprocessing's means, since its children end without `atexit`, and forget what was theirs before the fork.
+    global _finalizers_of
+    if _finalizers_of != os.getpid():
+        _finalizers_of = os.getpid()
+        multiprocessing.util.Finalize(None, _say_farewell, exitpriority=10)
+        multiprocessing.util.Finalize(None, _close_servers, exitpriority=5)
+
+
+def _say_farewell() -> None:
+    for line in list(_lines):
+        line.close(farewell=line.pid == os.getpid())
+
+
+def _close_servers() -> None:
+    for server in list(_servers):
+        server.close()
+
+
+def _close_inherited() -> None:
+    # Kept open in a forked child, they would hide the parent's death from the others.
+    for line in list(_lines):
+        line.close()
+    for server in list(_servers):
+        server.abandon()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

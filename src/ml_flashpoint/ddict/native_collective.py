@@ -1,0 +1,171 @@
+"""Groups of processes that compute together with `torch.distributed`.
+
+Owns the environment that tells each its rank; the processes are `native_processes`'.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
+
+_LOOPBACK = "127.0.0.1"
+
+
+class RankInfo:
+    """What a process of a `CollectiveGroup`, or one that torchrun started, is told about itself and the others.
+
+    Attributes:
+        my_rank: from 0, below `world_size`.
+        my_local_rank: from 0, on its node.
+        my_local_world_size: ranks on its node.
+        my_node_rank: number of its node.
+        world_size: number of ranks.
+        master_addr: where rank 0 can be reached.
+        master_port: port there.
+
+    Raises:
+        DDictError: this process was told nothing.
+    """
+
+    def __init__(self) -> None:
+        self.my_rank = _told("RANK")
+        self.my_local_rank = _told("LOCAL_RANK")
+        self.my_local_world_size = _told("LOCAL_WORLD_SIZE")
+        self.my_node_rank = _told("GROUP_RANK")
+        self.world_size = _told("WORLD_SIZE")
+        self.master_addr = os.environ.get("MASTER_ADDR", _LOOPBACK)
+        self.master_port = _told("MASTER_PORT")
+
+
+def _told(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError) as error:
+        raise DDictError(
+            f"this process has no rank: {name} is not set", hint="start it by a CollectiveGroup, or torchrun"
+        ) from error
+
+
+class CollectiveGroup:
+    """One process for each of some policies, each with the environment that `torch.distributed` expects.
+
+    Set are RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; CUDA_VISIBLE_DEVICES
+    where a policy names devices; and, unless they are set already, OMP_NUM_THREADS, so that all ranks together have as
+    many threads as there are cores, and GLOO_SOCKET_IFNAME, since all ranks are on this machine.
+
+    Args:
+        training_fn: function that every rank runs; see `ProcessTemplate`.
+        training_args: its arguments.
+        training_kwargs: its keyword arguments.
+        policies: one for each rank.
+        port: MASTER_PORT; by default one that is free.
+
+    Raises:
+        InvalidArgumentError: there are no policies, or `training_fn` cannot be called.
+    """
+
+    def __init__(
+        self,
+        training_fn: Callable[..., object],
+        training_args: Sequence[Any] = (),
+        training_kwargs: Mapping[str, Any] | None = None,
+        policies: Sequence[Policy] = (),
+        port: int | None = None,
+    ) -> None:
+        if not policies or not all(isinstance(policy, Policy) for policy in policies):
+            raise InvalidArgumentError("must be a policy for each rank", argument="policies", value=policies)
+        self._work = ProcessTemplate(training_fn, tuple(training_args), training_kwargs)
+        self._policies = list(policies)
+        self._port = port
+        self._group: ProcessGroup | None = None
+
+    def init(self) -> None:
+        """Make ready to start."""
+        if self._group is not None:
+            raise DDictError("the group was made ready before")
+        group = ProcessGroup()
+        for template in _templates(self._work, self._policies, self._port or _free_port()):
+            group.add_process(1, template)
+        group.init()
+        self._group = group
+
+    def start(self) -> None:
+        """Start all ranks; `init` is called if it was not."""
+        if self._group is None:
+            self.init()
+        self._started().start()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all ranks have ended; see `ProcessGroup.join`."""
+        self._started().join(timeout)
+
+    def kill(self, signal_number: int = 9) -> None:
+        """Send a signal to all ranks; see `ProcessGroup.kill`."""
+        self._started().kill(signal_number)
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self._group is not None:
+            self._group.close()
+
+    @property
+    def puids(self) -> list[int]:
+        """Numbers of the processes that run, by rank."""
+        return self._started().puids
+
+    @property
+    def inactive_puids(self) -> list[tuple[int, int]]:
+        """Number and exit code of the processes that have ended."""
+        return self._started().inactive_puids
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the processes that run, by number; in the order of ranks."""
+        return self._started().pids
+
+    def _started(self) -> ProcessGroup:
+        if self._group is None:
+            raise DDictError("the group was not made ready: call init()")
+        return self._group
+
+    def __enter__(self) -> CollectiveGroup:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int) -> list[ProcessTemplate]:
+    size = str(len(policies))
+    threads = str(max(1, (os.cpu_count() or 1) // len(policies)))
+    common = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
+    return [
+        ProcessTemplate(
+            work.target,
+            work.args,
+            work.kwargs,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            policy=policy,
+        )
+        for rank, policy in enumerate(policies)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,232 @@
+"""Both example programs of the dictionary: what they compute, and what they compute after they lost something."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.support.cluster import REPOSITORY
+from tests.support.processes import CapturedProcess, kill_marked, marked_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+EXAMPLES = REPOSITORY / "examples" / "ddict"
+DEADLINE_S = 100.0
+_MARK = "FLASHPOINT_TEST_CLUSTER"
+
+
+class Program:
+    """A running example."""
+
+    def __init__(self, name: str, folder: Path, tmpfs: Path, args: tuple[object, ...]) -> None:
+        self.mark = uuid.uuid4().hex
+        self._changed = threading.Condition()
+        (folder / "tmp").mkdir(exist_ok=True)
+        self._folder, self._tmpfs = folder, tmpfs
+        env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("FLASHPOINT_")},
+            "FLASHPOINT_DDICT_BASE": str(tmpfs),
+            "TMPDIR": str(folder / "tmp"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            _MARK: self.mark,
+        }
+        argv = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, args)]
+        self.process = CapturedProcess(argv, env, self._notify)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        with self._changed:
+            self._changed.wait_for(lambda: self.process.ended or self.find(pattern), DEADLINE_S)
+        found = self.find(pattern)
+        assert found is not None, f"no {pattern!r} in {self.process.output}"
+        return found
+
+    def find(self, pattern: str) -> re.Match[str] | None:
+        return re.search(pattern, self.process.output, re.MULTILINE)
+
+    def end(self, code: int = 0) -> str:
+        """Waits for the end, checks that nothing is left of the program, and returns its output."""
+        assert self.process.join(DEADLINE_S), f"it does not end: {self.process.output}"
+        assert self.process.returncode == code, self.process.output
+        # The fork server and multiprocessing's tracker end when they see that the program has.
+        _, left = psutil.wait_procs(marked_processes(**{_MARK: self.mark}), timeout=20)
+        assert not left
+        assert list(self._tmpfs.iterdir()) == []
+        assert list((self._folder / "tmp").glob("mlf-*")) == []
+        return self.process.output
+
+    def manager_pids(self) -> list[int]:
+        """Process ids of the managers, by number: the nursery forks them in this order."""
+        children = psutil.Process(self.process.pid).children()
+        (nursery,) = [child for child in children if any("ddict.nursery" in word for word in child.cmdline())]
+        return sorted(child.pid for child in nursery.children())
+
+
+@contextlib.contextmanager
+def running(name: str, folder: Path, tmpfs: Path, *args: object) -> Iterator[Program]:
+    program = Program(name, folder, tmpfs, args)
+    try:
+        yield program
+    finally:
+        kill_marked(**{_MARK: program.mark})
+
+
+def run(name: str, folder: Path, tmpfs: Path, *args: object, code: int = 0) -> str:
+    with running(name, folder, tmpfs, *args) as program:
+        return program.end(code)
+
+
+# -- averaging --------------------------------------------------------------------------------------------------
+
+
+def plain_loop(seed: int, processes: int) -> tuple[float, int]:
+    """The average of the same draws, and how often they are thrown away, without any dictionary."""
+    total, rollbacks = 0.0, 0
+    for index in range(processes):
+        draws = random.Random(seed * 1_000_000 + index)
+        hundreds: list[float] = []
+        since, count = 0.0, 0
+        while len(hundreds) < 10:
+            sample = draws.normalvariate(0.0, 1.0)
+            since, count = since + sample, count + 1
+            if abs(sample) >= 4 and 100 * len(hundreds) + count > 100:
+                since, count, rollbacks = 0.0, 0, rollbacks + 1
+            elif count == 100:
+                hundreds.append(since)
+                since, count = 0.0, 0
+        total += sum(hundreds)
+    return total / (processes * 1000), rollbacks
+
+
+def seed_with_rollbacks(processes: int) -> int:
+    return next(seed for seed in range(100) if plain_loop(seed, processes)[1] >= 3)
+
+
+def test_thirty_processes_average_what_a_plain_loop_does(tmp_path: Path, tmpfs: Path) -> None:
+    seed = seed_with_rollbacks(30)
+    expected, rollbacks = plain_loop(seed, 30)
+    output = run("averaging", tmp_path, tmpfs, "--seed", seed)
+    (average,) = re.findall(r"^Final average from all processes is (\S+)$", output, re.MULTILINE)
+    # Summed in another order, hence not bit for bit.
+    assert math.isclose(float(average), expected, rel_tol=1e-9, abs_tol=1e-12)
+    assert len(re.findall(r"^Process \d+ rolling back to checkpoint \d+$", output, re.MULTILINE)) == rollbacks
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+EPOCHS = 20
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the training comes to when nothing happens."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "base").mkdir()
+    output = run("training", folder, folder / "base", *training_args(folder))
+    assert epochs_of(output) == list(range(1, EPOCHS + 1))
+    return saved(folder)
+
+
+def training_args(folder: Path, *more: object) -> tuple[object, ...]:
+    return ("--epochs", EPOCHS, "--persist-path", folder / "disk", "--save", folder / "final.pt", *more)
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "final.pt", weights_only=True)
+    return state
+
+
+def epochs_of(output: str) -> list[int]:
+    return [int(found) for found in re.findall(rf"^Epoch \[(\d+)/{EPOCHS}\], Loss: ", output, re.MULTILINE)]
+
+
+def assert_same_bits(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["model"].keys() == wanted["model"].keys()
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    assert found["optimizer"]["param_groups"] == wanted["optimizer"]["param_groups"]
+    assert found["optimizer"]["state"].keys() == wanted["optimizer"]["state"].keys()
+    for number, state in wanted["optimizer"]["state"].items():
+        for name, tensor in state.items():
+            assert torch.equal(found["optimizer"]["state"][number][name], tensor), (number, name)
+
+
+def test_a_killed_training_goes_on_from_disk_at_the_last_finished_epoch(
+    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any]
+) -> None:
+    output = run("training", tmp_path, tmpfs, *training_args(tmp_path, "--crash-at-epoch", 7), code=1)
+    assert "was killed by signal 9" in output
+    assert epochs_of(output) == list(range(1, 8))
+    assert not (tmp_path / "final.pt").exists()
+    output = run("training", tmp_path, tmpfs, *training_args(tmp_path, "--restart"))
+    # Every second one persists by itself, and the last one at the end of the program: 6 is the state after epoch 7.
+    assert "available persisted checkpoints: [5, 6]" in output
+    assert epochs_of(output) == list(range(8, EPOCHS + 1))
+    assert_same_bits(saved(tmp_path), uninterrupted)
+
+
+def test_a_killed_training_goes_on_from_memory_at_the_last_finished_epoch(
+    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any]
+) -> None:
+    output = run("training", tmp_path, tmpfs, *training_args(tmp_path, "--in-memory", "--crash-at-epoch", 7))
+    assert "going on from memory, from checkpoint 6" in output
+    assert epochs_of(output) == list(range(1, EPOCHS + 1))
+    assert not (tmp_path / "disk").exists()
+    assert_same_bits(saved(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("manager", "with_memory"), [(0, True), (1, False)], ids=["the main manager with its memory", "another one"]
+)
+def test_a_training_that_lost_a_manager_goes_on_from_memory(
+    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any], manager: int, with_memory: bool
+) -> None:
+    args = training_args(tmp_path, "--in-memory")
+    with running("training", tmp_path, tmpfs, *args) as program:
+        program.wait_for(rf"^Epoch \[5/{EPOCHS}\]")
+        lost = program.manager_pids()[manager]
+        assert program.find(rf"^Epoch \[{EPOCHS}/{EPOCHS}\]") is None, "too late"
+        if with_memory:
+            lose_node(program, lost, tmpfs, manager)
+        else:
+            os.kill(lost, signal.SIGKILL)
+        output = program.end()
+        assert re.search(rf"manager {manager} of \S+ \(pid {lost}\) was killed by SIGKILL and is started again", output)
+        assert output.index("is started again") < output.index(f"Epoch [{EPOCHS}/{EPOCHS}]"), "too late"
+    assert sorted(set(epochs_of(output))) == list(range(1, EPOCHS + 1)), "an epoch was left out"
+    for earlier, later in zip(epochs_of(output), epochs_of(output)[1:], strict=False):
+        assert later >= earlier, "it went back by more than the epoch that was under way"
+    assert_same_bits(saved(tmp_path), uninterrupted)
+
+
+def lose_node(program: Program, lost: int, tmpfs: Path, manager: int) -> None:
+    """A manager and all that it has in memory, gone before anything starts it again."""
+    nursery = psutil.Process(lost).parent()
+    assert nursery is not None
+    nursery.suspend()
+    try:
+        os.kill(lost, signal.SIGKILL)
+        (base,) = tmpfs.iterdir()
+        folder = base / f"node-{manager}"
+        assert folder.is_dir()
+        shutil.rmtree(folder)
+    finally:
+        nursery.resume()

@@ -70,9 +70,11 @@ class Access:
         flags: int = 0,
         *,
         sequence: int | None = None,
+        until: float | None = None,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
-        handle, until = self.handle, self.handle.until()
+        handle = self.handle
+        deadline = handle.until() if until is None else until
         fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id}
         if flags:
             fields["f"] = flags
@@ -80,16 +82,16 @@ class Access:
             fields["x"] = sequence
 
         def send(incarnation: str | None) -> tuple[bool, str]:
-            written = self.client.put(manager, key, encoded, fields, until=until, expected=incarnation)
+            written = self.client.put(manager, key, encoded, fields, until=deadline, expected=incarnation)
             return written.done, written.incarnation
 
-        return handle.write(manager, send, until, lasting=bool(flags & PERSISTENT))
+        return handle.write(manager, send, deadline, lasting=bool(flags & PERSISTENT))
 
-    def delete(self, manager: int, key: bytes, *, sequence: int | None = None) -> bool:
+    def delete(self, manager: int, key: bytes, *, sequence: int | None = None, until: float | None = None) -> bool:
         """Delete a key at one manager; ``sequence`` as for :meth:`write`."""
         fields: dict[str, Any] = {} if sequence is None else {"x": sequence}
         # Not twice: the second time, the key would not be there.
-        return bool(self._change(manager, "delete", fields, (key,), again=False)["ok"])
+        return bool(self._change(manager, "delete", fields, (key,), again=False, until=until)["ok"])
 
     def add(self, manager: int, key: bytes, amount: float, default: float) -> float:
         """Add to a number at one manager; returns what it was before."""
@@ -97,23 +99,31 @@ class Access:
         before: float = self._change(manager, "add", fields, (key,), again=False)["before"]
         return before
 
-    def clear(self, manager: int) -> None:
+    def clear(self, manager: int, *, until: float) -> None:
         """Delete all keys at one manager."""
-        self._change(manager, "clear", {}, (), again=True)
+        self._change(manager, "clear", {}, (), again=True, until=until)
 
     def _change(
-        self, manager: int, operation: str, fields: dict[str, Any], blobs: tuple[bytes, ...], *, again: bool
+        self,
+        manager: int,
+        operation: str,
+        fields: dict[str, Any],
+        blobs: tuple[bytes, ...],
+        *,
+        again: bool,
+        until: float | None = None,
     ) -> dict[str, Any]:
-        handle, until = self.handle, self.handle.until()
+        handle = self.handle
+        deadline = handle.until() if until is None else until
         fields = {**fields, "c": handle.checkpoint_id, "w": handle.id}
 
         def send(incarnation: str | None) -> tuple[dict[str, Any], str]:
             answer = self.client.links.call(
-                manager, operation, fields, blobs, until=until, again=again, expected=incarnation
+                manager, operation, fields, blobs, until=deadline, again=again, expected=incarnation
             )
             return answer.fields, answer.incarnation
 
-        return handle.write(manager, send, until)
+        return handle.write(manager, send, deadline)
 
     def ask(self, manager: int, operation: str, key: bytes, *, until: float, **fields: Any) -> dict[str, Any]:
         """Ask a manager something about a key."""
@@ -127,14 +137,14 @@ class Access:
     # ---- many keys ----------------------------------------------------------------------------------------
 
     def keys(self, managers: Iterable[int]) -> Iterator[Any]:
-        """Keys of these managers, decoded."""
-        for manager in managers:
-            for key in self._encoded_keys(manager):
-                yield decode_key(key)
+        """Keys of these managers, decoded. They are asked at the first one."""
+        until = self.handle.until()
+        for key in [key for manager in managers for key in self._encoded_keys(manager, until)]:
+            yield decode_key(key)
 
-    def _encoded_keys(self, manager: int) -> list[bytes]:
+    def _encoded_keys(self, manager: int, until: float) -> list[bytes]:
         fields = {"c": self.handle.checkpoint_id, "once": self.only is None}
-        data = self.client.links.call(manager, "keys", fields, until=self.handle.until()).blobs[0]
+        data = self.client.links.call(manager, "keys", fields, until=until).blobs[0]
         found, at = [], 0
         while at < len(data):
             end = at + 4 + int.from_bytes(data[at : at + 4], "big")
@@ -149,14 +159,15 @@ class Access:
         call = self.client.links.call
         return sum(int(call(manager, "length", dict(fields), until=until).fields["n"]) for manager in managers)
 
-    def items(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of these managers, some hundred at a time."""
+    def items(self, managers: Iterable[int], *, until: float | None = None) -> Iterator[tuple[Any, Any]]:
+        """Keys and values of these managers, some hundred at a time; ``until``: for all of them, else for each time."""
         for manager in managers:
-            keys = self._encoded_keys(manager)
+            keys = self._encoded_keys(manager, self.handle.until() if until is None else until)
             for at in range(0, len(keys), _AT_ONCE):
                 some = keys[at : at + _AT_ONCE]
                 fields = {"c": self.handle.checkpoint_id}
-                got = self.client.get_many(manager, some, fields, until=self.handle.until(), copy=False)
+                deadline = self.handle.until() if until is None else until
+                got = self.client.get_many(manager, some, fields, until=deadline, copy=False)
                 for key, found in zip(some, got, strict=True):
                     if isinstance(found, DDictKeyError):
                         continue  # deleted in between

@@ -43,29 +43,32 @@ class Batch:
         """Forget a write that a later one, which does not wait, has overtaken."""
         self._items.get(manager, {}).pop(key, None)
 
-    def flush(self) -> None:
+    def flush(self, until: float | None = None) -> None:
         """Send everything.
 
         Raises:
-            FlashpointError: some of it could not be written. What was not sent stays.
+            FlashpointError: some of it could not be written. That stays, to be sent again.
         """
         for manager in list(self._items):
-            self._send(manager)
+            self._send(manager, until)
 
     def drop(self) -> None:
         """Forget what was collected."""
         self._items.clear()
         self._bytes.clear()
 
-    def _send(self, manager: int) -> None:
-        items = list(self._items.pop(manager, {}).items())
-        self._bytes.pop(manager, None)
+    def _send(self, manager: int, until: float | None = None) -> None:
+        items = list(self._items.get(manager, {}).items())
         if not items:
             return
-        handle, until = self._handle, self._handle.until()
+        handle = self._handle
+        deadline = handle.until() if until is None else until
         fields = {"c": handle.checkpoint_id, "w": handle.id}
 
         def send(incarnation: str | None) -> tuple[None, str]:
-            return None, handle.client.put_many(manager, items, fields, until=until, expected=incarnation)
+            return None, handle.client.put_many(manager, items, fields, until=deadline, expected=incarnation)
 
-        handle.write(manager, send, until)
+        handle.write(manager, send, deadline)
+        # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
+        self._items.pop(manager, None)
+        self._bytes.pop(manager, None)

@@ -5,7 +5,8 @@ asked to take a snapshot, to seal it, to persist it, and to let older ones go. W
 matter; how it is reached, the caller's.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
-sealed it with verified copies. One is committed at a time, always the newest that can be, except that those due to be
+sealed it with verified copies. A handle whose process has died still counts, until the others have left its checkpoint
+behind in the working set, or until nobody writes and `sync_to_newest_checkpoint` begins anew from what is committed. One is committed at a time, always the newest that can be, except that those due to be
 persisted are not skipped. It lasts: what a handle writes at or below a committed id later is covered by the next
 commit, not by that one.
 """
@@ -137,6 +138,7 @@ class Coordinator:
         self._writers: dict[str, _Writer] = {}
         self._leases: dict[str, object] = {}
         self._departed = committed + 1
+        self._died: dict[str, int] = {}
         self._departed_wrote: _Needs = {}
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
         self._floor = committed  # newest that is known to be complete, whatever handles do now
@@ -176,6 +178,7 @@ class Coordinator:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
         moved since this was sent."""
         with self._changed:
+            self._died.pop(handle, None)
             writer = self._writers.get(handle)
             if writer is None:
                 self._writers[handle] = _Writer(position, lease, self._needs(wrote))
@@ -225,6 +228,7 @@ class Coordinator:
         with self._changed:
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
+            self._died.pop(handle, None)
             writer.position = position
             writer.lease = lease
             writer.wrote = self._needs(wrote)
@@ -249,11 +253,11 @@ class Coordinator:
         """
         until = time.monotonic() + timeout_s
         with self._changed:
-            if to < self._oldest_told:
-                raise DDictCheckpointRetiredError(
-                    f"checkpoint {to} has left the working set", checkpoint_id=self._oldest_told
-                )
+            oldest = self._oldest()  # managers may be about to hear of it
+            if to < oldest:
+                raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             writer = self._writers.get(handle)
+            self._died.pop(handle, None)
             if writer is None and lease is not None:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
@@ -321,6 +325,7 @@ class Coordinator:
         self._snapshot = min(self._snapshot, self._committed)
         self._persisted_ids = {each for each in self._persisted_ids if each <= to}
         self._departed = min(self._departed, to)
+        self._died = {name: min(position, to) for name, position in self._died.items()}
         self._to_persist = [each for each in self._to_persist if each <= to]
 
     def leave(self, handle: str) -> None:
@@ -336,14 +341,17 @@ class Coordinator:
                 return
             del self._leases[lease]
             for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
+                self._died[handle] = self._writers[handle].position
                 self._remove(handle)
+            self._died = {name: position for name, position in self._died.items() if position >= self._window()}
             self._changed.notify_all()
 
     def _remove(self, handle: str) -> None:
         writer = self._writers.pop(handle, None)
         if writer is None:
             return
-        self._departed = max(self._departed, writer.position)
+        if handle not in self._died:
+            self._departed = max(self._departed, writer.position)
         if writer.lost is None:  # else it is said by that
             _merge(self._departed_wrote, writer.wrote)
             _merge(self._departed_wrote, writer.assumed)
@@ -370,6 +378,10 @@ class Coordinator:
                     why = f": {self._trouble}" if self._trouble else ""
                     raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
+            if not self._writers:
+                # Whoever goes on does so from here.
+                self._died.clear()
+                self._departed = self._committed + 1
             return self._state()
 
     def _raise_orphaned(self) -> None:
@@ -418,16 +430,19 @@ class Coordinator:
         oldest = max(0, self._newest - self._rules.working_set_size + 1)
         return max(self._oldest_told, min(oldest, max(self._committed, 0)) if self._rules.snapshots else oldest)
 
+    def _window(self) -> int:
+        return self._newest - self._rules.working_set_size + 1
+
     def _target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
         if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
             return self._committed
-        if not self._writers:
-            return max(self._committed, self._floor, self._departed - 1)
         # A handle that has fallen out of the working set can write nothing below it any more.
-        window = self._newest - self._rules.working_set_size + 1
-        slowest = min(max(writer.position, window) for writer in self._writers.values())
-        return max(self._committed, self._floor, slowest - 1)
+        window = self._window()
+        # What a process has not finished when it died is not committed by that alone: others would take it for whole.
+        positions = [position for position in self._died.values() if position >= window]
+        positions += [max(writer.position, window) for writer in self._writers.values()]
+        return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:
@@ -638,7 +653,7 @@ class Coordinator:
             writer.position, writer.wrote, writer.assumed, writer.lost = checkpoint_id, {}, {}, None
         self._committed = -1 if self._rules.snapshots else checkpoint_id
         self._floor = checkpoint_id
-        self._departed, self._departed_wrote = checkpoint_id + 1, {}
+        self._departed, self._departed_wrote, self._died = checkpoint_id + 1, {}, {}
         self._newest = self._oldest_told = checkpoint_id
         self._persisted_ids = {checkpoint_id}
         self._tried, self._to_forget = -1, None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -112,6 +113,7 @@ class DDict(MutableMapping[Any, Any]):
         configuration, started = create(options)
         self._set_up(configuration, 0, read_only=read_only)
         self._runtime: Runtime | None = started
+        self._creator = os.getpid()
         if restore_from is not None:
             try:
                 self.restore(restore_from)
@@ -164,9 +166,11 @@ class DDict(MutableMapping[Any, Any]):
 
     def bput(self, key: Any, value: Any) -> None:
         """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
+        self._flush()
         encoded_key, encoded = encode_key(key), values.encode(value)
+        until = self._handle.until()
         for manager in self._access.managers:
-            self._access.write(manager, encoded_key, encoded, BROADCAST)
+            self._access.write(manager, encoded_key, encoded, BROADCAST, until=until)
 
     def bget(self, key: Any, *, copy: bool = False) -> Any:
         """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
@@ -174,13 +178,13 @@ class DDict(MutableMapping[Any, Any]):
         until = self._handle.until()
         local = set(self._access.local)
         candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
-        lost: DDictManagerLostError | None = None
+        lost: DDictManagerLostError | DDictTimeoutError | None = None
         for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
             try:
                 # Each gets a fair part of what is left of the time.
                 share = time.monotonic() + (until - time.monotonic()) / left
                 return self._access.get(manager, encoded, until=share, copy=copy, wait=True).value
-            except DDictManagerLostError as error:
+            except (DDictManagerLostError, DDictTimeoutError) as error:
                 lost = error
             except DDictKeyError as error:
                 raise _key_error(key, error) from None
@@ -218,10 +222,12 @@ class DDict(MutableMapping[Any, Any]):
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
+        until = self._handle.until()
+        self._flush(until)
         try:
             while True:
-                found = self._access.get(manager, encoded, copy=True)
-                if self._access.delete(manager, encoded, sequence=found.sequence):
+                found = self._access.get(manager, encoded, copy=True, until=until)
+                if self._access.delete(manager, encoded, sequence=found.sequence, until=until):
                     return found.value
         except DDictKeyError as error:
             if default is _MISSING:
@@ -234,11 +240,15 @@ class DDict(MutableMapping[Any, Any]):
         Raises:
             DDictKeyError: there is none.
         """
+        none: Any = object()
+        until = self._handle.until()
         while True:
             for key in self:
-                value = self.pop(key, _MISSING)
-                if value is not _MISSING:
+                value = self.pop(key, none)
+                if value is not none:
                     return key, value
+                if time.monotonic() >= until:
+                    raise DDictTimeoutError("others were always faster")
             if not len(self):
                 raise DDictKeyError("the dictionary is empty", checkpoint_id=self.checkpoint_id)
 
@@ -246,11 +256,13 @@ class DDict(MutableMapping[Any, Any]):
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
         encoded_key = encode_key(key)
         manager = self._access.manager_of(encoded_key)
+        until = self._handle.until()
+        self._flush(until)
         while True:
             try:
-                return self._get(key, wait=False)
+                return self._access.get(manager, encoded_key, until=until).value
             except DDictKeyError:
-                if self._access.write(manager, encoded_key, values.encode(default), sequence=0):
+                if self._access.write(manager, encoded_key, values.encode(default), sequence=0, until=until):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
@@ -326,7 +338,7 @@ class DDict(MutableMapping[Any, Any]):
         """
         batch, self._batch = self._batch, None
         if batch is not None:
-            batch.flush()
+            batch.flush(self._handle.until())
 
     def __iter__(self) -> Iterator[Any]:
         return self._access.keys(self._access.managers)
@@ -340,11 +352,11 @@ class DDict(MutableMapping[Any, Any]):
 
     def values(self) -> list[Any]:  # type: ignore[override]
         """All values at the checkpoint of this handle."""
-        return [value for _, value in self._access.items(self._access.managers)]
+        return [value for _, value in self.items()]
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
         """All keys with their values at the checkpoint of this handle."""
-        return list(self._access.items(self._access.managers))
+        return list(self._access.items(self._access.managers, until=self._handle.until()))
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
         """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers."""
@@ -354,8 +366,9 @@ class DDict(MutableMapping[Any, Any]):
         """Delete all keys at the checkpoint of this handle."""
         if self._batch is not None:
             self._batch.drop()
+        until = self._handle.until()
         for manager in self._access.managers:
-            self._access.clear(manager)
+            self._access.clear(manager, until=until)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
@@ -363,11 +376,11 @@ class DDict(MutableMapping[Any, Any]):
 
     def local_values(self) -> list[Any]:
         """Values that managers on this node have."""
-        return [value for _, value in self._access.items(self._access.local)]
+        return [value for _, value in self.local_items()]
 
     def local_items(self) -> list[tuple[Any, Any]]:
         """Keys and values that managers on this node have."""
-        return list(self._access.items(self._access.local))
+        return list(self._access.items(self._access.local, until=self._handle.until()))
 
     def local_length(self) -> int:
         """Number of keys that managers on this node have."""
@@ -382,8 +395,10 @@ class DDict(MutableMapping[Any, Any]):
 
     @checkpoint_id.setter
     def checkpoint_id(self, checkpoint_id: int) -> None:
-        self._flush()
-        self._handle.move(checked_checkpoint_id("checkpoint_id", checkpoint_id), self._handle.until())
+        checked_checkpoint_id("checkpoint_id", checkpoint_id)
+        until = self._handle.until()
+        self._flush(until)
+        self._handle.move(checkpoint_id, until)
 
     def checkpoint(self) -> int:
         """Go on to the next checkpoint; returns its id. What was written stays readable there.
@@ -417,13 +432,14 @@ class DDict(MutableMapping[Any, Any]):
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
         none)."""
-        self._flush()
-        self._handle.sync(self._handle.until())
+        until = self._handle.until()
+        self._flush(until)
+        self._handle.sync(until)
         return self.checkpoint_id
 
-    def _flush(self) -> None:
+    def _flush(self, until: float | None = None) -> None:
         if self._batch is not None:
-            self._batch.flush()
+            self._batch.flush(until)
 
     @property
     def committed_checkpoint_id(self) -> int:
@@ -594,13 +610,18 @@ class DDict(MutableMapping[Any, Any]):
         """
         if self._handle.closed:
             return
-        if self._runtime is None:
+        if not self._is_creator:
             raise DDictError("only the handle that made the dictionary can destroy it", hint="detach() this one")
         try:
             if self._configuration.persister is not None and self._configuration.persist_count:
                 self.persist()
         finally:
             self._stop()
+
+    @property
+    def _is_creator(self) -> bool:
+        """Whether this is the handle that made the dictionary, and not a copy of it in a forked child."""
+        return self._runtime is not None and self._creator == os.getpid()
 
     def _stop(self) -> None:
         runtime, self._runtime = self._runtime, None
@@ -613,10 +634,10 @@ class DDict(MutableMapping[Any, Any]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._runtime is None:
-            self.detach()
-        else:
+        if self._is_creator:
             self.destroy()
+        else:
+            self.detach()
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -638,6 +659,7 @@ def _attach(configuration: Mapping[str, Any], checkpoint_id: int, read_only: boo
 def _made(configuration: Configuration, checkpoint_id: int, *, read_only: bool, only: int | None) -> DDict:
     handle = DDict.__new__(DDict)
     handle._runtime = None
+    handle._creator = 0
     handle._set_up(configuration, checkpoint_id, read_only=read_only, only=only)
     return handle
 

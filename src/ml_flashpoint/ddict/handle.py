@@ -58,13 +58,14 @@ class Handle:
         self.checkpoint_id = checkpoint_id
         self.read_only = read_only or configuration.read_only
         self.timeout_s = configuration.timeout_s
-        self._lock = threading.RLock()
         self._begin()
         _handles.add(self)
 
     def _begin(self) -> None:
         self.id = secrets.token_hex(8)
         self.client: Client = client_of(self.configuration)
+        self._moving = threading.Lock()  # for as long as a move takes
+        self._lock = threading.RLock()  # for what follows, and only for a moment
         self._joined = False
         self._closed = False
         self._unsure: dict[int, _Unsure] = {}
@@ -108,7 +109,7 @@ class Handle:
             DDictWritesLostError: the manager came back without what was written before.
         """
         self.check_writable()
-        if not lasting:
+        if not lasting and not self._joined:
             self._join(until)
         with self._lock:
             checkpoint_id = self.checkpoint_id
@@ -143,7 +144,7 @@ class Handle:
             self._lost[error.manager] = error.checkpoint_id
 
     def _join(self, until: float) -> None:
-        with self._lock:
+        with self._turn(until):
             if self._joined:
                 return
             # The lease must not keep the handle: when it is forgotten, it has left.
@@ -166,15 +167,17 @@ class Handle:
                 try:
                     self._note(self.client.links.call(0, "move", fields, until=until).fields)
                 except DDictWritesLostError as error:
-                    self._note_loss(error)
+                    with self._lock:
+                        self._note_loss(error)
                     raise
             self.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
         """Go back to a checkpoint, and discard what this handle wrote above it."""
         with self._turn(until):
-            left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
-            left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
+            with self._lock:
+                left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
+                left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
             if self._wrote_to:
                 fields = {**self._fields(to), "wrote": _listed(left)}
                 if not self._joined:
@@ -183,9 +186,10 @@ class Handle:
             if discard:
                 for manager in sorted(self._wrote_to):
                     self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
-            self._unsure = left
-            self._lost = {manager: at for manager, at in self._lost.items() if to > at}
-            self.checkpoint_id = to
+            with self._lock:
+                self._unsure = left
+                self._lost = {manager: at for manager, at in self._lost.items() if to > at}
+                self.checkpoint_id = to
 
     def _left_of(self, manager: int, to: int, discard: bool) -> _Unsure:
         """What is left of the writes to a manager, and can still be lost, after a rollback."""
@@ -235,12 +239,12 @@ class Handle:
     @contextlib.contextmanager
     def _turn(self, until: float) -> Iterator[None]:
         """One thread moves this handle at a time."""
-        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._moving.acquire(timeout=max(0.0, until - time.monotonic())):
             raise DDictTimeoutError("another thread is moving this handle")
         try:
             yield
         finally:
-            self._lock.release()
+            self._moving.release()
 
     @property
     def closed(self) -> bool:
@@ -255,11 +259,11 @@ class Handle:
             if self._closed:
                 return
             self._closed = True
-            self._finalizer.detach()
-            if self._joined:
-                self.client.lease.remove(self.id)
-                with contextlib.suppress(FlashpointError):
-                    self.client.links.call(0, "leave", {"w": self.id}, until=until)
+        self._finalizer.detach()
+        if self._joined:
+            self.client.lease.remove(self.id)
+            with contextlib.suppress(FlashpointError):
+                self.client.links.call(0, "leave", {"w": self.id}, until=until)
 
 
 def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
@@ -306,7 +310,6 @@ def _after_fork() -> None:
     # A handle that a child has inherited is another one there: two processes must not move it against each other.
     for handle in _handles_here():
         handle._finalizer.detach()
-        handle._lock = threading.RLock()
         closed = handle._closed
         handle._begin()
         handle._closed = closed

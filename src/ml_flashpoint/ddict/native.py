@@ -1,6 +1,7 @@
 """What a program needs around a dictionary: the machine, groups of processes, barriers.
 
-Owns what the machine is; gathers the rest, so that one import is enough. Thin, on `multiprocessing`: for one machine.
+Owns what the machine is; gathers the rest, so that one import is enough. Thin: on `multiprocessing` for one machine, on
+Ray where the program has called ``ray.init``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ml_flashpoint.ddict.native_collective import CollectiveGroup, RankInfo
 from ml_flashpoint.ddict.native_errors import BarrierBrokenError, ProcessFailedError
 from ml_flashpoint.ddict.native_member import ThisProcess, this_process
 from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
+from ml_flashpoint.ddict.native_ray import is_on_ray, ray_nodes
 
 __all__ = [
     "Barrier",
@@ -63,7 +65,10 @@ class System:
     """
 
     def __init__(self) -> None:
-        self._nodes = [Node(socket.gethostname(), len(os.sched_getaffinity(0)), _gpus())]
+        if is_on_ray():
+            self._nodes = [Node(n.hostname, n.num_cpus, _said_gpus(n.num_gpus)) for n in ray_nodes()]
+        else:
+            self._nodes = [Node(socket.gethostname(), len(os.sched_getaffinity(0)), _said_gpus(None))]
 
     @property
     def nodes(self) -> list[Node]:
@@ -94,12 +99,14 @@ class System:
         return [Policy((gpu,), number) for number, node in enumerate(self._nodes) for gpu in range(node.num_gpus)]
 
 
-def _gpus() -> int:
+def _said_gpus(found: int | None) -> int:
     said = os.environ.get(GPUS_VARIABLE)
     if said is not None:
         if not said.isdigit():
             raise InvalidArgumentError("must be a number", argument=GPUS_VARIABLE, value=said)
         return int(said)
+    if found is not None:
+        return found
     try:
         import torch
     except ImportError:

@@ -1,7 +1,7 @@
-"""A barrier of processes on one machine.
+"""A barrier of processes.
 
 Owns who waits and who is released. It lives in the process that made it, behind a Unix socket, so that nothing is left
-locked by a process that was killed. A handle is picklable; it may be waited on by any process of this user.
+locked by a process that was killed; on a Ray cluster, in an actor. A handle is picklable.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict import native_ray
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native_errors import BarrierBrokenError
 
@@ -49,7 +50,7 @@ class Barrier:
 
     Args:
         parties: how many have to wait for all to pass.
-        action: called by the process that made the barrier, on a thread of its own, before each release.
+        action: called by the process that made the barrier, on a thread of its own, before each release. Not on Ray.
         timeout: seconds, for every `wait` that does not give its own.
 
     Raises:
@@ -62,17 +63,24 @@ class Barrier:
         _check_timeout(timeout)
         self._parties = parties
         self._timeout = timeout
-        server = _Server(parties, action)
-        self._server: _Server | None = server
-        self._path, self._token = server.path, server.token
+        self._server: _Server | None = None
+        self._actor: Any = None
+        self._path = self._token = ""
         self._local = threading.local()
+        if native_ray.is_on_ray():
+            if action is not None:
+                raise InvalidArgumentError("cannot be called on Ray", argument="action", value=action)
+            self._actor = native_ray.make_barrier(parties)
+            return
+        self._server = server = _Server(parties, action)
+        self._path, self._token = server.path, server.token
         weakref.finalize(self, server.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         travelling = _travelling.get()
         if travelling is not None:
             travelling.append(self)
-        return _handle, (self._path, self._token, self._parties, self._timeout)
+        return _handle, (self._path, self._token, self._actor, self._parties, self._timeout)
 
     @property
     def parties(self) -> int:
@@ -120,11 +128,16 @@ class Barrier:
 
     def close(self) -> None:
         """In the process that made it: end it for all. Elsewhere: let go of it."""
+        if self._actor is not None:
+            native_ray.end_barrier(self._actor)
+            return
         self._line().close(farewell=True)
         if self._server is not None:
             self._server.close()
 
     def _ask(self, op: str, timeout_s: float | None, **fields: Any) -> dict[str, Any]:
+        if self._actor is not None:
+            return native_ray.ask_barrier(self._actor, {"op": op, **fields}, timeout_s)
         return self._line().ask({"op": op, **fields}, timeout_s)
 
     def _line(self) -> _Line:
@@ -135,8 +148,9 @@ class Barrier:
         return line
 
 
-def _handle(path: str, token: str, parties: int, timeout: float | None) -> Barrier:
+def _handle(path: str, token: str, actor: Any, parties: int, timeout: float | None) -> Barrier:
     barrier = object.__new__(Barrier)
+    barrier._actor = actor
     barrier._parties, barrier._timeout, barrier._server = parties, timeout, None
     barrier._path, barrier._token, barrier._local = path, token, threading.local()
     return barrier

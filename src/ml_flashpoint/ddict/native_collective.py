@@ -5,6 +5,7 @@ Owns the environment that tells each its rank; the processes are `native_process
 
 from __future__ import annotations
 
+import collections
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
+from ml_flashpoint.ddict.native_ray import free_port_on, is_on_ray, ray_nodes
 
 _LOOPBACK = "127.0.0.1"
 
@@ -57,7 +59,7 @@ class CollectiveGroup:
 
     Set are RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; CUDA_VISIBLE_DEVICES
     where a policy names devices; and, unless they are set already, OMP_NUM_THREADS, so that all ranks together have as
-    many threads as there are cores, and GLOO_SOCKET_IFNAME, since all ranks are on this machine.
+    many threads as there are cores, and GLOO_SOCKET_IFNAME, if all ranks are on this machine.
 
     Args:
         training_fn: function that every rank runs; see `ProcessTemplate`.
@@ -90,7 +92,7 @@ class CollectiveGroup:
         if self._group is not None:
             raise DDictError("the group was made ready before")
         group = ProcessGroup()
-        for template in _templates(self._work, self._policies, self._port or _free_port()):
+        for template in _templates(self._work, self._policies, self._port):
             group.add_process(1, template)
         group.init()
         self._group = group
@@ -141,28 +143,35 @@ class CollectiveGroup:
         self.close()
 
 
-def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int) -> list[ProcessTemplate]:
-    size = str(len(policies))
-    threads = str(max(1, (os.cpu_count() or 1) // len(policies)))
-    common = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(port),
-    }
-    return [
-        ProcessTemplate(
-            work.target,
-            work.args,
-            work.kwargs,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            policy=policy,
-        )
-        for rank, policy in enumerate(policies)
-    ]
+def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | None) -> list[ProcessTemplate]:
+    size = len(policies)
+    nodes = ray_nodes() if is_on_ray() else None
+    # Without a word about nodes, they are filled one after the other.
+    count = 1 if nodes is None else len(nodes)
+    where = [rank * count // size if policy.node is None else policy.node for rank, policy in enumerate(policies)]
+    on_node = collections.Counter(where)
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK if nodes is None else nodes[where[0]].address}
+    if port is None:
+        port = _free_port() if nodes is None else free_port_on(where[0])
+    if nodes is None or len({node.address for node in nodes}) == 1:
+        common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    placed: collections.Counter[int] = collections.Counter()
+    templates = []
+    for rank, (policy, node) in enumerate(zip(policies, where, strict=True)):
+        cores = (os.cpu_count() or 1) if nodes is None else nodes[node].num_cpus
+        env = {
+            **common,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // on_node[node]))),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(placed[node]),
+            "LOCAL_WORLD_SIZE": str(on_node[node]),
+            "GROUP_RANK": str(node),
+        }
+        placed[node] += 1
+        here = Policy(policy.gpu_affinity, node)
+        templates.append(ProcessTemplate(work.target, work.args, work.kwargs, env=env, policy=here))
+    return templates
 
 
 def _free_port() -> int:

@@ -1,6 +1,7 @@
-"""Groups of processes on one machine.
+"""Groups of processes.
 
-Owns their start, the watch over them and their end. What happens inside of each is `native_member`'s.
+Owns their start, the watch over them and their end: child processes on one machine, or actors where the program has a
+Ray cluster (`native_ray`). What happens inside of each is `native_member`'s.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native_barrier import Barrier, barriers_in_pickles
 from ml_flashpoint.ddict.native_errors import ProcessFailedError
 from ml_flashpoint.ddict.native_member import run_member, this_process
+from ml_flashpoint.ddict.native_ray import RayProcess, Start, is_on_ray, start_on_ray
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +151,8 @@ class ProcessGroup:
         if not self._state.members:
             raise InvalidArgumentError("has no processes", argument="ProcessGroup", value=self)
         self._is_init = True
-        _fork_server()
+        if not is_on_ray():
+            _fork_server()
 
     def start(self) -> None:
         """Start all members. `init` is called if it was not.
@@ -161,12 +164,15 @@ class ProcessGroup:
             self.init()
         self._check_not_started()
         state = self._state
-        context = _fork_server()
         _running.add(state)
         try:
-            works = self._pickled_works()
-            for member in state.members:
-                _start_member(context, member, works[id(member.template)])
+            works = [(member, work) for work, members in self._pickled_works() for member in members]
+            if is_on_ray():
+                _start_on_ray(works)
+            else:
+                context = _fork_server()
+                for member, work in works:
+                    _start_member(context, member, work)
         except BaseException:
             self.close()
             raise
@@ -250,14 +256,16 @@ class ProcessGroup:
         if self._watch is not None or self._closed:
             raise DDictError("the group was started before, or closed")
 
-    def _pickled_works(self) -> dict[int, bytes]:
+    def _pickled_works(self) -> list[tuple[bytes, list[_Member]]]:
         import cloudpickle
 
-        works = {}
+        works = []
         with barriers_in_pickles() as barriers:
-            for template in {id(member.template): member.template for member in self._state.members}.values():
+            for _, same in itertools.groupby(self._state.members, key=lambda member: id(member.template)):
+                members = list(same)
+                template = members[0].template
                 work = (template.target, tuple(template.args), dict(template.kwargs or {}))
-                works[id(template)] = cloudpickle.dumps(work)
+                works.append((cloudpickle.dumps(work), members))
         self._state.barriers = barriers
         return works
 
@@ -292,6 +300,17 @@ def _start_member(context: Any, member: _Member, work: bytes) -> None:
         process = context.Process(target=run_member, args=args, name=f"puid-{member.puid}", daemon=False)
         process.start()
     member.process = process
+
+
+def _start_on_ray(works: Sequence[tuple[_Member, bytes]]) -> None:
+    ours = {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")}
+    starts = []
+    for member, work in works:
+        template, policy = member.template, member.template.policy or Policy()
+        env = {**ours, **(template.env or {})}
+        starts.append(Start(member.puid, env, template.cwd, policy.node, len(policy.gpu_affinity), work))
+    for (member, _), process in zip(works, start_on_ray(starts), strict=True):
+        member.process = process
 
 
 def _visible_devices(gpus: Sequence[int]) -> str:
@@ -346,12 +365,16 @@ def _dismiss(state: _State) -> None:
 
 def _send(member: _Member, signal_number: int) -> None:
     # The fork server reaps a member only when it has ended, and the sentinel then says so at once.
-    if not wait_for([member.process.sentinel], 0):
+    if isinstance(member.process, RayProcess):
+        member.process.kill()  # whatever the signal: an actor at work hears nothing else
+    elif not wait_for([member.process.sentinel], 0):
         with contextlib.suppress(ProcessLookupError):
             os.kill(member.process.pid, signal_number)
 
 
 def _report_of(member: _Member) -> str:
+    if isinstance(member.process, RayProcess):
+        return member.process.text
     assert member.report is not None
     try:
         return member.report.recv_bytes().decode() if member.report.poll(_REPORT_TIMEOUT_S) else ""

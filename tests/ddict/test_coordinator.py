@@ -1,0 +1,803 @@
+"""When checkpoints are committed and retire, and what handles are told. The managers are played by the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.ddict.coordinator import Coordinator, Rules, Write
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictError,
+    DDictManagerLostError,
+    DDictPersistError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
+
+DEADLINE_S = 20.0
+SHORT_S = 0.1
+
+
+class Managers:
+    """What the coordinator asks of managers, and what they answer."""
+
+    def __init__(self, count: int) -> None:
+        self.incarnations = [f"first-{manager}" for manager in range(count)]
+        self.asked: list[tuple[int, str, dict[str, Any]]] = []
+        self.refusals: dict[str, Callable[[int, dict[str, Any]], FlashpointError | None]] = {}
+        self.gates: dict[str, threading.Event] = {}
+        self.changed = threading.Condition()
+        self.persisted: list[int] = []
+        self.removed_above: list[int] = []
+
+    def call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        with self.changed:
+            self.asked.append((manager, operation, fields))
+            self.changed.notify_all()
+        gate = self.gates.get(operation)
+        if gate is not None and not gate.wait(min(timeout_s, DEADLINE_S)):
+            raise DDictTimeoutError("the test kept it waiting")
+        refuse = self.refusals.get(operation)
+        error = None if refuse is None else refuse(manager, fields)
+        if error is not None:
+            raise error
+        return {"incarnation": self.incarnations[manager], "receipt": f"receipt of {manager}"}
+
+    def persist(self, checkpoint_id: int, receipts: list[str]) -> None:
+        assert receipts == [f"receipt of {manager}" for manager in range(len(self.incarnations))]
+        self.persisted.append(checkpoint_id)
+
+    def await_asked(self, operation: str, count: int = 1) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.of(operation)) >= count, DEADLINE_S)
+
+    def of(self, operation: str) -> list[dict[str, Any]]:
+        return [fields for _, asked, fields in self.asked if asked == operation]
+
+    def committed(self) -> list[int]:
+        """Ids that snapshots were taken of, in order, each once for a try."""
+        return [fields["checkpoint_id"] for m, operation, fields in self.asked if (m, operation) == (0, "prepare")]
+
+    def close_gate(self, operation: str) -> threading.Event:
+        self.gates[operation] = threading.Event()
+        return self.gates[operation]
+
+
+class Play:
+    """A coordinator with managers, and handles that keep to the protocol."""
+
+    def __init__(self, coordinator: Coordinator, managers: Managers) -> None:
+        self.coordinator = coordinator
+        self.managers = managers
+
+    def join(self, handle: str, position: int = 0, *wrote: Write) -> dict[str, Any]:
+        return self.coordinator.join(handle, f"lease of {handle}", position, wrote)
+
+    def move(self, handle: str, position: int, *wrote: Write, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+        return self.coordinator.move(handle, f"lease of {handle}", position, wrote, timeout_s)
+
+    def rollback(self, handle: str, to: int, *wrote: Write, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+        return self.coordinator.rollback(handle, f"lease of {handle}", to, wrote, timeout_s)
+
+    def newest(self, timeout_s: float = DEADLINE_S) -> int:
+        return int(self.coordinator.newest(timeout_s)["committed"])
+
+    def write(self, manager: int, need: int, *, fresh: bool = True) -> Write:
+        return Write(manager, self.managers.incarnations[manager], need, fresh)
+
+
+Make = Callable[..., Play]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Play] = []
+
+    def make_one(managers: int = 2, *, committed: int = -1, sealed: tuple[int, ...] = (), **rules: Any) -> Play:
+        given = {
+            "working_set_size": 4,
+            "wait_for_keys": False,
+            "wait_for_writers": False,
+            "replicated": True,
+            "snapshots": True,
+            "persist_freq": 0,
+        }
+        played = Managers(managers)
+        coordinator = Coordinator(
+            Rules(managers=managers, **{**given, **rules}),
+            played.call,
+            played.persist,
+            unpersist=played.removed_above.append,
+            committed=committed,
+            sealed=sealed,
+        )
+        made.append(Play(coordinator, played))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        for gate in each.managers.gates.values():
+            gate.set()
+        each.coordinator.close()
+
+
+def within(seconds: float, call: Callable[[], object]) -> float:
+    """Time that a call took; fails if that is much more than it may."""
+    began = time.monotonic()
+    call()
+    took = time.monotonic() - began
+    assert took < seconds + 1.0
+    return took
+
+
+# ---- commits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_a_checkpoint_is_committed_when_every_writer_has_moved_past_it(make: Make, snapshots: bool) -> None:
+    play = make(snapshots=snapshots, replicated=snapshots)
+    play.join("a")
+    play.join("b")
+    play.move("a", 3)
+    assert play.newest() == -1
+
+    play.move("b", 2)
+
+    assert play.newest() == 1
+
+
+def test_managers_seal_what_they_prepared_and_then_settle(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.managers.await_asked("settle", 2)
+
+    order = [operation for manager, operation, _ in play.managers.asked if manager == 1]
+    assert order[:3] == ["prepare", "seal", "settle"]
+    assert play.managers.of("settle")[0]["keep"] == [0]
+
+
+def test_checkpoints_in_between_are_skipped(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 1)
+    play.managers.await_asked("seal", 2)
+    for position in range(2, 8):
+        play.move("a", position)
+    gate.set()
+
+    assert play.newest() == 6
+    assert play.managers.committed() == [0, 6]
+
+
+def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) -> None:
+    play = make(persist_freq=3)
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 1)
+    play.managers.await_asked("seal", 2)
+    play.move("a", 10)
+    gate.set()
+
+    assert play.newest() == 9
+    assert play.managers.committed() == [0, 2, 5, 8, 9]
+    assert play.coordinator.persist_newest(DEADLINE_S) == 9
+    assert play.managers.persisted == [2, 5, 8, 9]
+
+
+def test_a_commit_that_failed_is_tried_again(make: Make) -> None:
+    play = make()
+    failures = [DDictManagerLostError("away"), DDictManagerLostError("still away")]
+    play.managers.refusals["seal"] = lambda manager, fields: failures.pop() if manager == 1 and failures else None
+    play.join("a")
+    play.move("a", 1)
+
+    assert play.newest() == 0
+    assert play.managers.committed() == [0, 0, 0]
+
+
+def test_an_unexpected_error_does_not_end_commits(make: Make) -> None:
+    play = make()
+    failures: list[Any] = [ValueError("a bug")]
+
+    def refuse(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
+        if failures and manager == 1:
+            raise failures.pop()
+        return None
+
+    play.managers.refusals["prepare"] = refuse
+    play.join("a")
+    play.move("a", 1)
+
+    assert play.newest() == 0
+
+
+def test_the_newest_is_awaited_no_longer_than_the_time_given(make: Make) -> None:
+    play = make()
+    play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 1)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError) as raised:
+            play.newest(SHORT_S)
+        assert raised.value.checkpoint_id == 0
+
+    assert within(SHORT_S, wait) >= SHORT_S
+
+
+def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    play.move("a", 6)
+    play.move("b", 4)
+    assert play.newest() == 3
+    gate = play.managers.close_gate("prepare")
+    found: list[int] = []
+    play.move("b", 6)
+    play.managers.await_asked("prepare", 3)
+    waiting = threading.Thread(target=lambda: found.append(play.newest(DEADLINE_S)))
+    waiting.start()
+    going_back = threading.Thread(target=lambda: play.rollback("a", 4))
+    going_back.start()
+    gate.set()
+
+    waiting.join(DEADLINE_S / 2)
+    going_back.join(DEADLINE_S)
+
+    assert not waiting.is_alive()
+    assert found
+    assert play.newest() == 4
+
+
+def test_a_handle_that_left_holds_up_nothing_and_what_it_moved_past_is_committed(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    play.move("b", 5)
+    play.coordinator.leave("a")
+    assert play.newest() == 4
+    play.move("b", 7)
+    play.coordinator.leave("b")
+
+    assert play.newest() == 6
+    assert play.coordinator.state()["writers"] == 0
+
+
+def test_a_handle_outside_the_working_set_holds_up_nothing(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("slow")
+    play.join("fast")
+    play.move("fast", 10)
+
+    assert play.newest() == 8
+
+
+# ---- leases -----------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_lease_is_the_end_of_its_handles(make: Make) -> None:
+    play = make()
+    play.coordinator.lease_began("lease of a", "connection")
+    play.join("a")
+    play.join("b")
+    play.move("b", 2)
+    assert play.newest() == -1
+
+    play.coordinator.lease_ended("lease of a", "connection")
+
+    assert play.newest() == 1
+
+
+def test_the_end_of_an_earlier_connection_does_not_end_a_lease(make: Make) -> None:
+    play = make()
+    play.coordinator.lease_began("lease of a", "first")
+    play.join("a")
+    play.coordinator.lease_began("lease of a", "second")
+
+    play.coordinator.lease_ended("lease of a", "first")
+
+    assert play.coordinator.state()["writers"] == 1
+    play.coordinator.lease_ended("lease of a", "second")
+    assert play.coordinator.state()["writers"] == 0
+
+
+def test_a_handle_that_joins_again_does_not_go_back_to_where_it_was(make: Make) -> None:
+    # What its lease sends after the main manager's death can arrive after the move that follows it.
+    play = make()
+    play.join("a")
+    play.move("a", 3)
+    play.join("a", 0)
+
+    assert play.newest() == 2
+
+
+def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
+    managers = Managers(1)
+    rules = Rules(1, 4, False, False, True, True, 0)
+    coordinator = Coordinator(rules, managers.call, committed=4, sealed=(3, 4), settle_s=0.5)
+    try:
+        began = time.monotonic()
+        coordinator.join("fast", "x", 9, ())
+        coordinator.join("slow", "y", 6, ())
+        assert coordinator.newest(DEADLINE_S)["committed"] == 5
+        assert time.monotonic() - began >= 0.4
+        assert managers.committed() == [5]
+    finally:
+        coordinator.close()
+
+
+# ---- retirement -------------------------------------------------------------------------------------------
+
+
+def test_the_working_set_follows_the_newest_handle_but_keeps_what_is_committed(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("a")
+    play.join("b")
+    play.move("a", 1)
+    play.move("b", 1)
+    assert play.newest() == 0
+    gate = play.managers.close_gate("seal")
+    play.move("a", 7)
+    play.move("b", 7)
+
+    assert play.coordinator.state()["oldest"] == 0
+    gate.set()
+    assert play.newest() == 6
+    assert play.coordinator.state()["oldest"] == 6
+
+
+def test_with_wait_for_writers_a_checkpoint_retires_when_the_last_has_moved_past_it(make: Make) -> None:
+    play = make(working_set_size=2, wait_for_writers=True, snapshots=False, replicated=False)
+    play.join("a")
+    play.join("b")
+    play.move("a", 1)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError, match="1 other handle"):
+            play.move("a", 2, timeout_s=SHORT_S)
+
+    within(SHORT_S, wait)
+    moved = threading.Thread(target=lambda: play.move("a", 2))
+    moved.start()
+    play.move("b", 1)
+    moved.join(DEADLINE_S)
+
+    assert not moved.is_alive()
+    assert play.coordinator.state()["newest"] == 2
+
+
+def test_with_wait_for_writers_one_that_leaves_is_not_waited_for(make: Make) -> None:
+    play = make(working_set_size=1, wait_for_writers=True)
+    play.join("a")
+    play.join("b")
+    moved = threading.Thread(target=lambda: play.move("a", 1))
+    moved.start()
+    play.coordinator.leave("b")
+    moved.join(DEADLINE_S)
+
+    assert not moved.is_alive()
+
+
+def test_with_wait_for_keys_managers_are_asked_before_a_checkpoint_retires(make: Make) -> None:
+    play = make(working_set_size=2, wait_for_keys=True)
+    play.join("a")
+    play.move("a", 1)
+    assert not play.managers.of("complete")
+    play.managers.refusals["complete"] = lambda manager, fields: DDictTimeoutError("not all keys", manager=manager)
+
+    with pytest.raises(DDictTimeoutError, match="not all keys"):
+        play.move("a", 2, timeout_s=SHORT_S)
+
+    assert play.managers.of("complete")[0] == {"checkpoint_id": 0}
+    assert play.coordinator.state()["newest"] == 1
+
+
+# ---- rollback ---------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_takes_back_what_was_committed_above(make: Make) -> None:
+    play = make(managers=1)
+    play.join("a")
+    for position in (1, 2, 3):
+        play.move("a", position)
+        play.newest()
+    assert play.newest() == 2
+
+    state = play.rollback("a", 1)
+
+    assert state["committed"] == 1
+    assert play.managers.of("forget") == [{"above": 1}]
+    assert play.managers.removed_above == [1]
+    play.move("a", 3)
+    assert play.newest() == 2
+
+
+def test_what_all_had_moved_past_is_committed_after_a_rollback_to_it_even_if_it_was_skipped(make: Make) -> None:
+    play = make(managers=1)
+    play.join("a")
+    play.move("a", 9)
+    assert play.newest() == 8
+
+    play.rollback("a", 6)
+
+    assert play.newest() == 6
+    assert play.managers.committed() == [8, 6]
+
+
+def test_a_rollback_to_what_has_retired_is_refused_and_changes_nothing(make: Make) -> None:
+    play = make(managers=1, working_set_size=2)
+    play.join("a")
+    play.move("a", 9)
+    assert play.newest() == 8
+    gate = play.managers.close_gate("settle")
+
+    with pytest.raises(DDictCheckpointRetiredError) as raised:
+        play.rollback("a", 3)
+
+    assert raised.value.checkpoint_id == 8
+    gate.set()
+    assert play.newest() == 8
+
+
+def test_a_rollback_waits_for_a_commit_that_is_under_way_and_no_longer_than_its_time(make: Make) -> None:
+    play = make()
+    play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 3)
+    play.managers.await_asked("seal")
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError):
+            play.rollback("a", 1, timeout_s=SHORT_S)
+
+    within(SHORT_S, wait)
+
+
+def test_managers_that_could_not_forget_are_asked_again_before_the_next_commit(make: Make) -> None:
+    play = make(managers=1)
+    play.join("a")
+    play.move("a", 4)
+    assert play.newest() == 3
+    failures = [DDictManagerLostError("away")]
+    play.managers.refusals["forget"] = lambda manager, fields: failures.pop() if failures else None
+    with pytest.raises(DDictManagerLostError):
+        play.rollback("a", 2)
+
+    assert play.newest() == 2
+    operations = [operation for _, operation, _ in play.managers.asked]
+    assert operations.count("forget") == 2
+    assert operations.index("forget") < len(operations) - 1 - operations[::-1].index("prepare")
+
+
+def test_a_checkpoint_below_one_that_was_tried_in_vain_is_sealed_only_after_that_is_forgotten(make: Make) -> None:
+    # Managers that have sealed the higher one refuse the lower.
+    play = make(managers=1)
+    refused = threading.Event()
+
+    def refuse(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
+        if fields["checkpoint_id"] == 5:
+            refused.set()
+            return DDictManagerLostError("a holder is away")
+        return None
+
+    play.managers.refusals["seal"] = refuse
+    play.join("a")
+    play.move("a", 6)
+    assert refused.wait(DEADLINE_S)
+    play.join("b", 0)
+    play.move("b", 3)
+
+    assert play.newest() == 2
+    assert play.managers.of("forget") == [{"above": -1}]
+
+
+def test_while_managers_are_asked_to_forget_the_coordinator_answers(make: Make) -> None:
+    # A manager that recovers asks where the dictionary is, and forgets only then.
+    play = make(managers=1)
+    play.join("a")
+    play.move("a", 4)
+    assert play.newest() == 3
+    gate = play.managers.close_gate("forget")
+    going_back = threading.Thread(target=lambda: play.rollback("a", 1))
+    going_back.start()
+    play.managers.await_asked("forget")
+
+    within(0, lambda: play.coordinator.state())
+
+    gate.set()
+    going_back.join(DEADLINE_S)
+    assert not going_back.is_alive()
+
+
+# ---- losses -----------------------------------------------------------------------------------------------
+
+
+def test_a_handle_is_told_when_a_manager_comes_back_without_its_writes(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    lost = play.write(1, 1)
+    play.managers.incarnations[1] = "second"
+    play.move("a", 2, lost)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        _move_until_told(play, "a", 3, lost)
+
+    assert (raised.value.manager, raised.value.checkpoint_id) == (1, 0)
+    assert play.newest() == 0
+    play.rollback("a", 0)
+    play.move("a", 2)
+    assert play.newest() == 1
+
+
+def test_a_handle_is_told_until_it_has_gone_back_far_enough(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    lost = Write(1, "an incarnation that is gone", 1, True)
+    play.move("a", 3, lost)
+    for _ in range(2):
+        with pytest.raises(DDictWritesLostError):
+            _move_until_told(play, "a", 4, lost)
+
+    play.rollback("a", 1, lost)
+
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 4, lost)
+
+
+def test_a_handle_is_not_told_of_the_death_of_a_manager_that_lost_nothing_of_it(make: Make) -> None:
+    play = make()
+    play.join("a")
+    wrote = play.write(1, 0)
+    play.move("a", 1, wrote)
+    assert play.newest() == 0
+    play.managers.incarnations[1] = "second"
+
+    # It still names the writes, since it has not heard of the commit.
+    play.move("a", 2, wrote._replace(fresh=False))
+
+    assert play.newest() == 1
+
+
+def test_a_late_write_is_covered_by_the_next_commit_only(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 1)
+    play.managers.await_asked("seal", 2)
+    state = play.rollback("a", 0)
+    assert state["fixed"] == 0
+    late = play.write(1, 0)
+    play.move("a", 1, late)
+    gate.set()
+    assert play.newest() == 0
+    play.managers.incarnations[1] = "second"
+    play.move("a", 2, late._replace(need=1, fresh=False))
+
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 3, late)
+
+
+def test_what_another_handles_rollback_made_uncommitted_is_told_too_when_it_is_lost(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    for handle in "ab":
+        play.move(handle, 5, play.write(1, 3))
+    assert play.newest() == 4
+    play.rollback("a", 2)
+    assert play.newest() == 2
+    play.managers.incarnations[1] = "second"
+    play.move("a", 5)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        _move_until_told(play, "b", 6)
+
+    assert raised.value.checkpoint_id == 2
+    play.rollback("b", 2)
+    play.move("b", 6)
+    assert play.newest() == 4
+
+
+def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    gate = play.managers.close_gate("prepare")
+    play.move("a", 2, play.write(0, 1))
+    play.coordinator.leave("a")
+    play.managers.incarnations[0] = "second"
+    gate.set()
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+
+    assert play.newest() == 1
+
+
+def test_lost_writes_of_handles_that_are_gone_do_not_keep_the_coordinator_busy(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    play.coordinator.note([Write(0, "an incarnation that is gone", 0)])
+    play.move("a", 1)
+    play.move("b", 1)
+    play.managers.await_asked("abort", 2)
+    before = len(play.managers.asked)
+    time.sleep(0.5)  # nothing happens: there is no event to wait for
+    assert len(play.managers.asked) - before < 20
+
+    with pytest.raises(DDictWritesLostError):
+        play.move("b", 2)
+
+    play.move("b", 2)
+    assert play.newest() == 0
+
+
+def test_of_two_handles_that_are_gone_each_ones_losses_count(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    gate = play.managers.close_gate("prepare")
+    play.move("a", 1, Write(0, "an incarnation that is gone", 0))
+    play.move("b", 1, play.write(0, 0))
+    play.coordinator.leave("a")
+    play.coordinator.leave("b")
+    gate.set()
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+
+
+def test_a_loss_before_anything_was_committed_names_a_checkpoint_to_go_back_to(make: Make) -> None:
+    play = make()
+    play.join("a")
+    lost = Write(0, "an incarnation that is gone", 0, True)
+    play.move("a", 1, lost)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        _move_until_told(play, "a", 2, lost)
+
+    assert raised.value.checkpoint_id == 0
+
+
+def test_a_manager_that_dies_between_prepare_and_seal_is_noticed(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    wrote = play.write(1, 0)
+    play.move("a", 1, wrote)
+    play.managers.await_asked("seal", 2)
+    play.managers.incarnations[1] = "second"
+    gate.set()
+
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 2, wrote)
+    assert play.coordinator.state()["committed"] == -1
+
+
+def _move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:
+    """The loss is noticed by the next commit, which is on its way."""
+    give_up = time.monotonic() + DEADLINE_S
+    while time.monotonic() < give_up:
+        play.move(handle, position, *wrote)
+        play.newest()
+        position += 1
+
+
+# ---- persistence ------------------------------------------------------------------------------------------
+
+
+def test_persisting_without_anything_committed_says_so(make: Make) -> None:
+    assert make().coordinator.persist_newest(DEADLINE_S) == -1
+
+
+def test_a_checkpoint_is_persisted_once(make: Make) -> None:
+    play = make(replicated=False)
+    play.join("a")
+    play.move("a", 1)
+
+    assert [play.coordinator.persist_newest(DEADLINE_S) for _ in range(2)] == [0, 0]
+    assert play.managers.persisted == [0]
+
+
+def test_what_prevents_persisting_is_raised_and_it_can_be_tried_again(make: Make) -> None:
+    play = make(replicated=False)
+    failures = [DDictPersistError("the disk is full")]
+    play.managers.refusals["persist"] = lambda manager, fields: failures.pop() if failures else None
+    play.join("a")
+    play.move("a", 1)
+
+    with pytest.raises(DDictPersistError, match="the disk is full"):
+        play.coordinator.persist_newest(DEADLINE_S)
+
+    assert play.coordinator.persist_newest(DEADLINE_S) == 0
+
+
+def test_persisting_takes_no_longer_than_the_time_given(make: Make) -> None:
+    play = make(replicated=False)
+    play.managers.close_gate("persist")
+    play.join("a")
+    play.move("a", 1)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError):
+            play.coordinator.persist_newest(SHORT_S)
+
+    within(SHORT_S, wait)
+
+
+def test_what_was_rolled_back_is_persisted_anew(make: Make) -> None:
+    play = make(managers=1, replicated=False)
+    play.join("a")
+    for position in (1, 2):
+        play.move("a", position)
+        play.coordinator.persist_newest(DEADLINE_S)
+    play.rollback("a", 0)
+    play.move("a", 2)
+
+    assert play.coordinator.persist_newest(DEADLINE_S) == 1
+    assert play.managers.persisted == [0, 1, 1]
+    assert play.managers.removed_above == [0]
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_a_restored_checkpoint_is_the_newest_committed_one(make: Make, snapshots: bool) -> None:
+    play = make(snapshots=snapshots, replicated=snapshots)
+    play.join("a")
+    play.move("a", 9)
+    play.newest()
+
+    play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+
+    assert play.coordinator.state()["committed"] == 5
+    assert play.newest() == 5
+    play.move("a", 7)
+    assert play.newest() == 6
+
+
+def test_a_manager_that_cannot_read_what_is_to_be_restored_leaves_all_as_it_was(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 9)
+    assert play.newest() == 8
+    play.managers.refusals["restore_prepare"] = lambda manager, fields: (
+        DDictPersistError("damaged") if manager == 1 else None
+    )
+
+    with pytest.raises(DDictPersistError, match="damaged"):
+        play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+
+    assert not play.managers.of("restore_commit")
+    assert len(play.managers.of("restore_abort")) == 2
+    assert play.newest() == 8
+    play.move("a", 10)
+    assert play.newest() == 9
+
+
+def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) -> None:
+    play = make()
+    play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 3)
+    play.managers.await_asked("seal")
+
+    def wait() -> None:
+        with pytest.raises(DDictError):
+            play.coordinator.restore(1, {"checkpoint_id": 1}, SHORT_S)
+
+    within(SHORT_S, wait)

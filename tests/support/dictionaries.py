@@ -1,0 +1,87 @@
+"""Dictionaries of this machine for tests, and what becomes of their processes and files.
+
+Owns looking at them from outside, and waiting with a deadline. What a child process does with one is
+`tests.workers.ddict_handles`'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+
+DEADLINE_S = 30.0
+
+
+@contextlib.contextmanager
+def one_nursery() -> Iterator[None]:
+    """One process that all managers are forked from meanwhile: its start is the slow part of theirs."""
+    kept = acquire_nursery()
+    try:
+        yield
+    finally:
+        release_nursery(kept)
+
+
+def runtime_of(dictionary: DDict) -> EmbeddedRuntime:
+    """What runs the managers of a dictionary that this process made."""
+    runtime = dictionary._runtime
+    assert isinstance(runtime, EmbeddedRuntime)
+    return runtime
+
+
+def pid_of(dictionary: DDict, manager: int) -> int:
+    """The process of a manager at the moment, once it is there."""
+    runtime = runtime_of(dictionary)
+    await_that(lambda: manager in runtime.pids())
+    return runtime.pids()[manager]
+
+
+def kill_manager(dictionary: DDict, manager: int) -> int:
+    """SIGKILL a manager; returns the process id that it had."""
+    pid = pid_of(dictionary, manager)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def await_that(holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Wait for what has no event; fails if it does not come about in time."""
+    give_up = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def files_in(base: str | Path) -> list[Path]:
+    """Everything in a folder, and the folder, if it is there."""
+    base = Path(base)
+    return [base, *base.rglob("*")] if base.exists() else []

@@ -1,0 +1,76 @@
+"""What child processes do with the handle of a dictionary that they are given. Spawned: so it must be importable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from ml_flashpoint.ddict import DDict
+
+
+def answer(dictionary: DDict, pipe: Connection) -> None:
+    """Writes a key, and says what it reads, where it is, and whether its handle is another."""
+    dictionary["child"] = os.getpid()
+    pipe.send(
+        {
+            "pid": os.getpid(),
+            "from the parent": dictionary["parent"],
+            "tensor": dictionary["tensor"].sum().item(),
+            "checkpoint_id": dictionary.checkpoint_id,
+            "managers": dictionary.local_managers,
+        }
+    )
+    dictionary.checkpoint()
+    pipe.send(dictionary.checkpoint_id)
+
+
+def add(dictionary: DDict, key: str, times: int) -> None:
+    """Adds one to a number, many times."""
+    for _ in range(times):
+        dictionary.fetch_add(key)
+
+
+def write_and_wait(dictionary: DDict, key: Any, value: Any, pipe: Connection) -> None:
+    """Writes once, moves on to the next checkpoint, and stays."""
+    dictionary[key] = value
+    dictionary.checkpoint()
+    pipe.send(dictionary.checkpoint_id)
+    signal.pause()
+
+
+def try_to_destroy(dictionary: DDict, pipe: Connection) -> None:
+    """What a child may not do."""
+    try:
+        dictionary.destroy()
+    except Exception as error:
+        pipe.send(type(error).__name__)
+    else:
+        pipe.send("destroyed")
+
+
+def write_for_ever(dictionary: DDict, name: str, pipe: Connection) -> None:
+    """Writes its keys at each checkpoint, one after the other, and reports each that it has moved past."""
+    big = torch.arange(100_000, dtype=torch.float32)
+    while True:
+        checkpoint_id = dictionary.checkpoint_id
+        for number in range(4):
+            dictionary[name, number] = checkpoint_id
+        dictionary[name, "big"] = big + checkpoint_id
+        pipe.send(checkpoint_id)
+        dictionary.checkpoint()
+
+
+def create_and_wait(pipe: Connection) -> None:
+    """Makes a dictionary, says where it is, and stays until it is killed."""
+    with DDict(1, 2, 64 << 20, replication="ring", timeout=20) as dictionary:
+        dictionary["a"] = torch.ones(200_000)
+        dictionary.checkpoint()
+        assert dictionary.sync_to_newest_checkpoint() == 0
+        runtime: Any = dictionary._runtime
+        pipe.send((str(runtime.base), [*runtime.pids().values(), runtime.nursery_pid]))
+        time.sleep(600)

@@ -6,9 +6,10 @@ matter; how it is reached, the caller's.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
 sealed it with verified copies. A handle whose process has died still counts, until the others have left its checkpoint
-behind in the working set, or until nobody writes and `sync_to_newest_checkpoint` begins anew from what is committed. One is committed at a time, always the newest that can be, except that those due to be
-persisted are not skipped. It lasts: what a handle writes at or below a committed id later is covered by the next
-commit, not by that one.
+behind in the working set, or until nobody writes and `sync_to_newest_checkpoint` begins anew from what is committed.
+
+One is committed at a time, always the newest that can be, except that those due to be persisted are not skipped. It
+lasts: what a handle writes at or below a committed id later is covered by the next commit, not by that one.
 """
 
 from __future__ import annotations
@@ -97,13 +98,17 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
+        moving_to: where it will be as soon as it may; it writes nothing more where it is.
+        redoing: it went back from here on purpose, and until it is here again it is not one that has fallen behind.
     """
 
     position: int
     lease: str
+    moving_to: int = -1
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
+    redoing: int = 0
 
 
 class Coordinator:
@@ -181,7 +186,7 @@ class Coordinator:
             self._died.pop(handle, None)
             writer = self._writers.get(handle)
             if writer is None:
-                self._writers[handle] = _Writer(position, lease, self._needs(wrote))
+                self._writers[handle] = _Writer(position, lease, wrote=self._needs(wrote))
                 self._newest = max(self._newest, position)
                 self._changed.notify_all()
             else:
@@ -222,14 +227,21 @@ class Coordinator:
             if writer.lost is not None:
                 raise writer.lost
             self._raise_orphaned()
+            writer.moving_to = position
+            self._changed.notify_all()
         retires = position - self._rules.working_set_size
         if position > self._newest and retires >= 0:
-            self._wait_to_retire(handle, position, retires, until)
+            try:
+                self._wait_to_retire(handle, position, retires, until)
+            except BaseException:
+                with self._changed:
+                    writer.moving_to = -1
+                raise
         with self._changed:
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
             self._died.pop(handle, None)
-            writer.position = position
+            writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
             self._newest = max(self._newest, position)
@@ -262,6 +274,7 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
+                writer.redoing = max(writer.redoing, writer.position)
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
@@ -352,9 +365,8 @@ class Coordinator:
             return
         if handle not in self._died:
             self._departed = max(self._departed, writer.position)
-        if writer.lost is None:  # else it is said by that
-            _merge(self._departed_wrote, writer.wrote)
-            _merge(self._departed_wrote, writer.assumed)
+        _merge(self._departed_wrote, writer.wrote)
+        _merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())
@@ -410,9 +422,11 @@ class Coordinator:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
-                while (left := min(until, self._not_before) - time.monotonic()) > 0:
-                    self._changed.wait(left)  # those behind may not be back yet
-                while behind := [h for h, w in self._writers.items() if h != handle and w.position <= retires]:
+                while behind := [
+                    name
+                    for name, writer in self._writers.items()
+                    if name != handle and max(writer.position, writer.moving_to) <= retires
+                ]:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError(
@@ -441,7 +455,10 @@ class Coordinator:
         window = self._window()
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
         positions = [position for position in self._died.values() if position >= window]
-        positions += [max(writer.position, window) for writer in self._writers.values()]
+        positions += [
+            writer.position if writer.position < writer.redoing else max(writer.position, window)
+            for writer in self._writers.values()
+        ]
         return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
 
     def _next(self) -> int | None:

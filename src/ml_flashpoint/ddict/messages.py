@@ -155,7 +155,7 @@ _TRAVELLING: Final[dict[str, type[FlashpointError]]] = {
 _MAX_TEXT: Final = 64 << 10
 _ATTRIBUTES: Final = (
     "step", "rank", "node", "path", "hint", "manager", "checkpoint_id", "needed_bytes", "available_bytes", "argument",
-    "value",
+    "value", "retryable",
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from tests.support.dictionaries import (
     await_that,
     files_in,
     is_running,
+    kill_manager,
     one_nursery,
     pid_of,
     runtime_of,
@@ -436,7 +437,7 @@ def test_a_child_cannot_destroy_the_dictionary(shared: DDict, d: DDict) -> None:
 
 
 def test_a_killed_process_holds_up_no_commits(make: Make) -> None:
-    dictionary = make(replication=None, timeout=10)
+    dictionary = make(working_set_size=8, timeout=10)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=ddict_handles.write_and_wait, args=(dictionary, "theirs", 1, theirs))
@@ -767,13 +768,12 @@ def test_a_read_only_dictionary_replays_what_was_persisted(make: Make, tmp_path:
 
 def test_a_full_dictionary_refuses_and_has_room_again(make: Make) -> None:
     dictionary = make(1, 1, 4 << 20, working_set_size=1)
+    big, small = torch.ones(BIG), bytes(100_000)
     with pytest.raises(DDictFullError) as raised:
-        for number in range(100):
-            dictionary[number] = torch.ones(BIG)
+        any(dictionary.put(number, big) for number in range(100))
     assert raised.value.manager == 0
     with pytest.raises(DDictFullError):
-        for number in range(1000, 1100):
-            dictionary[number] = bytes(100_000)
+        any(dictionary.put(number, small) for number in range(1000, 1100))
     kept = [key for key in dictionary if key < 1000]
     assert len(kept) >= 2
     assert all(dictionary[key].sum() == BIG for key in kept)
@@ -886,6 +886,7 @@ def test_restoring_what_is_not_there_leaves_all_as_it_was(make: Make, tmp_path: 
         dictionary.restore(3)
 
     assert dictionary["key"] == 1
+    dictionary.destroy()
     with pytest.raises(DDictPersistError):
         DDict(persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), restore_from=3)
 
@@ -935,13 +936,12 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
         "setdefault": lambda handle: handle.setdefault(key, 1),
         "fetch_add": lambda handle: handle.fetch_add(key),
         "wait_for": lambda handle: handle.wait_for(key, 5),
-        "update": lambda handle: handle.update({number: 1 for number in range(50)}),
+        "update": lambda handle: handle.update(dict.fromkeys(range(50), 1)),
         "len": len,
         "keys": lambda handle: handle.keys(),
         "items": lambda handle: handle.items(),
         "clear": lambda handle: handle.clear(),
         "stats": lambda handle: handle.stats(),
-        "freeze": lambda handle: handle.freeze(),
     }
     if manager == 0:
         calls |= {
@@ -968,8 +968,7 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
             calls[name](handles.get(name, dictionary))
             ended = "no error"
         except (DDictTimeoutError, DDictManagerLostError) as error:
-            assert error.retryable
-            ended = "the right error"
+            ended = "the right error" if error.retryable else "an error that says not to try again"
         return name, ended, time.monotonic() - began
 
     with stopped(pid_of(dictionary, manager)), ThreadPoolExecutor(len(calls)) as pool:
@@ -977,7 +976,6 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
 
     assert [name for name, ended, _ in found if ended != "the right error"] == []
     assert [(name, took) for name, _, took in found if took > timeout_s + 1.0] == []
-    await_that(lambda: not dictionary.is_frozen or dictionary.unfreeze() is None)
     handles["put"][key] = 7
     assert dictionary[key] == 7, "the dictionary goes on, and so does the handle"
 
@@ -994,14 +992,8 @@ def test_without_replication_a_lost_manager_is_lost(make: Make) -> None:
     dictionary = make(2, timeout=5)
     keys = {dictionary.which_manager(key): key for key in range(50)}
     dictionary.update(dict.fromkeys(keys.values(), 1))
-    runtime = runtime_of(dictionary)
-    before = pid_of(dictionary, 1)
-    runtime_pid = runtime.pids()[1]
-    import os
-    import signal
-
-    os.kill(runtime_pid, signal.SIGKILL)
-    runtime.wait_until_ready(1, other_than=before, timeout_s=DEADLINE_S)
+    before = kill_manager(dictionary, 1)
+    runtime_of(dictionary).wait_until_ready(1, other_than=before, timeout_s=DEADLINE_S)
 
     with pytest.raises(DDictManagerLostError) as raised:
         dictionary[keys[1]]

@@ -275,6 +275,8 @@ class Lease:
                     thread.start()
         if not self._attached.wait(max(0.0, until - time.monotonic())):
             raise DDictManagerLostError("the main manager is not there", manager=0)
+        if self._closed.is_set():
+            raise DDictDestroyedError("the dictionary was destroyed")
         self._links.call(0, "join", join(), until=until)
 
     def remove(self, handle: str) -> None:
@@ -309,10 +311,11 @@ class Lease:
                     while not self._closed.is_set():
                         Exchange(link.connection, time.monotonic() + 2 * _WATCH_S).request("watch", {"s": _WATCH_S})
                 finally:
-                    self._attached.clear()
+                    if not self._closed.is_set():
+                        self._attached.clear()
                     link.connection.close()
             except DDictDestroyedError:
-                return
+                self.close()
             except FlashpointError:
                 self._closed.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -320,6 +323,7 @@ class Lease:
     def close(self) -> None:
         """Detach all. Does not wait."""
         self._closed.set()
+        self._attached.set()  # for those who wait for what will not come
         self._gone.put(None)
 
 

@@ -99,10 +99,12 @@ class _Writer:
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
         redoing: it went back from here on purpose, and until it is here again it is not one that has fallen behind.
+        moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
 
     position: int
     lease: str
+    moving_to: int = -1
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
@@ -184,7 +186,7 @@ class Coordinator:
             self._died.pop(handle, None)
             writer = self._writers.get(handle)
             if writer is None:
-                self._writers[handle] = _Writer(position, lease, self._needs(wrote))
+                self._writers[handle] = _Writer(position, lease, wrote=self._needs(wrote))
                 self._newest = max(self._newest, position)
                 self._changed.notify_all()
             else:
@@ -225,14 +227,21 @@ class Coordinator:
             if writer.lost is not None:
                 raise writer.lost
             self._raise_orphaned()
+            writer.moving_to = position
+            self._changed.notify_all()
         retires = position - self._rules.working_set_size
         if position > self._newest and retires >= 0:
-            self._wait_to_retire(handle, position, retires, until)
+            try:
+                self._wait_to_retire(handle, position, retires, until)
+            except BaseException:
+                with self._changed:
+                    writer.moving_to = -1
+                raise
         with self._changed:
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
             self._died.pop(handle, None)
-            writer.position = position
+            writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
             self._newest = max(self._newest, position)
@@ -413,7 +422,11 @@ class Coordinator:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
-                while behind := [h for h, w in self._writers.items() if h != handle and w.position <= retires]:
+                while behind := [
+                    name
+                    for name, writer in self._writers.items()
+                    if name != handle and max(writer.position, writer.moving_to) <= retires
+                ]:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError(
@@ -438,12 +451,13 @@ class Coordinator:
         """The newest checkpoint that every handle has moved past."""
         if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
             return self._committed
-        # A handle that has fallen out of the working set can write nothing below it any more.
-        window = self._window()
+        # A handle that has fallen out of the working set can write nothing below it any more. One that went back to
+        # where it can still write has not fallen behind: committed without it, that would retire under it.
+        window, oldest = self._window(), self._oldest()
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
         positions = [position for position in self._died.values() if position >= window]
         positions += [
-            writer.position if writer.position < writer.redoing else max(writer.position, window)
+            writer.position if oldest <= writer.position < writer.redoing else max(writer.position, window)
             for writer in self._writers.values()
         ]
         return max(self._committed, self._floor, min(positions, default=self._departed) - 1)

@@ -376,14 +376,8 @@ class Manager:
         return self._inline_bytes + self.arenas.used_bytes
 
     def put(self, entry: Entry) -> Entry:
-        """Add an entry; under the lock.
-
-        Raises:
-            DDictFullError: no room.
-        """
+        """Add an entry for which there is room; under the lock."""
         value = entry.value
-        if isinstance(value, InlineValue):
-            self.make_room(value.nbytes + _ENTRY_BYTES)
         added = self.shard.put(entry)
         if isinstance(value, InlineValue):
             self._inline_bytes += value.nbytes + _ENTRY_BYTES
@@ -393,17 +387,18 @@ class Manager:
             self.changed.notify_all()
         return added
 
-    def make_room(self, nbytes: int) -> None:
-        """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock.
+    def make_room(self, nbytes: int, until: float) -> None:
+        """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
+        of meanwhile: look at the shard after this, not before.
 
         Raises:
             DDictFullError: there still is none.
         """
         limit = self.configuration.limit_bytes
+        nbytes += _ENTRY_BYTES
         if self.used_bytes + nbytes <= limit:
             return
-        until = time.monotonic() + _ROOM_S
-        self.wait_for(lambda: self.used_bytes + nbytes <= limit, until)
+        self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(until, time.monotonic() + _ROOM_S))
         if self.used_bytes + nbytes > limit:
             raise DDictFullError(
                 f"manager {self.number} has {limit} bytes for values, of which {self.used_bytes} are in use",

@@ -19,6 +19,7 @@ from ml_flashpoint.ddict.coordinator import Write
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import (
     DDictError,
+    DDictFullError,
     DDictKeyError,
     DDictPersistError,
     DDictReadOnlyError,
@@ -44,6 +45,7 @@ PERSISTENT, BROADCAST = 1, 2
 """Flags of a put, field ``f``."""
 _LONGEST_S = 1e6
 _LOOK_S = 0.25
+_NUMBER_BYTES = 100
 _LENGTH = struct.Struct(">I")
 
 
@@ -61,7 +63,8 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
     With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
     """
-    manager.wait_until_ready(_until(fields))
+    until = _until(fields)
+    manager.wait_until_ready(until)
     key, flags = _key(blobs), _integer(fields, "f") if "f" in fields else 0
     value_id = fields.get("v")
     if value_id is not None:
@@ -84,6 +87,8 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     )
     with manager.changed:
         try:
+            if isinstance(value, InlineValue):
+                manager.make_room(value.nbytes, until)
             _check_writable(manager)
             if not _is_as_expected(manager, key, fields):
                 _release(manager, value)
@@ -98,10 +103,12 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 @_operation
 def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Add ``amount`` to a number, which is ``default`` where there is none."""
-    manager.wait_until_ready(_until(fields))
+    until = _until(fields)
+    manager.wait_until_ready(until)
     key, checkpoint_id = _key(blobs), _integer(fields, "c")
     amount, before = _number(fields, "amount"), _number(fields, "default")
     with manager.changed:
+        manager.make_room(_NUMBER_BYTES, until)
         _check_writable(manager)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
@@ -134,12 +141,13 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @_operation
 def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Room for a value of ``n`` bytes, for the client to fill."""
-    manager.wait_until_ready(_until(fields))
+    until = _until(fields)
+    manager.wait_until_ready(until)
     size = _integer(fields, "n")
     with manager.changed:
         _check_writable(manager)
         manager.shard.check_readable(_integer(fields, "c"))
-        manager.make_room(size)
+        manager.make_room(size, until)
         room = manager.arenas.allocate(size)
     session.allocated.add(room.value_id)
     return {"v": room.value_id, "path": room.path, "size": room.size}, ()
@@ -240,6 +248,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
     """Several operations on data, ``[[operation, fields, number of blobs], ...]``, each with its own outcome."""
     until = _until(fields)
     outcomes: list[list[Any]] = []
+    is_full = False
     answers: list[Buffer] = []
     at = 0
     for each in _list(fields, "ops"):
@@ -248,12 +257,13 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
         operation, own, count = each
         if not isinstance(own, dict) or type(count) is not int or not 0 <= count <= len(blobs) - at:
             raise ProtocolError("not the fields of an operation")
-        own["t"] = max(0.0, until - time.monotonic())
+        own["t"] = 0.0 if is_full else max(0.0, until - time.monotonic())
         try:
             found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
             outcomes.append([None, found, len(data)])
             answers.extend(data)
         except FlashpointError as error:
+            is_full = is_full or isinstance(error, DDictFullError)  # all the others need not wait for room
             outcomes.append([describe_error(error), {}, 0])
         at += count
     return {"outcomes": outcomes}, answers

@@ -440,9 +440,13 @@ class Coordinator:
     # ---- what may be committed ----------------------------------------------------------------------------
 
     def _oldest(self) -> int:
-        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to."""
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to, and
+        so does what a handle is going back to, while a commit that is under way ends."""
         oldest = max(0, self._newest - self._rules.working_set_size + 1)
-        return max(self._oldest_told, min(oldest, max(self._committed, 0)) if self._rules.snapshots else oldest)
+        if self._rules.snapshots:
+            redone = [writer.position for writer in self._writers.values() if writer.position < writer.redoing]
+            oldest = min(oldest, max(self._committed, 0), *redone)
+        return max(self._oldest_told, oldest)
 
     def _window(self) -> int:
         return self._newest - self._rules.working_set_size + 1

@@ -883,7 +883,7 @@ def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Mak
     play = make(working_set_size=2)
     play.managers.refusals["seal"] = lambda manager, fields: DDictManagerLostError("away", manager=manager)
     play.join("a")
-    for position in range(1, 6):
+    for position in range(1, 4):
         play.move("a", position, play.write(1, position - 1))
     play.managers.incarnations[1] = "second-1"
     play.rollback("a", 0)
@@ -894,3 +894,27 @@ def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Mak
     play.move("a", 2, play.write(1, 1))
     assert play.newest() == 1
     assert play.coordinator.state()["oldest"] <= 1
+
+
+def test_what_a_handle_goes_back_to_stays_while_a_commit_ends(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("a")
+    for position in (1, 2, 3):
+        play.move("a", position, play.write(1, position - 1))
+        assert play.newest() == position - 1
+    gate = play.managers.close_gate("seal")
+    sealed = len(play.managers.of("seal"))
+    play.move("a", 4, play.write(1, 3))
+    play.managers.await_asked("seal", sealed + 2)
+    back = threading.Thread(target=play.rollback, args=("a", 2))
+    back.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while play.coordinator._writers["a"].position != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate.set()
+    back.join(DEADLINE_S)
+    state = play.coordinator.state()
+    assert (state["committed"], state["oldest"]) == (2, 2)
+    play.move("a", 3, play.write(1, 2))
+    assert play.newest() == 2

@@ -457,9 +457,13 @@ class Coordinator:
     # ---- what may be committed ----------------------------------------------------------------------------
 
     def _oldest(self) -> int:
-        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to."""
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to; so
+        does what a handle is going back to, while a commit that is under way ends."""
         oldest = max(0, self._newest - self._rules.working_set_size + 1)
-        return max(self._oldest_told, min(oldest, max(self._committed, 0)) if self._rules.snapshots else oldest)
+        if self._rules.snapshots:
+            redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
+            oldest = min(oldest, max(self._committed, 0), *redone)
+        return max(self._oldest_told, oldest)
 
     def _window(self) -> int:
         return self._newest - self._rules.working_set_size + 1
@@ -476,9 +480,11 @@ class Coordinator:
     def _held_up_at(self, writer: _Writer) -> int:
         """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
         others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
-        is_out = self._newest - writer.since >= self._rules.working_set_size
-        at = max(writer.position, self._window()) if is_out else writer.position
+        at = max(writer.position, self._window()) if self._is_out(writer) else writer.position
         return max(at, self._oldest())
+
+    def _is_out(self, writer: _Writer) -> bool:
+        return self._newest - writer.since >= self._rules.working_set_size
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:

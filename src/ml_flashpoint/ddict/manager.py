@@ -32,7 +32,7 @@ from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ml_flashpoint.ddict.operations import Operation
+    from ml_flashpoint.ddict.request_fields import Operation
 
 _log = logging.getLogger(__name__)
 
@@ -556,6 +556,8 @@ class Manager:
 
 
 def _operations() -> dict[str, Operation]:
-    from ml_flashpoint.ddict.operations import OPERATIONS
+    # They name this module's types.
+    from ml_flashpoint.ddict import data_operations, operations  # noqa: F401
+    from ml_flashpoint.ddict.request_fields import OPERATIONS
 
     return OPERATIONS

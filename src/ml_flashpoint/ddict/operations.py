@@ -301,6 +301,13 @@ def _hello(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 
 @_operation
+def _ready(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Answered when the manager has recovered."""
+    manager.wait_until_ready(_until(fields))
+    return {}, ()
+
+
+@_operation
 def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
         return {
@@ -485,6 +492,16 @@ def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @_operation
 def _state(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     state = _coordinator(manager, fields).state()
+    return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
+
+
+@_operation
+def _recovering(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Where the dictionary is, for a manager that goes on from there."""
+    number, incarnation = _integer(fields, "manager"), _text(fields, "incarnation")
+    if not number < manager.configuration.managers:
+        raise ProtocolError("there is no such manager")
+    state = _coordinator(manager, fields).recovering(number, incarnation)
     return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
 
 

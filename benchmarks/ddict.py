@@ -13,10 +13,10 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -33,6 +33,8 @@ from ml_flashpoint.ddict import DDict
 SMALL = "1 KB"
 SMALL_OPS = 300
 DRAGON_OPS = 30
+VIEWS = 30
+CHECKPOINTS = 10
 CLIENTS = 4
 CLIENT_S = 0.4
 DRAGON_VARIABLE = "FLASHPOINT_BENCH_DRAGON"
@@ -54,18 +56,19 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB"
 
 
-def _small(case: str, run: Callable[[], object], note: str = "") -> Result:
-    """One operation on 1 KB: the median of some hundred, five times."""
+def _small(case: str, run: Callable[[], object], note: str = "", state: str = SMALL, many: int = SMALL_OPS) -> Result:
+    """One operation that takes microseconds: the median of many, five times."""
 
     def median_of_many(_: int) -> float:
         times = []
-        for _ in range(SMALL_OPS):
+        for _ in range(many):
             began = time.perf_counter()
-            run()
+            result = run()
             times.append(time.perf_counter() - began)
+            del result
         return statistics.median(times)
 
-    return measure(SMALL, case, median_of_many, None, note=note)
+    return measure(state, case, median_of_many, None, note=note)
 
 
 def _large(case: str, nbytes: int, run: Callable[[], object], memcpy: Memcpy | None, note: str = "") -> Result:
@@ -86,7 +89,7 @@ def _ours(nbytes: int) -> Iterator[Result]:
         yield _small("ours: put", lambda: d.put("small", data))
         yield _small("ours: get", lambda: d["small"])
         yield _large("ours: put of a tensor", nbytes, lambda: d.put("large", tensor), memcpy)
-        yield _large("ours: get, a view", nbytes, lambda: d["large"], None)
+        yield _small("ours: get, a view", lambda: d["large"], state=_size(nbytes), many=VIEWS)
         yield _large("ours: get, copy=True", nbytes, lambda: d.get("large", copy=True), memcpy, "into a new tensor")
 
 
@@ -173,22 +176,23 @@ def _unchanged(nbytes: int) -> Iterator[Result]:
         sent: list[int] = []
         to_commit: list[float] = []
 
-        def checkpoint(_: int) -> float:
-            before, began = _loopback_bytes(), time.perf_counter()
-            now = d.checkpoint()
-            taken = time.perf_counter() - began
-            while d.committed_checkpoint_id < now - 1:
-                time.sleep(0.001)
-            to_commit.append(time.perf_counter() - began)
-            sent.append(_loopback_bytes() - before)
-            return taken
+        def checkpoints(_: int) -> float:
+            called, committed = [], []
+            for _ in range(CHECKPOINTS):
+                before, began = _loopback_bytes(), time.perf_counter()
+                now = d.checkpoint()
+                called.append(time.perf_counter() - began)
+                while d.committed_checkpoint_id < now - 1:
+                    time.sleep(0.0005)
+                committed.append(time.perf_counter() - began)
+                sent.append(_loopback_bytes() - before)
+            to_commit.append(statistics.median(committed))
+            return statistics.median(called)
 
-        called = measure(state, "ours: checkpoint(), caller blocked", checkpoint, None, note="replicated")
+        called = measure(state, "ours: checkpoint(), caller blocked", checkpoints, None, note="replicated")
         yield called
         # Others' traffic only adds to what is counted, so the least is an upper bound.
-        note = (
-            f"at most {min(sent[WARMUPS:]) / 1024:.0f} KiB sent to the other node; the first time {sent[0] >> 20} MiB"
-        )
+        note = f"at most {min(sent[1:]) / 1024:.0f} KiB sent to the other node; the first time {sent[0] >> 20} MiB"
         replay = iter(to_commit)
         yield measure(state, "ours: checkpoint(), until committed", lambda _: next(replay), memcpy, note=note)
 
@@ -225,6 +229,7 @@ def _ray(nbytes: int) -> Iterator[Result]:
     array = tensor.numpy()
     memcpy = Memcpy({"": tensor})
     ray.init(
+        address="local",  # not one that somebody else runs here
         num_cpus=1,
         include_dashboard=False,
         log_to_driver=False,
@@ -237,7 +242,7 @@ def _ray(nbytes: int) -> Iterator[Result]:
         yield _small("Ray: get", lambda: ray.get(reference), note)
         yield _large("Ray: put of an array", nbytes, lambda: ray.put(array), memcpy)
         reference = ray.put(array)
-        yield _large("Ray: get, a view", nbytes, lambda: ray.get(reference), None)
+        yield _small("Ray: get, a view", lambda: ray.get(reference), state=_size(nbytes), many=VIEWS)
     finally:
         ray.shutdown()
 
@@ -250,23 +255,23 @@ def _dragon(nbytes: int) -> Iterator[Result]:
     # Its launcher finds its other programs, and its interpreter, by the path.
     path = f"{Path(launcher).parent}{os.pathsep}{os.environ['PATH']}"
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    run = subprocess.Popen(
-        [launcher, ddict_dragon.__file__, str(nbytes), str(DRAGON_OPS), str(WARMUPS), str(RUNS)],
-        env={**env, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # the launcher starts others, which must go with it
-    )
-    try:
-        output = run.communicate(timeout=_TIMEOUT_S)[0]
-    except subprocess.TimeoutExpired:
-        output = ""
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
-    rows = [line for line in output.splitlines() if line.startswith("[")]
+    with tempfile.TemporaryFile("w+") as output:  # the launcher does not end while its output is a pipe
+        run = subprocess.Popen(
+            [launcher, ddict_dragon.__file__, str(nbytes), str(DRAGON_OPS), str(WARMUPS), str(RUNS)],
+            env={**env, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+        )
+        try:
+            run.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            for process in [*psutil.Process(run.pid).children(recursive=True), run]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            run.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+    rows = [line for line in lines if line.startswith("[")]
     if run.returncode or not rows:
         yield Result(SMALL, "dragonhpc", 0, 0, 0, None, 0, note=f"skipped: it ended with {run.returncode}")
         return

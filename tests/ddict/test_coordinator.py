@@ -333,16 +333,41 @@ def test_a_handle_that_goes_back_is_not_outside_the_working_set(make: Make) -> N
 # ---- leases -----------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_lease_is_the_end_of_its_handles(make: Make) -> None:
-    play = make()
+def test_what_a_process_died_in_is_committed_once_others_have_left_it_behind(make: Make) -> None:
+    play = make(working_set_size=2)
     play.coordinator.lease_began("lease of a", "connection")
-    play.join("a")
+    play.join("a", 1)
     play.join("b")
     play.move("b", 2)
-    assert play.newest() == -1
+    assert play.newest() == 0
 
     play.coordinator.lease_ended("lease of a", "connection")
 
+    assert play.newest() == 0  # b has passed checkpoint 1, but a has not finished it
+    play.move("b", 3)
+    assert play.newest() == 2
+
+
+def test_after_the_death_of_all_one_goes_on_from_what_all_had_finished(make: Make) -> None:
+    play = make()
+    for handle, position in (("a", 3), ("b", 4)):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle, position)
+    for handle in ("b", "a"):
+        play.coordinator.lease_ended(f"lease of {handle}", handle)
+
+    assert play.newest() == 2
+    play.join("c", 2)
+    play.move("c", 5)
+    assert play.newest() == 4  # what died before does not hold up those who go on
+
+
+def test_a_handle_that_left_counts_no_more(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.join("b")
+    play.move("b", 2)
+    play.coordinator.leave("a")
     assert play.newest() == 1
 
 
@@ -867,3 +892,47 @@ def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) 
             play.coordinator.restore(1, {"checkpoint_id": 1}, SHORT_S)
 
     within(SHORT_S, wait)
+
+
+# ---- handles that begin anew ------------------------------------------------------------------------------
+
+
+def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.managers.refusals["seal"] = lambda manager, fields: DDictManagerLostError("away", manager=manager)
+    play.join("a")
+    for position in range(1, 4):
+        play.move("a", position, play.write(1, position - 1))
+    play.managers.incarnations[1] = "second-1"
+    play.rollback("a", 0)
+    play.managers.refusals.clear()
+    assert play.newest() == -1
+    play.move("a", 1, play.write(1, 0))
+    assert play.newest() == 0
+    play.move("a", 2, play.write(1, 1))
+    assert play.newest() == 1
+    assert play.coordinator.state()["oldest"] <= 1
+
+
+def test_what_a_handle_goes_back_to_stays_while_a_commit_ends(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("a")
+    for position in (1, 2, 3):
+        play.move("a", position, play.write(1, position - 1))
+        assert play.newest() == position - 1
+    gate = play.managers.close_gate("seal")
+    sealed = len(play.managers.of("seal"))
+    play.move("a", 4, play.write(1, 3))
+    play.managers.await_asked("seal", sealed + 2)
+    back = threading.Thread(target=play.rollback, args=("a", 2))
+    back.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while play.coordinator._writers["a"].position != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate.set()
+    back.join(DEADLINE_S)
+    state = play.coordinator.state()
+    assert (state["committed"], state["oldest"]) == (2, 2)
+    play.move("a", 3, play.write(1, 2))
+    assert play.newest() == 2

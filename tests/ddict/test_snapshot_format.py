@@ -8,23 +8,25 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.ddict.snapshot_format import (
+    PartRef,
+    SnapshotRecord,
+    format_stamp,
+    object_header,
+    plan_object,
+    snapshot_attempt,
+    split_object,
+)
+from ml_flashpoint.ddict.snapshot_index import (
     DELETED,
     INLINE,
     NOWHERE,
     STORED,
     Index,
     IndexEntry,
-    PartRef,
     Place,
-    SnapshotRecord,
     decode_index,
     encode_index,
-    format_stamp,
-    object_header,
-    plan_object,
     resolve,
-    snapshot_attempt,
-    split_object,
 )
 
 NAMES = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,20}", fullmatch=True)

@@ -335,6 +335,18 @@ def test_a_rollback_forgets_what_was_above(pair: Cluster) -> None:
     assert owner.restart(lose_node=True) == {0: first, 1: again}
 
 
+def test_what_was_sealed_above_a_rollback_and_stays_is_sealed_again(pair: Cluster) -> None:
+    owner = pair[0]
+    owner.put(0, some(3))
+    first = owner.seal(0)
+    owner.put(1, {b"kept": b"by another writer"})
+    owner.put(1, {b"big": os.urandom(300_000)}, stored=True)
+    owner.seal(1)
+    owner.snapshots.forget_after(0)
+    again = owner.seal(1)
+    assert owner.restart(lose_node=True) == {0: first, 1: again}
+
+
 def test_abandoned_snapshots_do_not_come_back_from_a_holder_that_was_not_told(pair: Cluster) -> None:
     owner, holder = pair.members
     owner.put(0, some(3))
@@ -565,6 +577,20 @@ def test_a_value_let_go_while_it_is_sealed_belongs_to_the_snapshot(pair: Cluster
         owner.snapshots.seal(0, entries, 10)
     assert owner.released == []
     assert owner.restart() == {0: {b"big": data}}
+
+
+def test_a_part_that_is_pinned_does_not_retire(pair: Cluster) -> None:
+    owner = pair[0]
+    data = os.urandom(300_000)
+    owner.put(0, {b"big": data}, stored=True)
+    owner.seal(0)
+    entries = list(owner.entries.values())
+    with owner.snapshots.pin(entries):
+        owner.take_out(b"big")
+        owner.snapshots.forget_after(-1)
+        owner.snapshots.seal(1, entries, 10)
+    owner.snapshots.retain([1])
+    assert owner.restart(lose_node=True) == {1: {b"big": data}}
 
 
 def test_a_value_that_no_snapshot_has_is_the_callers(pair: Cluster) -> None:

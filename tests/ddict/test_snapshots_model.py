@@ -149,7 +149,7 @@ class SnapshotsModel(RuleBasedStateMachine):
 def test_snapshots_are_what_a_model_says() -> None:
     if not tmpfs_folders.has_tmpfs():
         pytest.skip("needs /dev/shm")
-    run_state_machine_as_test(SnapshotsModel, settings=settings(max_examples=20, stateful_step_count=25))
+    run_state_machine_as_test(SnapshotsModel, settings=settings(max_examples=40, stateful_step_count=30))
 
 
 @pytest.mark.slow

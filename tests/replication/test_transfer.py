@@ -53,8 +53,8 @@ def test_a_pushed_part_is_committed_as_it_was() -> None:
     objects = (pattern(5 * BLOCK + 17), b"", b"small", pattern(BLOCK, seed=7))
     store = MemoryStore()
     with serving(store) as service, connection_to(service) as peer:
-        push(peer, *objects)
-        push(peer, b"another over the same connection")
+        assert push(peer, *objects)
+        assert push(peer, b"another over the same connection")
     assert [list(part.values()) for part in store.committed] == [
         list(objects),
         [b"another over the same connection"],
@@ -66,7 +66,7 @@ def test_a_part_that_is_held_already_is_not_sent() -> None:
     store = MemoryStore(held=True)
     with serving(store) as service, Proxy(service.address) as proxy:
         with PeerConnection(proxy.address, SECRET) as peer:
-            push(peer, pattern(8 * BLOCK))
+            assert not push(peer, pattern(8 * BLOCK))
         assert len(proxy.recorded) < BLOCK
     assert (store.committed, store.aborted) == ([], [])
 

@@ -141,13 +141,13 @@ def connection_to(service: TransferService, secret: bytes = SECRET, **options: A
     return PeerConnection(service.address, secret, node="n2", **options)
 
 
-def push(peer: PeerConnection, *objects: bytes, damage: int | None = None) -> None:
+def push(peer: PeerConnection, *objects: bytes, damage: int | None = None) -> bool:
     records = [record_of(data, f"{n}-{NAME}") for n, data in enumerate(objects)]
     manifest = manifest_of(*records)
     sent = [bytearray(data) for data in objects]
     if damage is not None:
         sent[0][damage] ^= 1
-    peer.push(manifest, encode(manifest), [memoryview(data) for data in sent])
+    return peer.push(manifest, encode(manifest), [memoryview(data) for data in sent])
 
 
 def raw_connection(service: TransferService) -> socket.socket:

@@ -5,9 +5,11 @@ asked to take a snapshot, to seal it, to persist it, and to let older ones go. W
 matter; how it is reached, the caller's.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
-sealed it with verified copies. One is committed at a time, always the newest that can be, except that those due to be
-persisted are not skipped. It lasts: what a handle writes at or below a committed id later is covered by the next
-commit, not by that one.
+sealed it with verified copies. A handle whose process has died still counts, until the others have left its checkpoint
+behind in the working set, or until nobody writes and `sync_to_newest_checkpoint` begins anew from what is committed.
+
+One is committed at a time, always the newest that can be, except that those due to be persisted are not skipped. It
+lasts: what a handle writes at or below a committed id later is covered by the next commit, not by that one.
 """
 
 from __future__ import annotations
@@ -141,6 +143,7 @@ class Coordinator:
         self._writers: dict[str, _Writer] = {}
         self._leases: dict[str, object] = {}
         self._departed = committed + 1
+        self._died: dict[str, int] = {}
         self._departed_wrote: _Needs = {}
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
         self._came_back: dict[int, str] = {}
@@ -181,6 +184,7 @@ class Coordinator:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
         moved since this was sent."""
         with self._changed:
+            self._died.pop(handle, None)
             writer = self._writers.get(handle)
             if writer is None:
                 self._newest = max(self._newest, position)
@@ -239,6 +243,7 @@ class Coordinator:
         with self._changed:
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
+            self._died.pop(handle, None)
             writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
@@ -267,6 +272,7 @@ class Coordinator:
             if to < oldest:
                 raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             writer = self._writers.get(handle)
+            self._died.pop(handle, None)
             if writer is None and lease is not None:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
@@ -335,6 +341,7 @@ class Coordinator:
         self._snapshot = min(self._snapshot, self._committed)
         self._persisted_ids = {each for each in self._persisted_ids if each <= to}
         self._departed = min(self._departed, to)
+        self._died = {name: min(position, to) for name, position in self._died.items()}
         self._to_persist = [each for each in self._to_persist if each <= to]
 
     def leave(self, handle: str) -> None:
@@ -350,14 +357,17 @@ class Coordinator:
                 return
             del self._leases[lease]
             for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
+                self._died[handle] = self._writers[handle].position
                 self._remove(handle)
+            self._died = {name: position for name, position in self._died.items() if position >= self._window()}
             self._changed.notify_all()
 
     def _remove(self, handle: str) -> None:
         writer = self._writers.pop(handle, None)
         if writer is None:
             return
-        self._departed = max(self._departed, writer.position)
+        if handle not in self._died:
+            self._departed = max(self._departed, writer.position)
         _merge(self._departed_wrote, writer.wrote)
         _merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
@@ -383,6 +393,10 @@ class Coordinator:
                     why = f": {self._trouble}" if self._trouble else ""
                     raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
+            if not self._writers:
+                # Whoever goes on does so from here.
+                self._died.clear()
+                self._departed = self._committed + 1
             return self._state()
 
     def _raise_orphaned(self) -> None:
@@ -451,25 +465,34 @@ class Coordinator:
     # ---- what may be committed ----------------------------------------------------------------------------
 
     def _oldest(self) -> int:
-        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to."""
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to; so
+        does what a handle is going back to, while a commit that is under way ends."""
         oldest = max(0, self._newest - self._rules.working_set_size + 1)
-        return max(self._oldest_told, min(oldest, max(self._committed, 0)) if self._rules.snapshots else oldest)
+        if self._rules.snapshots:
+            redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
+            oldest = min(oldest, max(self._committed, 0), *redone)
+        return max(self._oldest_told, oldest)
+
+    def _window(self) -> int:
+        return self._newest - self._rules.working_set_size + 1
 
     def _target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
         if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
             return self._committed
-        if not self._writers:
-            return max(self._committed, self._floor, self._departed - 1)
-        return max(self._committed, self._floor, min(map(self._held_up_at, self._writers.values())) - 1)
+        # What a process has not finished when it died is not committed by that alone: others would take it for whole.
+        positions = [position for position in self._died.values() if position >= self._window()]
+        positions += map(self._held_up_at, self._writers.values())
+        return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
 
     def _held_up_at(self, writer: _Writer) -> int:
         """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
         others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
-        size = self._rules.working_set_size
-        is_out = self._newest - writer.since >= size
-        at = max(writer.position, self._newest - size + 1) if is_out else writer.position
+        at = max(writer.position, self._window()) if self._is_out(writer) else writer.position
         return max(at, self._oldest())
+
+    def _is_out(self, writer: _Writer) -> bool:
+        return self._newest - writer.since >= self._rules.working_set_size
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:
@@ -683,7 +706,7 @@ class Coordinator:
             writer.since = checkpoint_id
         self._committed = -1 if self._rules.snapshots else checkpoint_id
         self._floor = checkpoint_id
-        self._departed, self._departed_wrote = checkpoint_id + 1, {}
+        self._departed, self._departed_wrote, self._died = checkpoint_id + 1, {}, {}
         self._newest = self._oldest_told = checkpoint_id
         self._persisted_ids = {checkpoint_id}
         self._tried, self._to_forget = -1, None

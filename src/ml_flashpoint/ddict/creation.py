@@ -29,9 +29,10 @@ from ml_flashpoint.replication.strategies import (
 DEFAULT_TIMEOUT_S = 60.0
 _LEAST_MEMORY = 1 << 20
 _STRATEGIES: dict[str, Any] = {
-    "ring": RingReplicationStrategy,
-    "pairwise": PairwiseReplicationStrategy,
-    "clique": CliqueStrategy,
+    "ring": lambda managers_per_node: RingReplicationStrategy(),
+    "pairwise": lambda managers_per_node: PairwiseReplicationStrategy(),
+    # Two of them, on neighbouring nodes.
+    "clique": lambda managers_per_node: CliqueStrategy(2, managers_per_node),
 }
 
 
@@ -102,7 +103,7 @@ class Options:
             return None
         strategy: object = self.replication
         if isinstance(strategy, str) and strategy in _STRATEGIES:
-            strategy = _STRATEGIES[strategy]()
+            strategy = _STRATEGIES[strategy](self.managers_per_node)
         if not isinstance(strategy, ReplicationStrategy) or not hasattr(strategy, "__dataclass_fields__"):
             raise InvalidArgumentError(
                 f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy that is a dataclass",

@@ -230,7 +230,7 @@ class Manager:
         except FlashpointError as error:
             _log.error("manager %d cannot recover: %s", self.number, error)
             self._failure = DDictManagerLostError(
-                f"manager {self.number} came back without its values: {error}",
+                f"manager {self.number} came back without its values: {error.message}",
                 manager=self.number,
                 hint="make the dictionary anew, and restore() what was persisted",
             )

@@ -21,21 +21,8 @@ from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
-from ml_flashpoint.ddict.snapshot_format import (
-    INLINE,
-    NOWHERE,
-    SNAPSHOT,
-    STORED,
-    VALUE,
-    Index,
-    IndexEntry,
-    PartRef,
-    Place,
-    encode_index,
-    labels_of,
-    object_header,
-    plan_object,
-)
+from ml_flashpoint.ddict.snapshot_format import SNAPSHOT, VALUE, PartRef, labels_of, object_header, plan_object
+from ml_flashpoint.ddict.snapshot_index import INLINE, NOWHERE, STORED, Index, IndexEntry, Place, encode_index
 
 _MIN_DELTA = 32
 """Changes that a full index may lack however few entries it has."""
@@ -330,7 +317,7 @@ def memory_of(
     Args:
         ref: its part.
         index, base: of it.
-        entries: in the order of `snapshot_format.resolve`.
+        entries: in the order of `snapshot_index.resolve`.
         index_bytes, segments: bytes of the indices of both, and of the segments of these and of all parts that entries
             lie in.
     """

@@ -24,21 +24,16 @@ from ml_flashpoint.core.manifest import Manifest, ObjectRecord, decode
 from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.snapshot_copies import Peers
-from ml_flashpoint.ddict.snapshot_format import (
+from ml_flashpoint.ddict.snapshot_format import SNAPSHOT, VALUE, PartRef, SnapshotRecord, part_kind, split_object
+from ml_flashpoint.ddict.snapshot_index import (
     DELETED,
     INLINE,
-    SNAPSHOT,
-    VALUE,
     Index,
     IndexEntry,
-    PartRef,
     Place,
-    SnapshotRecord,
     decode_index,
     needed_parts,
-    part_kind,
     resolve,
-    split_object,
 )
 from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, Memory, memory_of
 from ml_flashpoint.replication.channel import TransferCancelledError

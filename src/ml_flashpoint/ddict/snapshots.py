@@ -1,9 +1,10 @@
 """Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
 
 Owns the life of snapshots and of the sealed values that they refer to: when a part is committed, pushed, kept and
-dropped. The bytes of a snapshot are `snapshot_format`'s, what goes into a part `snapshot_parts`', the copies at other
-managers `snapshot_copies`', reading it all back `snapshot_recovery`'s. Which checkpoint is committed, and which
-retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
+dropped. The bytes of a snapshot are `snapshot_format`'s and `snapshot_index`'s, what goes into a part
+`snapshot_parts`', the copies at other managers `snapshot_copies`', reading it all back `snapshot_recovery`'s. Which
+checkpoint is committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the
+shard.
 
 A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the
 entries and the small values written since the snapshot before. Large values are parts of their own, committed the first

@@ -763,6 +763,24 @@ def test_a_manager_that_dies_between_prepare_and_seal_is_noticed(make: Make) -> 
     assert play.coordinator.state()["committed"] == -1
 
 
+def test_a_manager_that_agreed_on_an_earlier_checkpoint_after_it_had_sealed_undoes_the_commit(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    wrote = play.write(1, 0)
+    play.move("a", 1, wrote)
+    play.managers.await_asked("seal", 2)
+    # Its answers still name the incarnation that sealed, as those of the dead that were on their way do.
+    assert play.coordinator.recovering(1, "second")["committed"] == -1
+    gate.set()
+    play.managers.await_asked("prepare", 4)
+    assert play.coordinator.state()["committed"] == -1
+    play.managers.incarnations[1] = "second"
+
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 2, wrote)
+
+
 def _move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:
     """The loss is noticed by the next commit, which is on its way."""
     give_up = time.monotonic() + DEADLINE_S

@@ -39,6 +39,13 @@ def _hello(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 
 @operation
+def _ready(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Answered when the manager has recovered."""
+    manager.wait_until_ready(until_of(fields))
+    return {}, ()
+
+
+@operation
 def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
         return {
@@ -223,6 +230,16 @@ def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @operation
 def _state(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     state = _coordinator(manager, fields).state()
+    return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
+
+
+@operation
+def _recovering(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Where the dictionary is, for a manager that goes on from there."""
+    number, incarnation = integer(fields, "manager"), text(fields, "incarnation")
+    if not number < manager.configuration.managers:
+        raise ProtocolError("there is no such manager")
+    state = _coordinator(manager, fields).recovering(number, incarnation)
     return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
 
 

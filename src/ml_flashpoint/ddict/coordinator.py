@@ -160,6 +160,7 @@ class Coordinator:
         self._persist_error: FlashpointError | None = None
         self._busy = False
         self._trouble = ""
+        self._returned: dict[int, str] = {}
         self._committing = -1
         self._held_up = 0
         self._not_before = time.monotonic() + settle_s
@@ -402,6 +403,13 @@ class Coordinator:
             self._changed.notify_all()
             raise orphaned
 
+    def returned(self, manager: int, incarnation: str) -> dict[str, Any]:
+        """A manager has died, and is about to recover at what is committed now: a commit that is under way, and that
+        the process before it may have sealed, can come to nothing only."""
+        with self._changed:
+            self._returned[manager] = incarnation
+            return self._state()
+
     def state(self) -> dict[str, Any]:
         """Where the dictionary is: ``committed``, ``fixed`` (the newest checkpoint for whose commit a write there would
         be late), ``newest``, ``oldest`` and ``writers``."""
@@ -440,8 +448,8 @@ class Coordinator:
     # ---- what may be committed ----------------------------------------------------------------------------
 
     def _oldest(self) -> int:
-        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to, and
-        so does what a handle is going back to, while a commit that is under way ends."""
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to.
+        So does what a handle is going back to, while a commit that is under way ends."""
         oldest = max(0, self._newest - self._rules.working_set_size + 1)
         if self._rules.snapshots:
             redone = [writer.position for writer in self._writers.values() if writer.position < writer.redoing]
@@ -524,6 +532,8 @@ class Coordinator:
         with self._changed:
             if checkpoint_id <= self._committed:
                 return
+            if any(self._returned.get(manager, known) != known for manager, known in incarnations.items()):
+                return  # it sealed this, died, and is back at what was committed before: without this
             self._committed = self._snapshot = checkpoint_id
             self._trouble = ""
             self._sealed.append(checkpoint_id)

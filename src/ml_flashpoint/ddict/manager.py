@@ -251,7 +251,8 @@ class Manager:
         """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
         every manager has."""
         if self.number != 0:
-            state = self.links.call(0, "state", {}, until=until).fields
+            who = {"back": self.number, "incarnation": self.incarnation}
+            state = self.links.call(0, "state", who, until=until).fields
             self.frozen = bool(state["frozen"])
             self._use_run(str(state["run"]), state["restored"])
             return int(state["committed"]), ()

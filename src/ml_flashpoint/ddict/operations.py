@@ -484,7 +484,12 @@ def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 
 @_operation
 def _state(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    state = _coordinator(manager, fields).state()
+    """Where the dictionary is; asked by a manager that is ``back``, as what ``incarnation``, it recovers from there."""
+    coordinator = _coordinator(manager, fields)
+    if "back" in fields:
+        state = coordinator.returned(_integer(fields, "back"), _text(fields, "incarnation"))
+    else:
+        state = coordinator.state()
     return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
 
 

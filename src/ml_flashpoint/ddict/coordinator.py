@@ -226,7 +226,10 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost
-            self._raise_orphaned()
+            if self._orphaned is not None:
+                # From here on as if the loss were its own: nothing is committed, and retires, before it has gone back.
+                writer.lost, self._orphaned = self._orphaned, None
+                raise writer.lost
             writer.moving_to = position
             self._changed.notify_all()
         retires = position - self._rules.working_set_size
@@ -238,6 +241,8 @@ class Coordinator:
                     writer.moving_to = -1
                 raise
         with self._changed:
+            if handle not in self._writers and lease not in self._leases:
+                return self._state()  # its process is gone, or comes back with what it is told now
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
             self._died.pop(handle, None)
@@ -365,8 +370,9 @@ class Coordinator:
             return
         if handle not in self._died:
             self._departed = max(self._departed, writer.position)
-        _merge(self._departed_wrote, writer.wrote)
-        _merge(self._departed_wrote, writer.assumed)
+        if writer.lost is None:  # else that says it, once
+            _merge(self._departed_wrote, writer.wrote)
+            _merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())
@@ -422,6 +428,8 @@ class Coordinator:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
+                while (left := min(until, self._not_before) - time.monotonic()) > 0:
+                    self._changed.wait(left)  # those behind may not be back yet
                 while behind := [
                     name
                     for name, writer in self._writers.items()

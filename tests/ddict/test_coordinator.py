@@ -165,7 +165,7 @@ def test_managers_seal_what_they_prepared_and_then_settle(make: Make) -> None:
 
 
 def test_checkpoints_in_between_are_skipped(make: Make) -> None:
-    play = make()
+    play = make(working_set_size=9)
     gate = play.managers.close_gate("seal")
     play.join("a")
     play.move("a", 1)
@@ -179,7 +179,7 @@ def test_checkpoints_in_between_are_skipped(make: Make) -> None:
 
 
 def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) -> None:
-    play = make(persist_freq=3)
+    play = make(persist_freq=3, working_set_size=9)
     gate = play.managers.close_gate("seal")
     play.join("a")
     play.move("a", 1)
@@ -191,6 +191,32 @@ def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) ->
     assert play.managers.committed() == [0, 2, 5, 8, 9]
     assert play.coordinator.persist_newest(DEADLINE_S) == 9
     assert play.managers.persisted == [2, 5, 8, 9]
+
+
+def test_a_handle_does_not_run_away_from_commits(make: Make) -> None:
+    # What is not committed stays in memory.
+    play = make(working_set_size=2)
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    for position in range(1, 4):
+        play.move("a", position)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError, match="not committed yet"):
+            play.move("a", 9, timeout_s=SHORT_S)
+
+    within(SHORT_S, wait)
+    gate.set()
+    play.move("a", 9)
+    assert play.newest() == 8
+
+
+def test_a_handle_that_others_keep_from_being_committed_goes_on(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("slow")
+    play.join("fast")
+
+    within(0, lambda: play.move("fast", 9))
 
 
 def test_a_commit_that_failed_is_tried_again(make: Make) -> None:
@@ -280,6 +306,28 @@ def test_a_handle_outside_the_working_set_holds_up_nothing(make: Make) -> None:
     play.move("fast", 10)
 
     assert play.newest() == 8
+
+
+def test_a_handle_that_goes_back_is_not_outside_the_working_set(make: Make) -> None:
+    # It writes again what was lost. Until it has, the checkpoints after that must not be committed.
+    play = make(working_set_size=2, managers=1)
+    play.join("a")
+    play.join("b")
+    for handle in "ab":
+        play.move(handle, 1)
+    assert play.newest() == 0
+    lost = Write(0, "an incarnation that is gone", 1, True)
+    play.move("a", 2, lost)
+    play.move("b", 3)
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 3, lost)
+    play.rollback("a", 0)
+
+    assert play.newest() == 0
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.move("a", 2)
+    assert play.newest() == 1
 
 
 # ---- leases -----------------------------------------------------------------------------------------------
@@ -835,7 +883,7 @@ def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Mak
     play = make(working_set_size=2)
     play.managers.refusals["seal"] = lambda manager, fields: DDictManagerLostError("away", manager=manager)
     play.join("a")
-    for position in range(1, 6):
+    for position in range(1, 4):
         play.move("a", position, play.write(1, position - 1))
     play.managers.incarnations[1] = "second-1"
     play.rollback("a", 0)
@@ -846,3 +894,27 @@ def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Mak
     play.move("a", 2, play.write(1, 1))
     assert play.newest() == 1
     assert play.coordinator.state()["oldest"] <= 1
+
+
+def test_what_a_handle_goes_back_to_stays_while_a_commit_ends(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("a")
+    for position in (1, 2, 3):
+        play.move("a", position, play.write(1, position - 1))
+        assert play.newest() == position - 1
+    gate = play.managers.close_gate("seal")
+    sealed = len(play.managers.of("seal"))
+    play.move("a", 4, play.write(1, 3))
+    play.managers.await_asked("seal", sealed + 2)
+    back = threading.Thread(target=play.rollback, args=("a", 2))
+    back.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while play.coordinator._writers["a"].position != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate.set()
+    back.join(DEADLINE_S)
+    state = play.coordinator.state()
+    assert (state["committed"], state["oldest"]) == (2, 2)
+    play.move("a", 3, play.write(1, 2))
+    assert play.newest() == 2

@@ -98,6 +98,7 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
+        told: it was, without another's, and what it would go back to stays there until it has gone on or back.
         since: the newest checkpoint of any handle when this one came to where it is.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
@@ -109,6 +110,7 @@ class _Writer:
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
+    told: bool = False
 
 
 class Coordinator:
@@ -227,10 +229,8 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost
-            if self._orphaned is not None:
-                # From here on as if the loss were its own: nothing is committed, and retires, before it has gone back.
-                writer.lost, self._orphaned = self._orphaned, None
-                raise writer.lost
+            writer.told = self._orphaned is not None
+            self._raise_orphaned()
             writer.moving_to = position
             self._changed.notify_all()
         retires = position - self._rules.working_set_size
@@ -282,6 +282,7 @@ class Coordinator:
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
+                writer.told = False
                 writer.since = self._newest
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
@@ -478,7 +479,7 @@ class Coordinator:
 
     def _target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
-        if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
+        if self._orphaned is not None or any(writer.told or writer.lost for writer in self._writers.values()):
             return self._committed
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
         positions = [position for position in self._died.values() if position >= self._window()]

@@ -412,6 +412,22 @@ def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
 # ---- retirement -------------------------------------------------------------------------------------------
 
 
+def test_with_wait_for_writers_one_that_takes_over_retires_nothing_before_they_are_back() -> None:
+    managers = Managers(1)
+    coordinator = Coordinator(
+        Rules(1, 2, False, True, True, True, 0), managers.call, committed=4, sealed=(3, 4), settle_s=0.5
+    )
+    try:
+        coordinator.join("fast", "x", 6, ())
+        late = threading.Timer(0.2, lambda: coordinator.join("slow", "y", 5, ()))
+        late.start()
+        with pytest.raises(DDictTimeoutError, match="1 other handle"):
+            coordinator.move("fast", "x", 7, (), 0.8)
+        late.join()
+    finally:
+        coordinator.close()
+
+
 def test_the_working_set_follows_the_newest_handle_but_keeps_what_is_committed(make: Make) -> None:
     play = make(working_set_size=2)
     play.join("a")
@@ -700,6 +716,62 @@ def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(ma
         play.newest()
 
     assert play.newest() == 1
+
+
+def test_who_is_told_of_lost_writes_of_a_handle_that_is_gone_can_go_back_from_there(make: Make) -> None:
+    play = make(working_set_size=1)
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.coordinator.note([Write(0, "an incarnation that is gone", 1)])
+    play.move("a", 2)
+    play.managers.await_asked("abort", 2)
+    with pytest.raises(DDictWritesLostError) as raised:
+        _move_until_told(play, "a", 3)
+    time.sleep(SHORT_S)  # nothing happens: there is no event to wait for
+
+    assert raised.value.checkpoint_id == 0
+    play.rollback("a", 0)
+    play.move("a", 2)
+    assert play.newest() == 1
+
+
+def test_a_loss_that_a_handle_would_have_been_told_is_told_once_when_it_is_gone(make: Make) -> None:
+    play = make()
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+        play.move(handle, 1)
+    assert play.newest() == 0
+    lost = play.write(1, 1)
+    play.managers.incarnations[1] = "second"
+    play.move("a", 2, lost)
+    play.move("b", 2)
+    play.managers.await_asked("abort", 2)
+
+    play.coordinator.lease_ended("lease of a", "a")
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+    play.move("b", 9)
+    assert play.newest() == 8
+
+
+def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make) -> None:
+    play = make(working_set_size=2, wait_for_writers=True)
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+    play.move("a", 1)
+    waiting = threading.Thread(target=lambda: play.move("a", 2))
+    waiting.start()
+    play.coordinator.lease_ended("lease of a", "a")
+    play.move("b", 1)
+    waiting.join(DEADLINE_S)
+
+    assert not waiting.is_alive()
+    assert play.coordinator.state()["writers"] == 1
+    play.move("b", 9)  # nobody is waited for
 
 
 def test_lost_writes_of_handles_that_are_gone_do_not_keep_the_coordinator_busy(make: Make) -> None:

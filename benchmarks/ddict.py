@@ -229,6 +229,7 @@ def _ray(nbytes: int) -> Iterator[Result]:
     array = tensor.numpy()
     memcpy = Memcpy({"": tensor})
     ray.init(
+        address="local",  # not one that somebody else runs here
         num_cpus=1,
         include_dashboard=False,
         log_to_driver=False,

@@ -454,7 +454,7 @@ def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @_operation
 def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """A handle that has not joined wrote something."""
-    return _coordinator(manager, fields).note(_wrote(fields)), ()
+    return {**_coordinator(manager, fields).note(_wrote(fields)), "run": manager.run_id}, ()
 
 
 @_operation
@@ -466,9 +466,10 @@ def _join(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 @_operation
 def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
-    return coordinator.move(
+    state = coordinator.move(
         _text(fields, "w"), _text(fields, "lease"), _integer(fields, "c"), _wrote(fields), _left(fields)
-    ), ()
+    )
+    return {**state, "run": manager.run_id}, ()
 
 
 @_operation
@@ -486,7 +487,7 @@ def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @_operation
 def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return _coordinator(manager, fields).newest(_left(fields)), ()
+    return {**_coordinator(manager, fields).newest(_left(fields)), "run": manager.run_id}, ()
 
 
 @_operation

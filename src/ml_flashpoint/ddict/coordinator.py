@@ -290,6 +290,12 @@ class Coordinator:
                     self._take_back(handle, to)
             # At once: a manager that dies later must not come back with what was rolled back.
             self._forget(max(0.1, until - time.monotonic()))
+            with self._changed:
+                back_at = self._snapshot
+            if back_at >= 0:
+                # It may be persisted yet, and managers have let go of it. Those that are away do this as they recover.
+                with contextlib.suppress(FlashpointError):
+                    self._all("prepare", {"checkpoint_id": back_at}, timeout_s=max(0.1, until - time.monotonic()))
         return self.state()
 
     def _have_forgotten(self, above: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -757,14 +758,21 @@ def test_a_loss_that_a_handle_would_have_been_told_is_told_once_when_it_is_gone(
     assert play.newest() == 8
 
 
-def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make) -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make, begun: bool) -> None:
     play = make(working_set_size=2, wait_for_writers=True)
     for handle in ("a", "b"):
         play.coordinator.lease_began(f"lease of {handle}", handle)
         play.join(handle)
     play.move("a", 1)
-    waiting = threading.Thread(target=lambda: play.move("a", 2))
+
+    def wait() -> None:
+        with contextlib.suppress(DDictTimeoutError):
+            play.move("a", 2, timeout_s=1.0)
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
+    time.sleep(SHORT_S if begun else 0)  # it waits already, or may come when nobody is there any more
     play.coordinator.lease_ended("lease of a", "a")
     play.move("b", 1)
     waiting.join(DEADLINE_S)

@@ -180,6 +180,7 @@ class Coordinator:
         """A process has a connection that keeps its handles attached."""
         with self._changed:
             self._leases[lease] = holder
+            self._changed.notify_all()
 
     def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
@@ -224,8 +225,12 @@ class Coordinator:
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            # Unknown, it is one that comes back; or its process died with this on the way.
+            self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
             writer = self._writers.get(handle)
             if writer is None:
+                if lease not in self._leases:
+                    raise DDictTimeoutError("the process of this handle is not attached")
                 writer = self._writers[handle] = _Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost

@@ -25,7 +25,8 @@ from ml_flashpoint.ddict import DDict, DDictDestroyedError, DDictError, DDictWri
 from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
 from ml_flashpoint.ddict.ray_manager import node_base
 from tests.support import tmpfs as tmpfs_folders
-from tests.support.ray_cluster import RayCluster, ray_cluster, run_on, wait_until
+from tests.support.forked import wait_until
+from tests.support.ray_cluster import RayCluster, ray_cluster, run_on
 from tests.workers import ddict_ray
 from tests.workers.ddict_ray import value_of
 

@@ -9,7 +9,6 @@ import contextlib
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,11 +123,3 @@ def run_on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     """A task on one node, which is not repeated if it fails. Returns its reference."""
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(function).options(num_cpus=1, max_retries=0, scheduling_strategy=pinned).remote(*args)
-
-
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:
-    """Wait for something that nobody tells of."""
-    give_up = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < give_up, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)

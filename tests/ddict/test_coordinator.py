@@ -843,6 +843,24 @@ def test_a_manager_that_dies_between_prepare_and_seal_is_noticed(make: Make) -> 
     assert play.coordinator.state()["committed"] == -1
 
 
+def test_a_manager_that_agreed_on_an_earlier_checkpoint_after_it_had_sealed_undoes_the_commit(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    wrote = play.write(1, 0)
+    play.move("a", 1, wrote)
+    play.managers.await_asked("seal", 2)
+    # Its answers still name the incarnation that sealed, as those of the dead that were on their way do.
+    assert play.coordinator.recovering(1, "second")["committed"] == -1
+    gate.set()
+    play.managers.await_asked("prepare", 4)
+    assert play.coordinator.state()["committed"] == -1
+    play.managers.incarnations[1] = "second"
+
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 2, wrote)
+
+
 def _move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:
     """The loss is noticed by the next commit, which is on its way."""
     give_up = time.monotonic() + DEADLINE_S
@@ -998,3 +1016,34 @@ def test_what_a_handle_goes_back_to_stays_while_a_commit_ends(make: Make) -> Non
     assert (state["committed"], state["oldest"]) == (2, 2)
     play.move("a", 3, play.write(1, 2))
     assert play.newest() == 2
+
+
+def test_what_a_manager_sealed_before_it_came_back_without_it_is_not_committed(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("a")
+    play.move("a", 1, play.write(1, 0))
+    assert play.newest() == 0
+    gate = play.managers.close_gate("seal")
+    sealed = len(play.managers.of("seal"))
+    lost = play.write(1, 1)
+
+    def die_having_sealed(manager: int, fields: dict[str, Any]) -> None:
+        if manager == 1 and play.managers.incarnations[1] != "second":
+            assert play.coordinator.recovering(1, "second")["committed"] == 0
+
+    play.managers.refusals["seal"] = die_having_sealed
+    play.move("a", 2, lost)
+    play.managers.await_asked("seal", sealed + 2)
+    gate.set()
+    play.managers.await_asked("prepare", len(play.managers.of("prepare")) + 2)
+    assert play.coordinator.state()["committed"] == 0
+    play.managers.incarnations[1] = "second"
+    told: list[DDictWritesLostError] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not told and time.monotonic() < deadline:
+        try:
+            play.move("a", 2, lost)
+            time.sleep(0.01)
+        except DDictWritesLostError as error:
+            told.append(error)
+    assert [error.checkpoint_id for error in told] == [0]

@@ -94,17 +94,21 @@ class Writer:
         if to is not None and to < self.handle.checkpoint_id:
             self._timed(lambda: self.handle.rollback(to=to))
 
+    def check(self) -> None:
+        """Fails if there was an error that it could not go on after."""
+        if self.failure is not None:
+            raise self.failure
+
     def end(self) -> None:
         """Stop after the step that is under way; fails if there was an error other than the documented ones."""
         self._stop.set()
         self._thread.join(3 * DEADLINE_S)
         assert not self._thread.is_alive(), "a call hangs"
-        if self.failure is not None:
-            raise self.failure
+        self.check()
         assert self.slowest_s < TIMEOUT_S + 1.0
 
 
-def check_committed(dictionary: DDict, names: list[str], *, at_least: int) -> int:
+def check_committed(dictionary: DDict, writers: dict[str, Writer], *, at_least: int) -> int:
     """All keys of all writers are at the newest committed checkpoint what was written there. Returns its id."""
     reader = DDict.attach(dictionary.serialize(), timeout=TIMEOUT_S)
     give_up = time.monotonic() + DEADLINE_S
@@ -112,14 +116,15 @@ def check_committed(dictionary: DDict, names: list[str], *, at_least: int) -> in
         reader.checkpoint_id = max(reader.committed_checkpoint_id, 0)
         try:
             found = {
-                name: [reader[name, number] for number in range(KEYS)]
-                + [int(value) for value in reader[name, "big"][:: BIG - 1]]
-                for name in names
+                name: [reader[name, number] for number in range(KEYS)] + reader[name, "big"][:: BIG - 1].tolist()
+                for name in writers
             }
         except DDictCheckpointRetiredError:
             assert time.monotonic() < give_up  # the writers were faster
             continue
-        assert found == {name: [reader.checkpoint_id] * (KEYS + 2) for name in names}
+        for writer in writers.values():
+            writer.check()
+        assert found == {name: [reader.checkpoint_id] * (KEYS + 2) for name in writers}
         assert reader.checkpoint_id >= at_least, "what was committed is so no more"
         return reader.checkpoint_id
 
@@ -128,7 +133,9 @@ def check_committed(dictionary: DDict, names: list[str], *, at_least: int) -> in
 def test_killed_managers_cost_nothing_that_was_committed(seed: int) -> None:
     chance = random.Random(seed)
     nodes = 2 + seed % 2
-    with DDict(1, nodes, 128 << 20, working_set_size=4, replication="ring", timeout=TIMEOUT_S) as dictionary:
+    with DDict(
+        1, nodes, 128 << 20, working_set_size=4, wait_for_writers=True, replication="ring", timeout=TIMEOUT_S
+    ) as dictionary:
         base = dictionary._configuration.base
         writers = {name: Writer(dictionary, name) for name in ("one", "two")}
         committed = await_committed(dictionary, 1, writers)
@@ -142,13 +149,13 @@ def test_killed_managers_cost_nothing_that_was_committed(seed: int) -> None:
             time.sleep(chance.uniform(0.0, 0.03))
             killed[manager].append(time.monotonic())
             before = kill_manager(dictionary, manager, lose_node=chance.random() < 0.3)
-            committed = check_committed(dictionary, list(writers), at_least=committed)
+            committed = check_committed(dictionary, writers, at_least=committed)
             # One at a time: when something was committed since, there are copies again.
             runtime_of(dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)
             committed = await_committed(dictionary, committed + 2, writers)
         for writer in writers.values():
             writer.end()
-        check_committed(dictionary, list(writers), at_least=committed)
+        check_committed(dictionary, writers, at_least=committed)
         pids = list(runtime_of(dictionary).pids().values())
     assert not files_in(base)
     await_that(lambda: not any(map(is_running, pids)))
@@ -162,8 +169,7 @@ def await_committed(dictionary: DDict, least: int, writers: dict[str, Writer]) -
 
     await_that(is_over)
     for writer in writers.values():
-        if writer.failure is not None:
-            raise writer.failure
+        writer.check()
     return dictionary.committed_checkpoint_id
 
 
@@ -171,7 +177,9 @@ def await_committed(dictionary: DDict, least: int, writers: dict[str, Writer]) -
 def test_killed_writers_cost_nothing_that_was_committed(seed: int) -> None:
     chance = random.Random(seed)
     context = multiprocessing.get_context("fork")
-    with DDict(1, 2, 128 << 20, working_set_size=4, replication="ring", timeout=TIMEOUT_S) as dictionary:
+    with DDict(
+        1, 2, 128 << 20, working_set_size=4, wait_for_writers=True, replication="ring", timeout=TIMEOUT_S
+    ) as dictionary:
         base = dictionary._configuration.base
         survivor = Writer(dictionary, "survivor")
         for generation in range(30):
@@ -199,7 +207,7 @@ def test_killed_writers_cost_nothing_that_was_committed(seed: int) -> None:
                 assert not isinstance(value, torch.Tensor) or torch.equal(value, torch.arange(100_000.0) + number)
             reader.detach()
         survivor.end()
-        check_committed(dictionary, ["survivor"], at_least=0)
+        check_committed(dictionary, {"survivor": survivor}, at_least=0)
         before = sum(each.used_bytes for each in dictionary.stats())
         assert before < 64 << 20, "what killed writers had begun takes memory for ever"
     assert not files_in(base)

@@ -148,6 +148,7 @@ class Coordinator:
         self._died: dict[str, int] = {}
         self._departed_wrote: _Needs = {}
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
+        self._came_back: dict[int, str] = {}
         self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._tried = committed  # newest checkpoint that a manager may have a snapshot of
         self._to_forget: int | None = None
@@ -422,6 +423,13 @@ class Coordinator:
         with self._changed:
             return self._state()
 
+    def recovering(self, manager: int, incarnation: str) -> dict[str, Any]:
+        """A manager came back, and goes on from what is committed. A commit that another incarnation of it has taken
+        part in, and that is not decided yet, is off: this one will not have it."""
+        with self._changed:
+            self._came_back[manager] = incarnation
+            return self._state()
+
     def _state(self) -> dict[str, Any]:
         return {
             "committed": self._committed,
@@ -558,6 +566,8 @@ class Coordinator:
         with self._changed:
             if checkpoint_id <= self._committed:
                 return
+            if any(incarnations[manager] != incarnation for manager, incarnation in self._came_back.items()):
+                return  # it had sealed, and has agreed on an earlier checkpoint since
             self._committed = self._snapshot = checkpoint_id
             self._trouble = ""
             self._sealed.append(checkpoint_id)

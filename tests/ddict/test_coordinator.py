@@ -165,7 +165,7 @@ def test_managers_seal_what_they_prepared_and_then_settle(make: Make) -> None:
 
 
 def test_checkpoints_in_between_are_skipped(make: Make) -> None:
-    play = make()
+    play = make(working_set_size=9)
     gate = play.managers.close_gate("seal")
     play.join("a")
     play.move("a", 1)
@@ -179,7 +179,7 @@ def test_checkpoints_in_between_are_skipped(make: Make) -> None:
 
 
 def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) -> None:
-    play = make(persist_freq=3)
+    play = make(persist_freq=3, working_set_size=9)
     gate = play.managers.close_gate("seal")
     play.join("a")
     play.move("a", 1)
@@ -191,6 +191,32 @@ def test_checkpoints_that_are_due_to_be_persisted_are_not_skipped(make: Make) ->
     assert play.managers.committed() == [0, 2, 5, 8, 9]
     assert play.coordinator.persist_newest(DEADLINE_S) == 9
     assert play.managers.persisted == [2, 5, 8, 9]
+
+
+def test_a_handle_does_not_run_away_from_commits(make: Make) -> None:
+    # What is not committed stays in memory.
+    play = make(working_set_size=2)
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    for position in range(1, 4):
+        play.move("a", position)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError, match="not committed yet"):
+            play.move("a", 9, timeout_s=SHORT_S)
+
+    within(SHORT_S, wait)
+    gate.set()
+    play.move("a", 9)
+    assert play.newest() == 8
+
+
+def test_a_handle_that_others_keep_from_being_committed_goes_on(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("slow")
+    play.join("fast")
+
+    within(0, lambda: play.move("fast", 9))
 
 
 def test_a_commit_that_failed_is_tried_again(make: Make) -> None:
@@ -282,6 +308,28 @@ def test_a_handle_outside_the_working_set_holds_up_nothing(make: Make) -> None:
     assert play.newest() == 8
 
 
+def test_a_handle_that_goes_back_is_not_outside_the_working_set(make: Make) -> None:
+    # It writes again what was lost. Until it has, the checkpoints after that must not be committed.
+    play = make(working_set_size=2, managers=1)
+    play.join("a")
+    play.join("b")
+    for handle in "ab":
+        play.move(handle, 1)
+    assert play.newest() == 0
+    lost = Write(0, "an incarnation that is gone", 1, True)
+    play.move("a", 2, lost)
+    play.move("b", 3)
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 3, lost)
+    play.rollback("a", 0)
+
+    assert play.newest() == 0
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.move("a", 2)
+    assert play.newest() == 1
+
+
 # ---- leases -----------------------------------------------------------------------------------------------
 
 
@@ -362,6 +410,22 @@ def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
 
 
 # ---- retirement -------------------------------------------------------------------------------------------
+
+
+def test_with_wait_for_writers_one_that_takes_over_retires_nothing_before_they_are_back() -> None:
+    managers = Managers(1)
+    coordinator = Coordinator(
+        Rules(1, 2, False, True, True, True, 0), managers.call, committed=4, sealed=(3, 4), settle_s=0.5
+    )
+    try:
+        coordinator.join("fast", "x", 6, ())
+        late = threading.Timer(0.2, lambda: coordinator.join("slow", "y", 5, ()))
+        late.start()
+        with pytest.raises(DDictTimeoutError, match="1 other handle"):
+            coordinator.move("fast", "x", 7, (), 0.8)
+        late.join()
+    finally:
+        coordinator.close()
 
 
 def test_the_working_set_follows_the_newest_handle_but_keeps_what_is_committed(make: Make) -> None:
@@ -654,6 +718,62 @@ def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(ma
     assert play.newest() == 1
 
 
+def test_who_is_told_of_lost_writes_of_a_handle_that_is_gone_can_go_back_from_there(make: Make) -> None:
+    play = make(working_set_size=1)
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.coordinator.note([Write(0, "an incarnation that is gone", 1)])
+    play.move("a", 2)
+    play.managers.await_asked("abort", 2)
+    with pytest.raises(DDictWritesLostError) as raised:
+        _move_until_told(play, "a", 3)
+    time.sleep(SHORT_S)  # nothing happens: there is no event to wait for
+
+    assert raised.value.checkpoint_id == 0
+    play.rollback("a", 0)
+    play.move("a", 2)
+    assert play.newest() == 1
+
+
+def test_a_loss_that_a_handle_would_have_been_told_is_told_once_when_it_is_gone(make: Make) -> None:
+    play = make()
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+        play.move(handle, 1)
+    assert play.newest() == 0
+    lost = play.write(1, 1)
+    play.managers.incarnations[1] = "second"
+    play.move("a", 2, lost)
+    play.move("b", 2)
+    play.managers.await_asked("abort", 2)
+
+    play.coordinator.lease_ended("lease of a", "a")
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+    play.move("b", 9)
+    assert play.newest() == 8
+
+
+def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make) -> None:
+    play = make(working_set_size=2, wait_for_writers=True)
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+    play.move("a", 1)
+    waiting = threading.Thread(target=lambda: play.move("a", 2))
+    waiting.start()
+    play.coordinator.lease_ended("lease of a", "a")
+    play.move("b", 1)
+    waiting.join(DEADLINE_S)
+
+    assert not waiting.is_alive()
+    assert play.coordinator.state()["writers"] == 1
+    play.move("b", 9)  # nobody is waited for
+
+
 def test_lost_writes_of_handles_that_are_gone_do_not_keep_the_coordinator_busy(make: Make) -> None:
     play = make()
     play.join("a")
@@ -713,6 +833,24 @@ def test_a_manager_that_dies_between_prepare_and_seal_is_noticed(make: Make) -> 
     with pytest.raises(DDictWritesLostError):
         _move_until_told(play, "a", 2, wrote)
     assert play.coordinator.state()["committed"] == -1
+
+
+def test_a_manager_that_agreed_on_an_earlier_checkpoint_after_it_had_sealed_undoes_the_commit(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    wrote = play.write(1, 0)
+    play.move("a", 1, wrote)
+    play.managers.await_asked("seal", 2)
+    # Its answers still name the incarnation that sealed, as those of the dead that were on their way do.
+    assert play.coordinator.recovering(1, "second")["committed"] == -1
+    gate.set()
+    play.managers.await_asked("prepare", 4)
+    assert play.coordinator.state()["committed"] == -1
+    play.managers.incarnations[1] = "second"
+
+    with pytest.raises(DDictWritesLostError):
+        _move_until_told(play, "a", 2, wrote)
 
 
 def _move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:
@@ -835,7 +973,7 @@ def test_a_handle_that_went_back_is_not_taken_for_one_that_fell_behind(make: Mak
     play = make(working_set_size=2)
     play.managers.refusals["seal"] = lambda manager, fields: DDictManagerLostError("away", manager=manager)
     play.join("a")
-    for position in range(1, 6):
+    for position in range(1, 4):
         play.move("a", position, play.write(1, position - 1))
     play.managers.incarnations[1] = "second-1"
     play.rollback("a", 0)
@@ -883,7 +1021,7 @@ def test_what_a_manager_sealed_before_it_came_back_without_it_is_not_committed(m
 
     def die_having_sealed(manager: int, fields: dict[str, Any]) -> None:
         if manager == 1 and play.managers.incarnations[1] != "second":
-            assert play.coordinator.returned(1, "second")["committed"] == 0
+            assert play.coordinator.recovering(1, "second")["committed"] == 0
 
     play.managers.refusals["seal"] = die_having_sealed
     play.move("a", 2, lost)

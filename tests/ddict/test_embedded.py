@@ -24,6 +24,7 @@ from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.nursery import MOST_DEATHS
 from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+from tests.support.processes import child_environment
 from tests.workers import ddict_entries
 
 DEADLINE_S = 30.0
@@ -107,7 +108,7 @@ class Creator:
 def creator(root: Path, count: int = 2, how: str = "wait", entry: str = "note_and_wait") -> Iterator[Creator]:
     argv = [sys.executable, ddict_entries.__file__, str(root), str(count), entry, how]
     # It lets go of the output at its end, so reading a line has an end, too.
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment())
     try:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())

@@ -128,7 +128,7 @@ def test_other_processes_write_the_same_bytes() -> None:
     keys = "('k', 7, 0.5, frozenset(['a', 'b', 'c', 'd', 'e']), (None, b'x'), datetime.date(2020, 1, 2))"
     program = f"import datetime; from ml_flashpoint.ddict.keys import *; print(*[encode_key(k).hex() for k in {keys}])"
     written = set()
-    for seed in "012":
+    for seed in "01":
         done = subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "PYTHONHASHSEED": seed},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,9 @@ class Model:
         self.floor = 0
         self.newest = 0
         self.committed = -1
+        self.oldest = 0
         self.positions = [0] * HANDLES
+        self.since = [0] * HANDLES
         self.snapshots: dict[int, Content] = {}
         self.persisted: dict[int, Content] = {}
         self.uncommitted: list[dict[int, set[int]]] = [{} for _ in range(HANDLES)]
@@ -78,10 +79,20 @@ class Model:
         if at <= self.committed:
             self.late.add(key)
 
+    def move(self, handle: int, to: int) -> None:
+        self.positions[handle] = to
+        self.newest = max(self.newest, to)
+        self.since[handle] = self.newest
+
     def target(self) -> int:
         """The newest checkpoint that every handle has moved past, or has fallen out of the working set of."""
         window = self.newest - WORKING_SET + 1
-        return max(self.committed, min(max(position, window) for position in self.positions) - 1)
+        self.oldest = max(self.oldest, min(window, self.committed))
+        slowest = min(
+            max(position, self.oldest, window if self.newest - since >= WORKING_SET else 0)
+            for position, since in zip(self.positions, self.since, strict=True)
+        )
+        return max(self.committed, slowest - 1)
 
     def commit(self, checkpoint_id: int) -> None:
         if checkpoint_id > self.committed:
@@ -97,7 +108,7 @@ class Model:
         self.writes = [w for w in self.writes if w.writer != handle or w.checkpoint_id <= to]
         for ids in self.uncommitted[handle].values():
             ids -= {each for each in ids if each > to}
-        self.positions[handle] = to
+        self.move(handle, to)
         if self.committed > to:
             self.committed = to
             self.snapshots = {each: content for each, content in self.snapshots.items() if each <= to}
@@ -114,6 +125,7 @@ class Model:
         self.writes = [Write(key, checkpoint_id, -1, number) for key, number in content.items()]
         self.floor = checkpoint_id
         self.positions = [checkpoint_id] * HANDLES
+        self.since = [self.newest] * HANDLES
         self.uncommitted = [{} for _ in range(HANDLES)]
         self.late = set()
 
@@ -204,9 +216,8 @@ class DictionaryModel(RuleBasedStateMachine):
     @rule(handle=HANDLE)
     def checkpoint(self, handle: int) -> None:
         self.catch_up(handle)
-        self.model.positions[handle] += 1
+        self.model.move(handle, self.model.positions[handle] + 1)
         assert self.handles[handle].checkpoint() == self.model.positions[handle]
-        self.model.newest = max(self.model.newest, self.model.positions[handle])
         self.let_commit()
 
     @rule()
@@ -228,14 +239,15 @@ class DictionaryModel(RuleBasedStateMachine):
         if expected < self.model.floor:
             return
         assert self.handles[handle].sync_to_newest_checkpoint() == expected
-        self.model.positions[handle] = expected
+        self.model.move(handle, expected)
         self.let_commit()
 
     def catch_up(self, handle: int) -> None:
         """A handle that has fallen out of the working set goes on."""
         oldest = self.model.newest - WORKING_SET + 1
         if self.model.positions[handle] < oldest:
-            self.handles[handle].checkpoint_id = self.model.positions[handle] = oldest
+            self.handles[handle].checkpoint_id = oldest
+            self.model.move(handle, oldest)
             self.let_commit()
 
     def let_commit(self) -> None:
@@ -264,8 +276,8 @@ class DictionaryModel(RuleBasedStateMachine):
         to = data.draw(st.sampled_from(sorted(self.model.persisted)))
         self.handles[handle].restore(to)
         self.model.persisted = {each: content for each, content in self.model.persisted.items() if each <= to}
+        self.model.committed = self.model.newest = self.model.oldest = to
         self.model.flatten(to, self.model.persisted[to])
-        self.model.committed = self.model.newest = to
         self.model.snapshots = {to: self.model.persisted[to]}
         for each in self.handles:
             assert each.sync_to_newest_checkpoint() == to
@@ -278,9 +290,7 @@ class DictionaryModel(RuleBasedStateMachine):
         manager = data.draw(st.integers(0, self.managers - 1))
         for handle in range(HANDLES):
             self.catch_up(handle)
-        before = kill_manager(self.dictionary, manager)
-        if lost_node:
-            shutil.rmtree(Path(self.dictionary._configuration.base, f"node-{manager}"), ignore_errors=True)
+        before = kill_manager(self.dictionary, manager, lose_node=lost_node)
         if wait:
             runtime_of(self.dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)
         committed = self.model.committed
@@ -380,6 +390,7 @@ def _run(examples: int, steps: int) -> None:
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
+                deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
             ),
         )

@@ -35,6 +35,7 @@ from ml_flashpoint.ddict.native import (
     this_process,
 )
 from tests.support.forked import wait_until
+from tests.support.processes import child_environment
 from tests.workers import ddict_members
 
 DEADLINE_S = 60.0
@@ -177,7 +178,7 @@ def test_a_member_that_does_not_heed_is_killed(tmp_path: Path, monkeypatch: pyte
 
 def test_members_end_when_their_creator_is_killed(tmp_path: Path) -> None:
     argv = [sys.executable, ddict_members.__file__, str(tmp_path)]
-    creator = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    creator = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment())
     try:
         assert creator.stdout is not None
         assert creator.stdin is not None
@@ -247,7 +248,7 @@ if __name__ == "__main__":
 def test_functions_of_a_script_run_with_the_globals_of_its_guarded_part(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     argv = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=child_environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['42', '42', '42']\n"
     assert done.stderr == ""

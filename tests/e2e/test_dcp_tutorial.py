@@ -5,14 +5,14 @@ They are as they stand there; ADAPTATIONS lists every change, each of which must
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import REPOSITORY, free_port
+from tests.support.cluster import free_port
+from tests.support.processes import child_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -322,13 +322,12 @@ def test_the_tutorial_runs_and_what_it_saved_is_loaded(
 ) -> None:
     script = tmp_path / "tutorial.py"
     script.write_text(program)
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), str(tmpfs / "job"), str(world_size), str(free_port())],
         capture_output=True,
         text=True,
         timeout=200,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     for rank in range(world_size):

@@ -145,9 +145,11 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path) -> No
             for epoch in range(last):
                 assert torch.equal(d[rank, epoch], value_of(rank, epoch)), (rank, epoch)
 
-        cluster.fill()  # a new machine: a handle works there, too
-        keys = ray.get(run_on(cluster.others[-1], ddict_ray.look, d, []), timeout=DEADLINE_S)
-        assert keys[0] == []
+        before = cluster.nodes
+        cluster.fill()
+        (new_node,) = set(cluster.nodes) - set(before)
+        looked = ray.get(run_on(new_node, ddict_ray.look, d, [(0, 0)]), timeout=DEADLINE_S)
+        assert looked == ([], [], {(0, 0): float(value_of(0, 0).sum())})
 
 
 def test_a_killed_main_manager_comes_back(cluster: RayCluster) -> None:

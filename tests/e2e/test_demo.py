@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.cluster import REPOSITORY
+from tests.support.processes import child_environment
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -49,15 +49,15 @@ def _argv(*args: str, job: str | None = None) -> list[str]:
     return [sys.executable, "-m", "tests.workers.demo_of", job, *args]
 
 
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
-
-
 def _run(*args: str, job: str | None = None) -> tuple[int, Any, str]:
     """Exit code, JSON and progress."""
     done = subprocess.run(
-        _argv("--json", *args, job=job), capture_output=True, text=True, env=_environment(), timeout=380, check=False
+        _argv("--json", *args, job=job),
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+        timeout=380,
+        check=False,
     )
     result = json.loads(done.stdout)
     print(result["error"], done.stderr, sep="\n")  # pytest shows it if the test fails
@@ -125,7 +125,7 @@ def test_a_job_that_fails_fails_the_demo_and_shows_why() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals) -> None:
     process = subprocess.Popen(
-        _argv("--steps", "400"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
+        _argv("--steps", "400"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
     )
     assert process.stdout is not None
     with process.stdout:

@@ -27,11 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.support.processes import CapturedProcess, kill_marked, marked_processes
+from tests.support.processes import REPOSITORY, CapturedProcess, kill_marked, marked_processes
 from tests.support.tmpfs import remove_folder
 from tests.support.worker import REPORT_PREFIX
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = REPOSITORY / "tests" / "workers"
 DEFAULT_TIMEOUT_S = 60.0
 

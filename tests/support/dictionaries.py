@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -46,10 +47,15 @@ def pid_of(dictionary: DDict, manager: int) -> int:
     return runtime.pids()[manager]
 
 
-def kill_manager(dictionary: DDict, manager: int) -> int:
-    """SIGKILL a manager; returns the process id that it had."""
+def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) -> int:
+    """SIGKILL a manager, and delete what its node had in memory; returns the process id that it had."""
     pid = pid_of(dictionary, manager)
     with contextlib.suppress(ProcessLookupError):
+        if lose_node:
+            os.kill(pid, signal.SIGSTOP)  # its successor, which comes at once, must not find anything
+            await_that(lambda: psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
+            node = dictionary._configuration.node_folder(manager)
+            shutil.rmtree(node, ignore_errors=True)
         os.kill(pid, signal.SIGKILL)
     return pid
 

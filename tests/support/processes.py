@@ -14,10 +14,18 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
+REPOSITORY = Path(__file__).parents[2]
 KILL_DEADLINE_S = 20.0
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """The environment of this process, for a child that imports `tests`; with ``more``."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 class CapturedProcess:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
 
 
 def answer(dictionary: DDict, pipe: Connection) -> None:
@@ -56,6 +57,13 @@ def try_to_destroy(dictionary: DDict, pipe: Connection) -> None:
 def write_for_ever(dictionary: DDict, name: str, pipe: Connection) -> None:
     """Writes its keys at each checkpoint, one after the other, and reports each that it has moved past."""
     big = torch.arange(100_000, dtype=torch.float32)
+    while True:
+        try:
+            dictionary.sync_to_newest_checkpoint()
+            dictionary[name, 0] = dictionary.checkpoint_id  # now others wait for this one
+            break
+        except DDictCheckpointRetiredError:
+            pass  # they were faster
     while True:
         checkpoint_id = dictionary.checkpoint_id
         for number in range(4):

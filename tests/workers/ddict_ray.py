@@ -21,7 +21,7 @@ def value_of(rank: int, epoch: int) -> torch.Tensor:
     return torch.arange(LARGE, dtype=torch.float32) + rank * 1000 + epoch
 
 
-def look(d: DDict, keys: list[str]) -> tuple[list[int], list[str], dict[str, float]]:
+def look(d: DDict, keys: list[Any]) -> tuple[list[int], list[Any], dict[Any, float]]:
     """Managers of this node, those keys whose values are mapped from memory of this node, and the values' sums."""
     mapped, sums = [], {}
     for key in keys:
@@ -82,12 +82,22 @@ class _Writer:
                 self._done(lambda epoch=epoch: self._write(epoch))
                 report.written = self._done(d.checkpoint)
             except DDictWritesLostError as lost:
-                back = lost.checkpoint_id
-                assert back is not None
-                self._done(lambda back=back: d.rollback(to=back))
-                report.written = self._done(d.checkpoint)
+                self._go_back(lost)
         d.detach()
         return report
+
+    def _go_back(self, lost: DDictWritesLostError) -> None:
+        """Go on after the checkpoint that came back, as the error says."""
+        again: DDictWritesLostError | None = lost
+        while again is not None:
+            to = again.checkpoint_id
+            assert to is not None
+            try:
+                self._done(lambda to=to: self._d.rollback(to=to))
+                self._report.written = self._done(self._d.checkpoint)
+                again = None
+            except DDictWritesLostError as error:  # another loss, or that of a writer that is gone
+                again = error
 
     def _write(self, epoch: int) -> None:
         self._d[self._rank, epoch] = value_of(self._rank, epoch)

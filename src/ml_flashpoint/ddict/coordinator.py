@@ -98,17 +98,17 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
-        redoing: it went back from here on purpose, and until it is here again it is not one that has fallen behind.
+        since: the newest checkpoint of any handle when this one came to where it is.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
 
     position: int
     lease: str
+    since: int = -1
     moving_to: int = -1
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
-    redoing: int = 0
 
 
 class Coordinator:
@@ -146,6 +146,7 @@ class Coordinator:
         self._died: dict[str, int] = {}
         self._departed_wrote: _Needs = {}
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
+        self._came_back: dict[int, str] = {}
         self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._tried = committed  # newest checkpoint that a manager may have a snapshot of
         self._to_forget: int | None = None
@@ -160,7 +161,6 @@ class Coordinator:
         self._persist_error: FlashpointError | None = None
         self._busy = False
         self._trouble = ""
-        self._returned: dict[int, str] = {}
         self._committing = -1
         self._held_up = 0
         self._not_before = time.monotonic() + settle_s
@@ -187,8 +187,8 @@ class Coordinator:
             self._died.pop(handle, None)
             writer = self._writers.get(handle)
             if writer is None:
-                self._writers[handle] = _Writer(position, lease, wrote=self._needs(wrote))
                 self._newest = max(self._newest, position)
+                self._writers[handle] = _Writer(position, lease, self._newest, wrote=self._needs(wrote))
                 self._changed.notify_all()
             else:
                 writer.lease = lease
@@ -218,7 +218,8 @@ class Coordinator:
         Raises:
             DDictWritesLostError: a manager came back without what this handle wrote, or, told to one handle only,
                 without what a handle wrote that is gone.
-            DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time.
+            DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time; or
+                commits are too far behind.
         """
         until = time.monotonic() + timeout_s
         with self._changed:
@@ -233,6 +234,7 @@ class Coordinator:
         retires = position - self._rules.working_set_size
         if position > self._newest and retires >= 0:
             try:
+                self._wait_for_commits(position, until)
                 self._wait_to_retire(handle, position, retires, until)
             except BaseException:
                 with self._changed:
@@ -245,7 +247,7 @@ class Coordinator:
             writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
-            self._newest = max(self._newest, position)
+            writer.since = self._newest = max(self._newest, position)
             if not self._rules.snapshots:
                 self._committed = max(self._committed, self._target())
             self._changed.notify_all()
@@ -275,8 +277,8 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
-                writer.redoing = max(writer.redoing, writer.position)
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
+                writer.since = self._newest
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
                 return self._state()
@@ -403,17 +405,17 @@ class Coordinator:
             self._changed.notify_all()
             raise orphaned
 
-    def returned(self, manager: int, incarnation: str) -> dict[str, Any]:
-        """A manager has died, and is about to recover at what is committed now: a commit that is under way, and that
-        the process before it may have sealed, can come to nothing only."""
-        with self._changed:
-            self._returned[manager] = incarnation
-            return self._state()
-
     def state(self) -> dict[str, Any]:
         """Where the dictionary is: ``committed``, ``fixed`` (the newest checkpoint for whose commit a write there would
         be late), ``newest``, ``oldest`` and ``writers``."""
         with self._changed:
+            return self._state()
+
+    def recovering(self, manager: int, incarnation: str) -> dict[str, Any]:
+        """A manager came back, and goes on from what is committed. A commit that another incarnation of it has taken
+        part in, and that is not decided yet, is off: this one will not have it."""
+        with self._changed:
+            self._came_back[manager] = incarnation
             return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -425,6 +427,21 @@ class Coordinator:
             "writers": len(self._writers),
             "persisted": max(self._persisted_ids, default=-1),
         }
+
+    def _wait_for_commits(self, position: int, until: float) -> None:
+        """Wait while commits that could be made are a working set behind: what is not committed stays in memory, which
+        would fill up with it."""
+        if not self._rules.snapshots:
+            return
+        with self._changed:
+            while self._committed < min(self._target(), position - self._rules.working_set_size - 2):
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError(
+                        f"checkpoint {self._committed + 1} and later ones are not committed yet",
+                        checkpoint_id=self._committed + 1,
+                    )
+                self._changed.wait(left)
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, until: float) -> None:
         """Wait until a checkpoint may leave the working set."""
@@ -448,11 +465,11 @@ class Coordinator:
     # ---- what may be committed ----------------------------------------------------------------------------
 
     def _oldest(self) -> int:
-        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to.
-        So does what a handle is going back to, while a commit that is under way ends."""
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to; so
+        does what a handle is going back to, while a commit that is under way ends."""
         oldest = max(0, self._newest - self._rules.working_set_size + 1)
         if self._rules.snapshots:
-            redone = [writer.position for writer in self._writers.values() if writer.position < writer.redoing]
+            redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
             oldest = min(oldest, max(self._committed, 0), *redone)
         return max(self._oldest_told, oldest)
 
@@ -463,16 +480,19 @@ class Coordinator:
         """The newest checkpoint that every handle has moved past."""
         if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
             return self._committed
-        # A handle that has fallen out of the working set can write nothing below it any more. One that went back to
-        # where it can still write has not fallen behind: committed without it, that would retire under it.
-        window, oldest = self._window(), self._oldest()
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
-        positions = [position for position in self._died.values() if position >= window]
-        positions += [
-            writer.position if oldest <= writer.position < writer.redoing else max(writer.position, window)
-            for writer in self._writers.values()
-        ]
+        positions = [position for position in self._died.values() if position >= self._window()]
+        positions += map(self._held_up_at, self._writers.values())
         return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
+
+    def _held_up_at(self, writer: _Writer) -> int:
+        """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
+        others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
+        at = max(writer.position, self._window()) if self._is_out(writer) else writer.position
+        return max(at, self._oldest())
+
+    def _is_out(self, writer: _Writer) -> bool:
+        return self._newest - writer.since >= self._rules.working_set_size
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:
@@ -532,8 +552,8 @@ class Coordinator:
         with self._changed:
             if checkpoint_id <= self._committed:
                 return
-            if any(self._returned.get(manager, known) != known for manager, known in incarnations.items()):
-                return  # it sealed this, died, and is back at what was committed before: without this
+            if any(incarnations[manager] != incarnation for manager, incarnation in self._came_back.items()):
+                return  # it had sealed, and has agreed on an earlier checkpoint since
             self._committed = self._snapshot = checkpoint_id
             self._trouble = ""
             self._sealed.append(checkpoint_id)
@@ -683,6 +703,7 @@ class Coordinator:
     def _restored(self, checkpoint_id: int) -> None:
         for writer in self._writers.values():
             writer.position, writer.wrote, writer.assumed, writer.lost = checkpoint_id, {}, {}, None
+            writer.since = checkpoint_id
         self._committed = -1 if self._rules.snapshots else checkpoint_id
         self._floor = checkpoint_id
         self._departed, self._departed_wrote, self._died = checkpoint_id + 1, {}, {}

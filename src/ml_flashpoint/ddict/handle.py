@@ -131,6 +131,8 @@ class Handle:
 
     def _check_loss(self, manager: int, until: float) -> None:
         """A manager is another process than the one that was written to: raise, unless all of that was committed."""
+        # Only when it has recovered is it settled what it recovered at.
+        self.client.links.call(manager, "ready", {}, until=until)
         committed = int(self.client.links.call(0, "state", {}, until=until).fields["committed"])
         with self._lock:
             self._forget_committed(committed)

@@ -32,7 +32,7 @@ from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ml_flashpoint.ddict.operations import Operation
+    from ml_flashpoint.ddict.request_fields import Operation
 
 _log = logging.getLogger(__name__)
 
@@ -251,8 +251,8 @@ class Manager:
         """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
         every manager has."""
         if self.number != 0:
-            who = {"back": self.number, "incarnation": self.incarnation}
-            state = self.links.call(0, "state", who, until=until).fields
+            me = {"manager": self.number, "incarnation": self.incarnation}
+            state = self.links.call(0, "recovering", me, until=until).fields
             self.frozen = bool(state["frozen"])
             self._use_run(str(state["run"]), state["restored"])
             return int(state["committed"]), ()
@@ -557,6 +557,8 @@ class Manager:
 
 
 def _operations() -> dict[str, Operation]:
-    from ml_flashpoint.ddict.operations import OPERATIONS
+    # They name this module's types.
+    from ml_flashpoint.ddict import data_operations, operations  # noqa: F401
+    from ml_flashpoint.ddict.request_fields import OPERATIONS
 
     return OPERATIONS

@@ -96,7 +96,7 @@ def test_values_of_all_nodes(cluster: RayCluster) -> None:
         for local, mapped, sums in looks:
             assert len(local) == 1
             assert mapped == [key for key in keys if owners[key] in local]
-            assert sums == {key: float(value_of(int(key[0]), int(key[2])).sum()) for key in keys}
+            assert sums == {key: float(value_of(int(key[0]), int(key[2])).double().sum()) for key in keys}
         d.update(small=1, text="far and near")
         assert (d["small"], d["text"], len(d)) == (1, "far and near", len(keys) + 2)
 
@@ -149,7 +149,7 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path) -> No
         cluster.fill()
         (new_node,) = set(cluster.nodes) - set(before)
         looked = ray.get(run_on(new_node, ddict_ray.look, d, [(0, 0)]), timeout=DEADLINE_S)
-        assert looked == ([], [], {(0, 0): float(value_of(0, 0).sum())})
+        assert looked == ([], [], {(0, 0): float(value_of(0, 0).double().sum())})
 
 
 def test_a_killed_main_manager_comes_back(cluster: RayCluster) -> None:

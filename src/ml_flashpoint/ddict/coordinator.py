@@ -98,6 +98,7 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
+        told: it was, without another's, and what it would go back to stays there until it has gone on or back.
         since: the newest checkpoint of any handle when this one came to where it is.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
@@ -109,6 +110,7 @@ class _Writer:
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
+    told: bool = False
 
 
 class Coordinator:
@@ -228,6 +230,7 @@ class Coordinator:
                 writer = self._writers[handle] = _Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost
+            writer.told = self._orphaned is not None
             self._raise_orphaned()
             writer.moving_to = position
             self._changed.notify_all()
@@ -241,6 +244,8 @@ class Coordinator:
                     writer.moving_to = -1
                 raise
         with self._changed:
+            if handle not in self._writers and lease not in self._leases:
+                return self._state()  # its process is gone, or comes back with what it is told now
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
             self._died.pop(handle, None)
@@ -278,6 +283,7 @@ class Coordinator:
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
+                writer.told = False
                 writer.since = self._newest
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
@@ -368,8 +374,9 @@ class Coordinator:
             return
         if handle not in self._died:
             self._departed = max(self._departed, writer.position)
-        _merge(self._departed_wrote, writer.wrote)
-        _merge(self._departed_wrote, writer.assumed)
+        if writer.lost is None:  # else that says it, once
+            _merge(self._departed_wrote, writer.wrote)
+            _merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())
@@ -447,6 +454,8 @@ class Coordinator:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
+                while (left := min(until, self._not_before) - time.monotonic()) > 0:
+                    self._changed.wait(left)  # those behind may not be back yet
                 while behind := [
                     name
                     for name, writer in self._writers.items()
@@ -478,7 +487,7 @@ class Coordinator:
 
     def _target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
-        if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
+        if self._orphaned is not None or any(writer.told or writer.lost for writer in self._writers.values()):
             return self._committed
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
         positions = [position for position in self._died.values() if position >= self._window()]

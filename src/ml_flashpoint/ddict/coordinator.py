@@ -405,15 +405,19 @@ class Coordinator:
                     why = f": {self._trouble}" if self._trouble else ""
                     raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
-            if not self._writers:
-                # Whoever goes on does so from here.
-                self._died.clear()
-                self._departed = self._committed + 1
+            self._begin_anew()
             return self._state()
+
+    def _begin_anew(self) -> None:
+        """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""
+        if not self._writers:
+            self._died.clear()
+            self._departed = self._newest = self._committed + 1
 
     def _raise_orphaned(self) -> None:
         if self._orphaned is not None:
             orphaned, self._orphaned = self._orphaned, None
+            self._begin_anew()
             self._changed.notify_all()
             raise orphaned
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ import ray
 from ray.exceptions import RayError
 
 from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.ddict import DDict, DDictDestroyedError, DDictError, DDictWritesLostError
+from ml_flashpoint.ddict import (
+    DDict,
+    DDictCheckpointRetiredError,
+    DDictDestroyedError,
+    DDictError,
+    DDictWritesLostError,
+)
 from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
 from ml_flashpoint.ddict.ray_manager import node_base
 from tests.support import tmpfs as tmpfs_folders
@@ -128,7 +135,9 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path) -> No
         lose(cluster, d, base, lost_node)
 
         # The handle of this process, which knew the manager where it was, finds it where it is.
-        _retry(lambda: [d[rank, epoch] for rank in range(NODES) for epoch in range(committed + 1)])
+        for rank in range(NODES):
+            for epoch in range(committed + 1):
+                assert torch.equal(_read_newest(d, (rank, epoch)), value_of(rank, epoch))
         assert ray_node_of(d, lost) != lost_node
         wait_until(lambda: _newest(d) >= committed + 3, "commits go on", DEADLINE_S)
         _retry(lambda: d.pput("stop", True))
@@ -236,6 +245,17 @@ def _newest(d: DDict) -> int:
         return int(_retry(d.sync_to_newest_checkpoint))
     except DDictWritesLostError:  # said once: those of the writer that was lost with its node
         return int(_retry(d.sync_to_newest_checkpoint))
+
+
+def _read_newest(d: DDict, key: Any) -> Any:
+    """Read while others go on, who do not wait for those that only read."""
+    give_up = time.monotonic() + DEADLINE_S
+    while True:
+        _newest(d)
+        try:
+            return _retry(lambda: d[key])
+        except DDictCheckpointRetiredError:
+            assert time.monotonic() < give_up
 
 
 def _retry(call: Any) -> Any:

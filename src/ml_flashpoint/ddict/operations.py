@@ -192,7 +192,7 @@ def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """A handle that has not joined wrote something."""
-    return _coordinator(manager, fields).note(_wrote(fields)), ()
+    return {**_coordinator(manager, fields).note(_wrote(fields)), "run": manager.run_id}, ()
 
 
 @operation
@@ -204,9 +204,10 @@ def _join(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 @operation
 def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
-    return coordinator.move(
+    state = coordinator.move(
         text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(fields), left_of(fields)
-    ), ()
+    )
+    return {**state, "run": manager.run_id}, ()
 
 
 @operation
@@ -224,7 +225,7 @@ def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @operation
 def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return _coordinator(manager, fields).newest(left_of(fields)), ()
+    return {**_coordinator(manager, fields).newest(left_of(fields)), "run": manager.run_id}, ()
 
 
 @operation

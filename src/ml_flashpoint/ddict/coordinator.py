@@ -577,7 +577,8 @@ class Coordinator:
             self._sealed.append(checkpoint_id)
             self._incarnations = incarnations
             for needs in self._all_needs():
-                for place in [place for place, need in needs.items() if need <= checkpoint_id]:
+                # Not what a handle that came back meanwhile wrote to a process that is gone: it is told next.
+                for place in [p for p, need in needs.items() if need <= checkpoint_id and incarnations[p[0]] == p[1]]:
                     del needs[place]
             if self._rules.is_due(checkpoint_id) and checkpoint_id not in self._persisted_ids:
                 self._to_persist.append(checkpoint_id)

@@ -147,6 +147,7 @@ class Coordinator:
         self._departed = committed + 1
         self._died: dict[str, int] = {}
         self._departed_wrote: _Needs = {}
+        self._any_departed = committed >= 0  # one that takes over does not know
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
         self._came_back: dict[int, str] = {}
         self._floor = committed  # newest that is known to be complete, whatever handles do now
@@ -201,6 +202,7 @@ class Coordinator:
         """A handle that is not attached has written something."""
         with self._changed:
             _merge(self._departed_wrote, self._needs(wrote))
+            self._any_departed = True
             return self._state()
 
     def _needs(self, wrote: Sequence[Write]) -> _Needs:
@@ -343,7 +345,8 @@ class Coordinator:
         for name, writer in self._writers.items():
             if name != handle:
                 _merge(writer.assumed, again)
-        _merge(self._departed_wrote, again)
+        if self._any_departed:
+            _merge(self._departed_wrote, again)
         self._have_forgotten(to)
         # All had moved past what was committed, so past this one too.
         self._floor = to if self._committed > to else min(self._floor, to)
@@ -379,6 +382,7 @@ class Coordinator:
             return
         if handle not in self._died:
             self._departed = max(self._departed, writer.position)
+        self._any_departed = True
         if writer.lost is None:  # else that says it, once
             _merge(self._departed_wrote, writer.wrote)
             _merge(self._departed_wrote, writer.assumed)

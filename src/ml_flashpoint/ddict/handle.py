@@ -201,7 +201,7 @@ class Handle:
         unsure = self._unsure[manager]
         if manager in self._lost and to <= self._lost[manager]:
             return _Unsure(unsure.incarnation)  # the loss was told, and this is the answer to it
-        kept: dict[int, int | None] = {each: None for each in unsure.needs if each <= to or not discard}
+        kept = {each: need for each, need in unsure.needs.items() if each <= to or not discard}
         return _Unsure(unsure.incarnation, kept)
 
     def sync(self, until: float) -> None:

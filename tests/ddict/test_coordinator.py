@@ -100,7 +100,15 @@ Make = Callable[..., Play]
 def make() -> Iterator[Make]:
     made: list[Play] = []
 
-    def make_one(managers: int = 2, *, committed: int = -1, sealed: tuple[int, ...] = (), **rules: Any) -> Play:
+    def make_one(
+        managers: int = 2,
+        *,
+        committed: int = -1,
+        sealed: tuple[int, ...] = (),
+        expected: tuple[str, ...] = (),
+        died: tuple[str, ...] = (),
+        **rules: Any,
+    ) -> Play:
         given = {
             "working_set_size": 4,
             "wait_for_keys": False,
@@ -117,6 +125,8 @@ def make() -> Iterator[Make]:
             unpersist=played.removed_above.append,
             committed=committed,
             sealed=sealed,
+            expected=expected,
+            died=died,
         )
         made.append(Play(coordinator, played))
         return made[-1]
@@ -1050,3 +1060,26 @@ def test_what_a_manager_sealed_before_it_came_back_without_it_is_not_committed(m
         except DDictWritesLostError as error:
             told.append(error)
     assert [error.checkpoint_id for error in told] == [0]
+
+
+def test_one_who_takes_over_commits_nothing_before_those_who_wrote_are_back(make: Make) -> None:
+    play = make(committed=1, sealed=(1,), expected=("a", "b"))
+    play.join("a", 3)
+    play.move("a", 4)
+    assert play.coordinator.state()["committed"] == 1
+    lost = Write(1, "an incarnation that is gone", 2)
+    play.join("b", 3, lost)
+    play.managers.await_asked("abort", 1)
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("b", 4, lost)
+    assert raised.value.checkpoint_id == 1
+    assert play.coordinator.state()["committed"] == 1
+
+
+def test_one_who_takes_over_does_not_take_for_whole_what_processes_died_in(make: Make) -> None:
+    play = make(working_set_size=2, committed=1, sealed=(1,), died=("a",))
+    play.join("b", 2)
+    play.move("b", 3)
+    assert play.newest() == 1
+    play.move("b", 4)
+    assert play.newest() == 3

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -33,6 +33,9 @@ from ml_flashpoint.ddict.errors import (
 )
 
 _log = logging.getLogger(__name__)
+
+EXPECT_S = 20.0
+"""Longest time that commits wait for handles to find a main manager that was started anew: on another node, say."""
 
 _RETRY_S = 0.2
 _CALL_S = 30.0
@@ -123,7 +126,10 @@ class Coordinator:
         unpersist: removes persisted checkpoints above one, which were rolled back.
         committed: checkpoint that was committed last, for one that takes over; -1: none.
         sealed: checkpoints, that one included, of which every manager has a snapshot.
-        settle_s: seconds to wait before committing anything, for the handles of one that takes over to come back.
+        expected: handles that wrote before, for one that takes over: it commits nothing before they have come back, or
+            for as long as `EXPECT_S`.
+        died: handles that wrote before, and whose processes are gone.
+        settle_s: seconds to wait before committing anything, for others to come back.
     """
 
     def __init__(
@@ -135,6 +141,8 @@ class Coordinator:
         unpersist: Callable[[int], None] = lambda above: None,
         committed: int = -1,
         sealed: tuple[int, ...] = (),
+        expected: Collection[str] = (),
+        died: Collection[str] = (),
         settle_s: float = 0.0,
     ) -> None:
         self._rules = rules
@@ -144,8 +152,9 @@ class Coordinator:
         self._changed = threading.Condition()
         self._writers: dict[str, _Writer] = {}
         self._leases: dict[str, object] = {}
+        self._pids: dict[str, int | None] = {}
         self._departed = committed + 1
-        self._died: dict[str, int] = {}
+        self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
         self._departed_wrote: _Needs = {}
         self._any_departed = committed >= 0  # one that takes over does not know
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
@@ -166,7 +175,9 @@ class Coordinator:
         self._trouble = ""
         self._committing = -1
         self._held_up = 0
-        self._not_before = time.monotonic() + settle_s
+        self._expected = set(expected)
+        self._settled_at = time.monotonic() + settle_s
+        self._not_before = time.monotonic() + (max(settle_s, EXPECT_S) if expected else settle_s)
         self._closing = False
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
         self._threads = [
@@ -178,17 +189,31 @@ class Coordinator:
 
     # ---- what handles say ---------------------------------------------------------------------------------
 
-    def lease_began(self, lease: str, holder: object) -> None:
+    def _arrived(self, handle: str) -> None:
+        """A handle is there, or said that it will not be."""
+        self._died.pop(handle, None)
+        if handle in self._expected:
+            self._expected.remove(handle)
+            if not self._expected:
+                self._not_before = min(self._not_before, self._settled_at)
+
+    def writers(self) -> dict[str, int | None]:
+        """Handles that write, each with its process if that is on this machine: for one that takes over."""
+        with self._changed:
+            return {handle: self._pids.get(writer.lease) for handle, writer in self._writers.items()}
+
+    def lease_began(self, lease: str, holder: object, pid: int | None = None) -> None:
         """A process has a connection that keeps its handles attached."""
         with self._changed:
             self._leases[lease] = holder
+            self._pids[lease] = pid
             self._changed.notify_all()
 
     def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
         moved since this was sent."""
         with self._changed:
-            self._died.pop(handle, None)
+            self._arrived(handle)
             writer = self._writers.get(handle)
             if writer is None:
                 self._newest = max(self._newest, position)
@@ -255,7 +280,7 @@ class Coordinator:
                 return self._state()  # its process is gone, or comes back with what it is told now
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
-            self._died.pop(handle, None)
+            self._arrived(handle)
             writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
@@ -284,7 +309,7 @@ class Coordinator:
             if to < oldest:
                 raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             writer = self._writers.get(handle)
-            self._died.pop(handle, None)
+            self._arrived(handle)
             if writer is None and lease is not None:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
@@ -361,6 +386,7 @@ class Coordinator:
     def leave(self, handle: str) -> None:
         """A handle writes no more."""
         with self._changed:
+            self._arrived(handle)
             self._remove(handle)
             self._changed.notify_all()
 
@@ -369,7 +395,7 @@ class Coordinator:
         with self._changed:
             if self._leases.get(lease) is not holder:
                 return
-            del self._leases[lease]
+            del self._leases[lease], self._pids[lease]
             for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
                 self._died[handle] = self._writers[handle].position
                 self._remove(handle)
@@ -534,6 +560,10 @@ class Coordinator:
                     self._changed.wait(_RETRY_S if time.monotonic() < self._not_before else None)
                 if self._closing:
                     return
+                if self._expected and time.monotonic() >= self._not_before:
+                    _log.warning("%d handle(s) did not come back to the main manager", len(self._expected))
+                    self._died.update(dict.fromkeys(self._expected, self._committed + 1))
+                    self._expected.clear()
                 checkpoint_id = self._next() if self._rules.snapshots else None
                 self._committing = -1 if checkpoint_id is None else checkpoint_id
                 self._busy = True
@@ -562,7 +592,7 @@ class Coordinator:
                 self._have_forgotten(self._committed)  # a later one was tried, and somebody went back meanwhile
             self._tried = max(self._tried, checkpoint_id)
         self._forget(_CALL_S)
-        answers = self._all("prepare", {"checkpoint_id": checkpoint_id})
+        answers = self._all("prepare", {"checkpoint_id": checkpoint_id, "writers": self.writers()})
         incarnations = {manager: str(answer["incarnation"]) for manager, answer in enumerate(answers)}
         if self._note_losses(incarnations):
             self._all("abort", {"checkpoint_id": checkpoint_id})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,7 +100,15 @@ Make = Callable[..., Play]
 def make() -> Iterator[Make]:
     made: list[Play] = []
 
-    def make_one(managers: int = 2, *, committed: int = -1, sealed: tuple[int, ...] = (), **rules: Any) -> Play:
+    def make_one(
+        managers: int = 2,
+        *,
+        committed: int = -1,
+        sealed: tuple[int, ...] = (),
+        expected: tuple[str, ...] = (),
+        died: tuple[str, ...] = (),
+        **rules: Any,
+    ) -> Play:
         given = {
             "working_set_size": 4,
             "wait_for_keys": False,
@@ -116,6 +125,8 @@ def make() -> Iterator[Make]:
             unpersist=played.removed_above.append,
             committed=committed,
             sealed=sealed,
+            expected=expected,
+            died=died,
         )
         made.append(Play(coordinator, played))
         return made[-1]
@@ -412,6 +423,22 @@ def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
 # ---- retirement -------------------------------------------------------------------------------------------
 
 
+def test_with_wait_for_writers_one_that_takes_over_retires_nothing_before_they_are_back() -> None:
+    managers = Managers(1)
+    coordinator = Coordinator(
+        Rules(1, 2, False, True, True, True, 0), managers.call, committed=4, sealed=(3, 4), settle_s=0.5
+    )
+    try:
+        coordinator.join("fast", "x", 6, ())
+        late = threading.Timer(0.2, lambda: coordinator.join("slow", "y", 5, ()))
+        late.start()
+        with pytest.raises(DDictTimeoutError, match="1 other handle"):
+            coordinator.move("fast", "x", 7, (), 0.8)
+        late.join()
+    finally:
+        coordinator.close()
+
+
 def test_the_working_set_follows_the_newest_handle_but_keeps_what_is_committed(make: Make) -> None:
     play = make(working_set_size=2)
     play.join("a")
@@ -685,7 +712,7 @@ def test_what_another_handles_rollback_made_uncommitted_is_told_too_when_it_is_l
     assert play.newest() == 4
 
 
-def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(make: Make) -> None:
+def test_lost_writes_of_handles_that_are_gone_are_told_once_and_not_committed(make: Make) -> None:
     play = make()
     play.join("a")
     play.move("a", 1)
@@ -699,7 +726,73 @@ def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(ma
     with pytest.raises(DDictWritesLostError):
         play.newest()
 
+    assert play.newest() == 0
+    play.join("b")
+    play.move("b", 3)
+    assert play.newest() == 2  # whoever goes on writes anew what was lost
+
+
+def test_who_is_told_of_lost_writes_of_a_handle_that_is_gone_can_go_back_from_there(make: Make) -> None:
+    play = make(working_set_size=1)
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    play.coordinator.note([Write(0, "an incarnation that is gone", 1)])
+    play.move("a", 2)
+    play.managers.await_asked("abort", 2)
+    with pytest.raises(DDictWritesLostError) as raised:
+        _move_until_told(play, "a", 3)
+    time.sleep(SHORT_S)  # nothing happens: there is no event to wait for
+
+    assert raised.value.checkpoint_id == 0
+    play.rollback("a", 0)
+    play.move("a", 2)
     assert play.newest() == 1
+
+
+def test_a_loss_that_a_handle_would_have_been_told_is_told_once_when_it_is_gone(make: Make) -> None:
+    play = make()
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+        play.move(handle, 1)
+    assert play.newest() == 0
+    lost = play.write(1, 1)
+    play.managers.incarnations[1] = "second"
+    play.move("a", 2, lost)
+    play.move("b", 2)
+    play.managers.await_asked("abort", 2)
+
+    play.coordinator.lease_ended("lease of a", "a")
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+    play.move("b", 9)
+    assert play.newest() == 8
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make, begun: bool) -> None:
+    play = make(working_set_size=2, wait_for_writers=True)
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+    play.move("a", 1)
+
+    def wait() -> None:
+        with contextlib.suppress(DDictTimeoutError):
+            play.move("a", 2, timeout_s=1.0)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(SHORT_S if begun else 0)  # it waits already, or may come when nobody is there any more
+    play.coordinator.lease_ended("lease of a", "a")
+    play.move("b", 1)
+    waiting.join(DEADLINE_S)
+
+    assert not waiting.is_alive()
+    assert play.coordinator.state()["writers"] == 1
+    play.move("b", 9)  # nobody is waited for
 
 
 def test_lost_writes_of_handles_that_are_gone_do_not_keep_the_coordinator_busy(make: Make) -> None:
@@ -936,3 +1029,57 @@ def test_what_a_handle_goes_back_to_stays_while_a_commit_ends(make: Make) -> Non
     assert (state["committed"], state["oldest"]) == (2, 2)
     play.move("a", 3, play.write(1, 2))
     assert play.newest() == 2
+
+
+def test_what_a_manager_sealed_before_it_came_back_without_it_is_not_committed(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.join("a")
+    play.move("a", 1, play.write(1, 0))
+    assert play.newest() == 0
+    gate = play.managers.close_gate("seal")
+    sealed = len(play.managers.of("seal"))
+    lost = play.write(1, 1)
+
+    def die_having_sealed(manager: int, fields: dict[str, Any]) -> None:
+        if manager == 1 and play.managers.incarnations[1] != "second":
+            assert play.coordinator.recovering(1, "second")["committed"] == 0
+
+    play.managers.refusals["seal"] = die_having_sealed
+    play.move("a", 2, lost)
+    play.managers.await_asked("seal", sealed + 2)
+    gate.set()
+    play.managers.await_asked("prepare", len(play.managers.of("prepare")) + 2)
+    assert play.coordinator.state()["committed"] == 0
+    play.managers.incarnations[1] = "second"
+    told: list[DDictWritesLostError] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not told and time.monotonic() < deadline:
+        try:
+            play.move("a", 2, lost)
+            time.sleep(0.01)
+        except DDictWritesLostError as error:
+            told.append(error)
+    assert [error.checkpoint_id for error in told] == [0]
+
+
+def test_one_who_takes_over_commits_nothing_before_those_who_wrote_are_back(make: Make) -> None:
+    play = make(committed=1, sealed=(1,), expected=("a", "b"))
+    play.join("a", 3)
+    play.move("a", 4)
+    assert play.coordinator.state()["committed"] == 1
+    lost = Write(1, "an incarnation that is gone", 2)
+    play.join("b", 3, lost)
+    play.managers.await_asked("abort", 1)
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("b", 4, lost)
+    assert raised.value.checkpoint_id == 1
+    assert play.coordinator.state()["committed"] == 1
+
+
+def test_one_who_takes_over_does_not_take_for_whole_what_processes_died_in(make: Make) -> None:
+    play = make(working_set_size=2, committed=1, sealed=(1,), died=("a",))
+    play.join("b", 2)
+    play.move("b", 3)
+    assert play.newest() == 1
+    play.move("b", 4)
+    assert play.newest() == 3

@@ -29,7 +29,7 @@ def look(d: DDict, keys: list[Any]) -> tuple[list[int], list[Any], dict[Any, flo
         value = d[key]
         if _mappings() > before:
             mapped.append(key)
-        sums[key] = float(value.sum())
+        sums[key] = float(value.double().sum())
         del value
     return d.local_managers, mapped, sums
 

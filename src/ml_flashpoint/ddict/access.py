@@ -15,7 +15,7 @@ from ml_flashpoint.ddict.client import Client, Found
 from ml_flashpoint.ddict.errors import DDictKeyError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import decode_key, place
-from ml_flashpoint.ddict.operations import PERSISTENT
+from ml_flashpoint.ddict.request_fields import PERSISTENT
 
 _AT_ONCE = 256
 

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -33,6 +33,9 @@ from ml_flashpoint.ddict.errors import (
 )
 
 _log = logging.getLogger(__name__)
+
+EXPECT_S = 20.0
+"""Longest time that commits wait for handles to find a main manager that was started anew: on another node, say."""
 
 _RETRY_S = 0.2
 _CALL_S = 30.0
@@ -98,6 +101,7 @@ class _Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
+        told: it was, without another's, and what it would go back to stays there until it has gone on or back.
         since: the newest checkpoint of any handle when this one came to where it is.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
@@ -109,6 +113,7 @@ class _Writer:
     wrote: _Needs = field(default_factory=dict)
     assumed: _Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
+    told: bool = False
 
 
 class Coordinator:
@@ -121,7 +126,10 @@ class Coordinator:
         unpersist: removes persisted checkpoints above one, which were rolled back.
         committed: checkpoint that was committed last, for one that takes over; -1: none.
         sealed: checkpoints, that one included, of which every manager has a snapshot.
-        settle_s: seconds to wait before committing anything, for the handles of one that takes over to come back.
+        expected: handles that wrote before, for one that takes over: it commits nothing before they have come back, or
+            for as long as `EXPECT_S`.
+        died: handles that wrote before, and whose processes are gone.
+        settle_s: seconds to wait before committing anything, for others to come back.
     """
 
     def __init__(
@@ -133,6 +141,8 @@ class Coordinator:
         unpersist: Callable[[int], None] = lambda above: None,
         committed: int = -1,
         sealed: tuple[int, ...] = (),
+        expected: Collection[str] = (),
+        died: Collection[str] = (),
         settle_s: float = 0.0,
     ) -> None:
         self._rules = rules
@@ -142,8 +152,9 @@ class Coordinator:
         self._changed = threading.Condition()
         self._writers: dict[str, _Writer] = {}
         self._leases: dict[str, object] = {}
+        self._pids: dict[str, int | None] = {}
         self._departed = committed + 1
-        self._died: dict[str, int] = {}
+        self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
         self._departed_wrote: _Needs = {}
         self._any_departed = committed >= 0  # one that takes over does not know
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
@@ -164,7 +175,9 @@ class Coordinator:
         self._trouble = ""
         self._committing = -1
         self._held_up = 0
-        self._not_before = time.monotonic() + settle_s
+        self._expected = set(expected)
+        self._settled_at = time.monotonic() + settle_s
+        self._not_before = time.monotonic() + (max(settle_s, EXPECT_S) if expected else settle_s)
         self._closing = False
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
         self._threads = [
@@ -176,16 +189,31 @@ class Coordinator:
 
     # ---- what handles say ---------------------------------------------------------------------------------
 
-    def lease_began(self, lease: str, holder: object) -> None:
+    def _arrived(self, handle: str) -> None:
+        """A handle is there, or said that it will not be."""
+        self._died.pop(handle, None)
+        if handle in self._expected:
+            self._expected.remove(handle)
+            if not self._expected:
+                self._not_before = min(self._not_before, self._settled_at)
+
+    def writers(self) -> dict[str, int | None]:
+        """Handles that write, each with its process if that is on this machine: for one that takes over."""
+        with self._changed:
+            return {handle: self._pids.get(writer.lease) for handle, writer in self._writers.items()}
+
+    def lease_began(self, lease: str, holder: object, pid: int | None = None) -> None:
         """A process has a connection that keeps its handles attached."""
         with self._changed:
             self._leases[lease] = holder
+            self._pids[lease] = pid
+            self._changed.notify_all()
 
     def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
         moved since this was sent."""
         with self._changed:
-            self._died.pop(handle, None)
+            self._arrived(handle)
             writer = self._writers.get(handle)
             if writer is None:
                 self._newest = max(self._newest, position)
@@ -225,11 +253,16 @@ class Coordinator:
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            # Unknown, it is one that comes back; or its process died with this on the way.
+            self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
             writer = self._writers.get(handle)
             if writer is None:
+                if lease not in self._leases:
+                    raise DDictTimeoutError("the process of this handle is not attached")
                 writer = self._writers[handle] = _Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost
+            writer.told = self._orphaned is not None
             self._raise_orphaned()
             writer.moving_to = position
             self._changed.notify_all()
@@ -243,9 +276,11 @@ class Coordinator:
                     writer.moving_to = -1
                 raise
         with self._changed:
+            if handle not in self._writers and lease not in self._leases:
+                return self._state()  # its process is gone, or comes back with what it is told now
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
-            self._died.pop(handle, None)
+            self._arrived(handle)
             writer.position, writer.moving_to = position, -1
             writer.lease = lease
             writer.wrote = self._needs(wrote)
@@ -274,12 +309,13 @@ class Coordinator:
             if to < oldest:
                 raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             writer = self._writers.get(handle)
-            self._died.pop(handle, None)
+            self._arrived(handle)
             if writer is None and lease is not None:
                 writer = self._writers[handle] = _Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
+                writer.told = False
                 writer.since = self._newest
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
@@ -356,6 +392,7 @@ class Coordinator:
     def leave(self, handle: str) -> None:
         """A handle writes no more."""
         with self._changed:
+            self._arrived(handle)
             self._remove(handle)
             self._changed.notify_all()
 
@@ -364,7 +401,7 @@ class Coordinator:
         with self._changed:
             if self._leases.get(lease) is not holder:
                 return
-            del self._leases[lease]
+            del self._leases[lease], self._pids[lease]
             for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
                 self._died[handle] = self._writers[handle].position
                 self._remove(handle)
@@ -378,8 +415,9 @@ class Coordinator:
         if handle not in self._died:
             self._departed = max(self._departed, writer.position)
         self._any_departed = True
-        _merge(self._departed_wrote, writer.wrote)
-        _merge(self._departed_wrote, writer.assumed)
+        if writer.lost is None:  # else that says it, once
+            _merge(self._departed_wrote, writer.wrote)
+            _merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())
@@ -403,15 +441,19 @@ class Coordinator:
                     why = f": {self._trouble}" if self._trouble else ""
                     raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
                 self._changed.wait(min(left, _RETRY_S))
-            if not self._writers:
-                # Whoever goes on does so from here.
-                self._died.clear()
-                self._departed = self._committed + 1
+            self._begin_anew()
             return self._state()
+
+    def _begin_anew(self) -> None:
+        """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""
+        if not self._writers:
+            self._died.clear()
+            self._departed = self._newest = self._committed + 1
 
     def _raise_orphaned(self) -> None:
         if self._orphaned is not None:
             orphaned, self._orphaned = self._orphaned, None
+            self._begin_anew()
             self._changed.notify_all()
             raise orphaned
 
@@ -457,6 +499,8 @@ class Coordinator:
         """Wait until a checkpoint may leave the working set."""
         if self._rules.wait_for_writers:
             with self._changed:
+                while (left := min(until, self._not_before) - time.monotonic()) > 0:
+                    self._changed.wait(left)  # those behind may not be back yet
                 while behind := [
                     name
                     for name, writer in self._writers.items()
@@ -488,7 +532,7 @@ class Coordinator:
 
     def _target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
-        if self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values()):
+        if self._orphaned is not None or any(writer.told or writer.lost for writer in self._writers.values()):
             return self._committed
         # What a process has not finished when it died is not committed by that alone: others would take it for whole.
         positions = [position for position in self._died.values() if position >= self._window()]
@@ -522,6 +566,10 @@ class Coordinator:
                     self._changed.wait(_RETRY_S if time.monotonic() < self._not_before else None)
                 if self._closing:
                     return
+                if self._expected and time.monotonic() >= self._not_before:
+                    _log.warning("%d handle(s) did not come back to the main manager", len(self._expected))
+                    self._died.update(dict.fromkeys(self._expected, self._committed + 1))
+                    self._expected.clear()
                 checkpoint_id = self._next() if self._rules.snapshots else None
                 self._committing = -1 if checkpoint_id is None else checkpoint_id
                 self._busy = True
@@ -550,7 +598,7 @@ class Coordinator:
                 self._have_forgotten(self._committed)  # a later one was tried, and somebody went back meanwhile
             self._tried = max(self._tried, checkpoint_id)
         self._forget(_CALL_S)
-        answers = self._all("prepare", {"checkpoint_id": checkpoint_id})
+        answers = self._all("prepare", {"checkpoint_id": checkpoint_id, "writers": self.writers()})
         incarnations = {manager: str(answer["incarnation"]) for manager, answer in enumerate(answers)}
         if self._note_losses(incarnations):
             self._all("abort", {"checkpoint_id": checkpoint_id})
@@ -569,7 +617,8 @@ class Coordinator:
             self._sealed.append(checkpoint_id)
             self._incarnations = incarnations
             for needs in self._all_needs():
-                for place in [place for place, need in needs.items() if need <= checkpoint_id]:
+                # Not what a handle that came back meanwhile wrote to a process that is gone: it is told next.
+                for place in [p for p, need in needs.items() if need <= checkpoint_id and incarnations[p[0]] == p[1]]:
                     del needs[place]
             if self._rules.is_due(checkpoint_id) and checkpoint_id not in self._persisted_ids:
                 self._to_persist.append(checkpoint_id)

@@ -21,7 +21,7 @@ from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import encode_key
-from ml_flashpoint.ddict.operations import BROADCAST, PERSISTENT
+from ml_flashpoint.ddict.request_fields import BROADCAST, PERSISTENT
 
 _MISSING: Any = object()
 
@@ -158,7 +158,7 @@ class Mapped(MutableMapping[Any, Any]):
                 if time.monotonic() >= until:
                     raise DDictTimeoutError("others were always faster")
             if not len(self):
-                raise DDictKeyError("the dictionary is empty", checkpoint_id=self.checkpoint_id)
+                raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""

@@ -1,0 +1,84 @@
+"""The form of requests to a manager: how operations are named, and what their fields may be.
+
+Owns the registry of operations and checking fields: a peer that knows the secret may still be wrong. What operations
+do is `data_operations`' and `operations`'. Each is a function ``(manager, session, fields, blobs) -> (fields, blobs)``.
+Times are in seconds; ``t`` is what is left to the client. ``c`` is a checkpoint, ``w`` the writing handle, ``v`` a
+value id; the key is the first blob.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ml_flashpoint.core.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from ml_flashpoint.ddict.manager import Manager, Session
+
+Fields: TypeAlias = "dict[str, Any]"
+Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
+Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
+
+OPERATIONS: dict[str, Operation] = {}
+"""By name; filled by the modules that define them."""
+
+PERSISTENT, BROADCAST = 1, 2
+"""Flags of a put, field ``f``."""
+
+LONGEST_S = 1e6
+"""Longest time that a client may say it has."""
+
+
+def operation(function: Operation) -> Operation:
+    """Enter a function under its name, without the underscore."""
+    OPERATIONS[function.__name__.lstrip("_")] = function
+    return function
+
+
+def left_of(fields: Fields) -> float:
+    """Seconds that the client has left. Raises `ProtocolError`, as all of these do, if the field is wrong."""
+    left = fields.get("t")
+    if not isinstance(left, (int, float)) or not 0 <= left <= LONGEST_S:
+        raise ProtocolError("field 't' must be the seconds that are left")
+    return float(left)
+
+
+def until_of(fields: Fields) -> float:
+    """When its time is up, by ``time.monotonic()``."""
+    return time.monotonic() + left_of(fields)
+
+
+def integer(fields: Fields, name: str, least: int = 0) -> int:
+    """A field that must be an integer from ``least``."""
+    value = fields.get(name)
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ProtocolError(f"field {name!r} must be an integer from {least}")
+    return value
+
+
+def number(fields: Fields, name: str) -> float:
+    """A field that must be an integer or a float."""
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ProtocolError(f"field {name!r} must be a number")
+    return value
+
+
+def text(fields: Fields, name: str) -> str:
+    """A field that must be a short text."""
+    value = fields.get(name)
+    if not isinstance(value, str) or len(value) > 200:
+        raise ProtocolError(f"field {name!r} must be a short text")
+    return value
+
+
+def list_of(fields: Fields, name: str) -> list[Any]:
+    """A field that must be a list."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise ProtocolError(f"field {name!r} must be a list")
+    return value

@@ -124,15 +124,8 @@ def test_writers_on_all_nodes_commit_checkpoints(cluster: RayCluster) -> None:
                 assert torch.equal(d[rank, epoch], value_of(rank, epoch))
 
 
-_MAIN_LOST = pytest.mark.xfail(
-    strict=False,
-    reason="a coordinator that takes over may commit before a writer that comes back late has said what it lost",
-)
-
-
 @pytest.mark.parametrize(
-    "lost",
-    [pytest.param(0, id="with the main manager", marks=_MAIN_LOST), pytest.param(1, id="with another manager")],
+    "lost", [pytest.param(0, id="with the main manager"), pytest.param(1, id="with another manager")]
 )
 def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path, lost: int) -> None:
     with _with_manager_elsewhere(cluster, lost) as d:

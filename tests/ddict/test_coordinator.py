@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.ddict.coordinator import Coordinator, Rules, Write
+from ml_flashpoint.ddict.accounts import Rules, Write
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,

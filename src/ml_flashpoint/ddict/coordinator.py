@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import seal_deadline_s
+from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge, writes_lost
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictPersistError,
@@ -42,78 +42,6 @@ _CALL_S = 30.0
 
 Call = Callable[[int, str, dict[str, Any], float], dict[str, Any]]
 """``(manager, operation, fields, timeout in seconds) -> fields of the answer``."""
-
-
-class Write(NamedTuple):
-    """What a handle wrote to one incarnation of a manager, as far as it may not be committed.
-
-    Attributes:
-        need: the checkpoint whose commit covers it.
-        fresh: the handle has not moved since. Then a commit that is under way or done at ``need`` does not cover it,
-            the next one does.
-    """
-
-    manager: int
-    incarnation: str
-    need: int
-    fresh: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How a dictionary treats its checkpoints; see `DDict` for what each field means to users.
-
-    Attributes:
-        managers: their number.
-        replicated: whether commits wait for verified copies.
-        snapshots: whether managers take snapshots at all: to replicate or to persist them.
-        persist_freq: every so many checkpoints are persisted; 0: none on their own.
-    """
-
-    managers: int
-    working_set_size: int
-    wait_for_keys: bool
-    wait_for_writers: bool
-    replicated: bool
-    snapshots: bool
-    persist_freq: int
-
-    def is_due(self, checkpoint_id: int) -> bool:
-        """Whether a checkpoint is to be persisted on its own."""
-        return self.persist_freq > 0 and (checkpoint_id + 1) % self.persist_freq == 0
-
-    def next_due(self, committed: int) -> int | None:
-        """The first checkpoint above ``committed`` that is."""
-        if self.persist_freq <= 0:
-            return None
-        return ((committed + 1) // self.persist_freq + 1) * self.persist_freq - 1
-
-
-_Needs: TypeAlias = "dict[tuple[int, str], int]"
-"""For a manager and its incarnation, the checkpoint that must be committed for all writes there to be."""
-
-
-@dataclass(slots=True)
-class _Writer:
-    """A handle that writes.
-
-    Attributes:
-        wrote: where it has writes that may not be committed.
-        assumed: where it may have some that were committed, before another handle's rollback took that back.
-        lost: what it is to be told: a manager came back without its writes.
-        told: it was, without another's, and what it would go back to stays there until it has gone on or back.
-        since: the newest checkpoint of any handle when this one came to where it is.
-        moving_to: where it will be as soon as it may; it writes nothing more where it is.
-    """
-
-    position: int
-    lease: str
-    since: int = -1
-    moving_to: int = -1
-    wrote: _Needs = field(default_factory=dict)
-    assumed: _Needs = field(default_factory=dict)
-    lost: DDictWritesLostError | None = None
-    told: bool = False
 
 
 class Coordinator:
@@ -150,12 +78,12 @@ class Coordinator:
         self._persist = persist
         self._unpersist = unpersist
         self._changed = threading.Condition()
-        self._writers: dict[str, _Writer] = {}
+        self._writers: dict[str, Writer] = {}
         self._leases: dict[str, object] = {}
         self._pids: dict[str, int | None] = {}
         self._departed = committed + 1
         self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
-        self._departed_wrote: _Needs = {}
+        self._departed_wrote: Needs = {}
         self._any_departed = committed >= 0  # one that takes over does not know
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
         self._came_back: dict[int, str] = {}
@@ -217,7 +145,7 @@ class Coordinator:
             writer = self._writers.get(handle)
             if writer is None:
                 self._newest = max(self._newest, position)
-                self._writers[handle] = _Writer(position, lease, self._newest, wrote=self._needs(wrote))
+                self._writers[handle] = Writer(position, lease, self._newest, wrote=self._needs(wrote))
                 self._changed.notify_all()
             else:
                 writer.lease = lease
@@ -226,16 +154,16 @@ class Coordinator:
     def note(self, wrote: Sequence[Write]) -> dict[str, Any]:
         """A handle that is not attached has written something."""
         with self._changed:
-            _merge(self._departed_wrote, self._needs(wrote))
+            merge(self._departed_wrote, self._needs(wrote))
             self._any_departed = True
             return self._state()
 
-    def _needs(self, wrote: Sequence[Write]) -> _Needs:
-        needs: _Needs = {}
+    def _needs(self, wrote: Sequence[Write]) -> Needs:
+        needs: Needs = {}
         for each in wrote:
             need = max(each.need, self._fixed() + 1) if each.fresh else each.need
             if need > self._committed:
-                _merge(needs, {(each.manager, each.incarnation): need})
+                merge(needs, {(each.manager, each.incarnation): need})
         return needs
 
     def _fixed(self) -> int:
@@ -259,7 +187,7 @@ class Coordinator:
             if writer is None:
                 if lease not in self._leases:
                     raise DDictTimeoutError("the process of this handle is not attached")
-                writer = self._writers[handle] = _Writer(position, lease)
+                writer = self._writers[handle] = Writer(position, lease)
             if writer.lost is not None:
                 raise writer.lost
             writer.told = self._orphaned is not None
@@ -311,7 +239,7 @@ class Coordinator:
             writer = self._writers.get(handle)
             self._arrived(handle)
             if writer is None and lease is not None:
-                writer = self._writers[handle] = _Writer(to, lease)
+                writer = self._writers[handle] = Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
@@ -372,12 +300,12 @@ class Coordinator:
     def _take_back(self, handle: str, to: int) -> None:
         # What others wrote above is uncommitted again, so they must hear of it if a manager dies now.
         taken = self._incarnations if self._committed > to else {}
-        again: _Needs = dict.fromkeys(taken.items(), self._committed)
+        again: Needs = dict.fromkeys(taken.items(), self._committed)
         for name, writer in self._writers.items():
             if name != handle:
-                _merge(writer.assumed, again)
+                merge(writer.assumed, again)
         if self._any_departed:
-            _merge(self._departed_wrote, again)
+            merge(self._departed_wrote, again)
         self._have_forgotten(to)
         # All had moved past what was committed, so past this one too.
         self._floor = to if self._committed > to else min(self._floor, to)
@@ -416,8 +344,8 @@ class Coordinator:
             self._departed = max(self._departed, writer.position)
         self._any_departed = True
         if writer.lost is None:  # else that says it, once
-            _merge(self._departed_wrote, writer.wrote)
-            _merge(self._departed_wrote, writer.assumed)
+            merge(self._departed_wrote, writer.wrote)
+            merge(self._departed_wrote, writer.assumed)
         self._orphaned = self._orphaned or writer.lost
         if not self._rules.snapshots:
             self._committed = max(self._committed, self._target())
@@ -539,13 +467,13 @@ class Coordinator:
         positions += map(self._held_up_at, self._writers.values())
         return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
 
-    def _held_up_at(self, writer: _Writer) -> int:
+    def _held_up_at(self, writer: Writer) -> int:
         """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
         others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
         at = max(writer.position, self._window()) if self._is_out(writer) else writer.position
         return max(at, self._oldest())
 
-    def _is_out(self, writer: _Writer) -> bool:
+    def _is_out(self, writer: Writer) -> bool:
         return self._newest - writer.since >= self._rules.working_set_size
 
     def _next(self) -> int | None:
@@ -625,7 +553,7 @@ class Coordinator:
             self._changed.notify_all()
         self._settle()
 
-    def _all_needs(self) -> Iterator[_Needs]:
+    def _all_needs(self) -> Iterator[Needs]:
         yield self._departed_wrote
         for writer in self._writers.values():
             yield writer.wrote
@@ -780,20 +708,3 @@ class Coordinator:
         for thread in self._threads:
             thread.join(1.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def writes_lost(manager: int, committed: int) -> DDictWritesLostError:
-    """The error that says so."""
-    to = max(committed, 0)
-    at = f"at checkpoint {committed}" if committed >= 0 else "empty, as nothing was committed yet"
-    return DDictWritesLostError(
-        f"manager {manager} came back {at}, without what was written since",
-        manager=manager,
-        checkpoint_id=to,
-        hint=f"go back with rollback(to={to}) and write again from there",
-    )
-
-
-def _merge(needs: _Needs, other: _Needs) -> None:
-    for place, need in other.items():
-        needs[place] = max(need, needs.get(place, need))

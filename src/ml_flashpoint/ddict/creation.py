@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration, name_class
-from ml_flashpoint.ddict.coordinator import Rules
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.facade.arguments import checked_bool, checked_integer
 from ml_flashpoint.replication.strategies import (

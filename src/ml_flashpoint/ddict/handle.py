@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.ddict.accounts import writes_lost
 from ml_flashpoint.ddict.client import Client, client_of
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.coordinator import writes_lost
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictReadOnlyError,

@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ml_flashpoint.core.errors import ProtocolError
+from ml_flashpoint.ddict.accounts import Write
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
-from ml_flashpoint.ddict.coordinator import Write
 from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,

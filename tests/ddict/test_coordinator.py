@@ -21,6 +21,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from tests.support.dictionaries import await_that
 
 DEADLINE_S = 20.0
 SHORT_S = 0.1
@@ -1084,3 +1085,45 @@ def test_one_who_takes_over_does_not_take_for_whole_what_processes_died_in(make:
     assert play.newest() == 1
     play.move("b", 4)
     assert play.newest() == 3
+
+
+def test_what_was_lost_is_told_also_if_a_handle_moves_before_it_has_come_back(make: Make) -> None:
+    play = make(working_set_size=2, committed=4, sealed=(4,), expected=("a", "b"))
+    play.coordinator.recovering(0, play.managers.incarnations[0])
+    lost = Write(0, "an incarnation that is gone", 7)
+    play.coordinator.lease_began("lease of a", "connection")
+    moving = threading.Thread(target=play.move, args=("a", 9, lost))
+    moving.start()  # has to wait, since commits are behind
+    await_that(lambda: "a" in play.coordinator.writers())
+    play.join("b", 8)
+    play.join("a", 8, lost)
+    moving.join(DEADLINE_S)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("a", 10, lost)
+
+    assert raised.value.checkpoint_id == 4
+    assert play.coordinator.state()["committed"] == 4
+
+
+def test_who_comes_back_too_late_is_told_what_was_lost(make: Make) -> None:
+    play = make(working_set_size=9, committed=4, sealed=(4,))
+    play.coordinator.recovering(0, play.managers.incarnations[0])
+    play.join("b", 5)
+    play.move("b", 9)
+    assert play.newest() == 8
+    lost, kept = Write(0, "an incarnation that is gone", 7), Write(0, "an incarnation that is gone", 4)
+    play.join("a", 8, kept)
+    play.move("a", 10, kept)
+    play.move("b", 10)
+    assert play.newest() == 9
+
+    play.join("c", 8, lost)
+    play.move("b", 12)
+    play.move("a", 12)
+    play.move("c", 12, lost)
+    play.managers.await_asked("abort", 1)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("c", 13, lost)
+    assert raised.value.checkpoint_id == 4

@@ -48,7 +48,7 @@ class Attendance(ABC):
         self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
         self._departed_wrote: Needs = {}
         self._any_departed = committed >= 0  # one that takes over does not know
-        self._came_back: dict[int, str] = {}
+        self._came_back: dict[int, tuple[str, int]] = {}  # incarnation, and checkpoint that it came back at
         self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._orphaned: DDictWritesLostError | None = None
         self._newest = committed + 1
@@ -112,7 +112,9 @@ class Attendance(ABC):
         needs: Needs = {}
         for each in wrote:
             need = max(each.need, self._fixed() + 1) if each.fresh else each.need
-            if need > self._committed:
+            incarnation, back_at = self._came_back.get(each.manager, (each.incarnation, need))
+            # One who says so only after a commit was not waited for: what the manager came back without is lost.
+            if need > self._committed or (incarnation != each.incarnation and need > back_at):
                 merge(needs, {(each.manager, each.incarnation): need})
         return needs
 
@@ -137,7 +139,9 @@ class Attendance(ABC):
             if writer is None:
                 if lease not in self._leases:
                     raise DDictTimeoutError("the process of this handle is not attached")
-                writer = self._writers[handle] = Writer(position, lease)
+                # With all that it says, since it counts from now on: this may have to wait, and commits do not.
+                writer = Writer(position, lease, self._newest, wrote=self._needs(wrote))
+                self._writers[handle] = writer
             if writer.lost is not None:
                 raise writer.lost
             writer.told = self._orphaned is not None
@@ -284,7 +288,7 @@ class Attendance(ABC):
         """A manager came back, and goes on from what is committed. A commit that another incarnation of it has taken
         part in, and that is not decided yet, is off: this one will not have it."""
         with self._changed:
-            self._came_back[manager] = incarnation
+            self._came_back[manager] = (incarnation, self._committed)
             return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -310,7 +314,7 @@ class Attendance(ABC):
                 for manager, incarnation in (*writer.wrote, *writer.assumed):
                     if writer.lost is None and incarnations[manager] != incarnation:
                         _log.warning("manager %d lost uncommitted writes of handle %s", manager, handle)
-                        writer.lost = writes_lost(manager, self._committed)
+                        writer.lost = writes_lost(manager, self._back_at(manager, incarnations[manager]))
             for manager, incarnation in list(self._departed_wrote):
                 if incarnations[manager] != incarnation:
                     _log.warning("manager %d lost uncommitted writes of handles that are gone", manager)
@@ -318,6 +322,11 @@ class Attendance(ABC):
                     del self._departed_wrote[manager, incarnation]
             self._changed.notify_all()
             return self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values())
+
+    def _back_at(self, manager: int, incarnation: str) -> int:
+        """Where a manager came back: what is committed, but for handles that told too late what they had there."""
+        known, at = self._came_back.get(manager, (incarnation, self._committed))
+        return min(at, self._committed) if known == incarnation else self._committed
 
     # ---- what may be committed ----------------------------------------------------------------------------
 

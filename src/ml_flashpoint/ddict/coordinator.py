@@ -256,7 +256,7 @@ class Coordinator(Attendance):
         with self._changed:
             if checkpoint_id <= self._committed:
                 return
-            if any(incarnations[manager] != incarnation for manager, incarnation in self._came_back.items()):
+            if any(incarnations[manager] != incarnation for manager, (incarnation, _) in self._came_back.items()):
                 return  # it had sealed, and has agreed on an earlier checkpoint since
             self._committed = self._snapshot = checkpoint_id
             self._trouble = ""

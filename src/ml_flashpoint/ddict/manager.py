@@ -233,6 +233,7 @@ class Manager:
             if self.number == 0:
                 alive = {handle for handle, pid in writers.items() if pid is None or psutil.pid_exists(pid)}
                 self.coordinator = self._new_coordinator(committed, common, alive, writers.keys() - alive)
+                self.coordinator.recovering(0, self.incarnation)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
             self._ready.set()
             self._make_up_copies()

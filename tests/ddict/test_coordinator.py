@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.ddict.coordinator import Coordinator, Rules, Write
+from ml_flashpoint.ddict.accounts import Rules, Write
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
@@ -19,6 +21,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from tests.support.dictionaries import await_that
 
 DEADLINE_S = 20.0
 SHORT_S = 0.1
@@ -99,7 +102,15 @@ Make = Callable[..., Play]
 def make() -> Iterator[Make]:
     made: list[Play] = []
 
-    def make_one(managers: int = 2, *, committed: int = -1, sealed: tuple[int, ...] = (), **rules: Any) -> Play:
+    def make_one(
+        managers: int = 2,
+        *,
+        committed: int = -1,
+        sealed: tuple[int, ...] = (),
+        expected: tuple[str, ...] = (),
+        died: tuple[str, ...] = (),
+        **rules: Any,
+    ) -> Play:
         given = {
             "working_set_size": 4,
             "wait_for_keys": False,
@@ -116,6 +127,8 @@ def make() -> Iterator[Make]:
             unpersist=played.removed_above.append,
             committed=committed,
             sealed=sealed,
+            expected=expected,
+            died=died,
         )
         made.append(Play(coordinator, played))
         return made[-1]
@@ -701,7 +714,7 @@ def test_what_another_handles_rollback_made_uncommitted_is_told_too_when_it_is_l
     assert play.newest() == 4
 
 
-def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(make: Make) -> None:
+def test_lost_writes_of_handles_that_are_gone_are_told_once_and_not_committed(make: Make) -> None:
     play = make()
     play.join("a")
     play.move("a", 1)
@@ -715,7 +728,10 @@ def test_lost_writes_of_handles_that_are_gone_are_told_once_and_commits_go_on(ma
     with pytest.raises(DDictWritesLostError):
         play.newest()
 
-    assert play.newest() == 1
+    assert play.newest() == 0
+    play.join("b")
+    play.move("b", 3)
+    assert play.newest() == 2  # whoever goes on writes anew what was lost
 
 
 def test_who_is_told_of_lost_writes_of_a_handle_that_is_gone_can_go_back_from_there(make: Make) -> None:
@@ -757,14 +773,21 @@ def test_a_loss_that_a_handle_would_have_been_told_is_told_once_when_it_is_gone(
     assert play.newest() == 8
 
 
-def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make) -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_move_that_waits_while_its_process_dies_does_not_bring_the_handle_back(make: Make, begun: bool) -> None:
     play = make(working_set_size=2, wait_for_writers=True)
     for handle in ("a", "b"):
         play.coordinator.lease_began(f"lease of {handle}", handle)
         play.join(handle)
     play.move("a", 1)
-    waiting = threading.Thread(target=lambda: play.move("a", 2))
+
+    def wait() -> None:
+        with contextlib.suppress(DDictTimeoutError):
+            play.move("a", 2, timeout_s=1.0)
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
+    time.sleep(SHORT_S if begun else 0)  # it waits already, or may come when nobody is there any more
     play.coordinator.lease_ended("lease of a", "a")
     play.move("b", 1)
     waiting.join(DEADLINE_S)
@@ -1039,3 +1062,68 @@ def test_what_a_manager_sealed_before_it_came_back_without_it_is_not_committed(m
         except DDictWritesLostError as error:
             told.append(error)
     assert [error.checkpoint_id for error in told] == [0]
+
+
+def test_one_who_takes_over_commits_nothing_before_those_who_wrote_are_back(make: Make) -> None:
+    play = make(committed=1, sealed=(1,), expected=("a", "b"))
+    play.join("a", 3)
+    play.move("a", 4)
+    assert play.coordinator.state()["committed"] == 1
+    lost = Write(1, "an incarnation that is gone", 2)
+    play.join("b", 3, lost)
+    play.managers.await_asked("abort", 1)
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("b", 4, lost)
+    assert raised.value.checkpoint_id == 1
+    assert play.coordinator.state()["committed"] == 1
+
+
+def test_one_who_takes_over_does_not_take_for_whole_what_processes_died_in(make: Make) -> None:
+    play = make(working_set_size=2, committed=1, sealed=(1,), died=("a",))
+    play.join("b", 2)
+    play.move("b", 3)
+    assert play.newest() == 1
+    play.move("b", 4)
+    assert play.newest() == 3
+
+
+def test_what_was_lost_is_told_also_if_a_handle_moves_before_it_has_come_back(make: Make) -> None:
+    play = make(working_set_size=2, committed=4, sealed=(4,), expected=("a", "b"))
+    play.coordinator.recovering(0, play.managers.incarnations[0])
+    lost = Write(0, "an incarnation that is gone", 7)
+    play.coordinator.lease_began("lease of a", "connection")
+    moving = threading.Thread(target=play.move, args=("a", 9, lost))
+    moving.start()  # has to wait, since commits are behind
+    await_that(lambda: "a" in play.coordinator.writers())
+    play.join("b", 8)
+    play.join("a", 8, lost)
+    moving.join(DEADLINE_S)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("a", 10, lost)
+
+    assert raised.value.checkpoint_id == 4
+    assert play.coordinator.state()["committed"] == 4
+
+
+def test_who_comes_back_too_late_is_told_what_was_lost(make: Make) -> None:
+    play = make(working_set_size=9, committed=4, sealed=(4,))
+    play.coordinator.recovering(0, play.managers.incarnations[0])
+    play.join("b", 5)
+    play.move("b", 9)
+    assert play.newest() == 8
+    lost, kept = Write(0, "an incarnation that is gone", 7), Write(0, "an incarnation that is gone", 4)
+    play.join("a", 8, kept)
+    play.move("a", 10, kept)
+    play.move("b", 10)
+    assert play.newest() == 9
+
+    play.join("c", 8, lost)
+    play.move("b", 12)
+    play.move("a", 12)
+    play.move("c", 12, lost)
+    play.managers.await_asked("abort", 1)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        play.move("c", 13, lost)
+    assert raised.value.checkpoint_id == 4

@@ -402,7 +402,8 @@ def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.delenv("FLASHPOINT_NUM_GPUS", raising=False)
-    assert System().primary_node.num_gpus == torch.cuda.device_count()
+    # Other tests play a GPU in this process, which is there to count and not available.
+    assert System().primary_node.num_gpus == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 @pytest.mark.parametrize(

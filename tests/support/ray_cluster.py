@@ -9,7 +9,6 @@ import contextlib
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,9 +125,14 @@ def run_on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     return ray.remote(function).options(num_cpus=1, max_retries=0, scheduling_strategy=pinned).remote(*args)
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:
-    """Wait for something that nobody tells of."""
-    give_up = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < give_up, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
+class _Ballast:
+    def is_there(self) -> bool:
+        return True
+
+
+def take_memory(node_id: str, nbytes: int) -> Any:
+    """An actor on one node that only takes memory from what Ray may give away there."""
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = ray.remote(_Ballast).options(num_cpus=0, memory=nbytes, scheduling_strategy=pinned).remote()
+    ray.get(actor.is_there.remote(), timeout=START_S)
+    return actor

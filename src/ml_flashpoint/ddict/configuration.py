@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
-from ml_flashpoint.ddict.coordinator import Rules
 from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy
 
 

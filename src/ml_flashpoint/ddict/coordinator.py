@@ -1,8 +1,8 @@
 """Which checkpoints are committed and which retire. Owned by the main manager, which runs one of these.
 
-Owns the handles that write and where they are, the newest committed checkpoint, and the order in which managers are
-asked to take a snapshot, to seal it, to persist it, and to let older ones go. What a manager does then is its own
-matter; how it is reached, the caller's.
+Owns the order in which managers are asked to take a snapshot, to seal it, to persist it, and to let older ones go. Who
+writes, and what may be committed for that, is `attendance`'s. What a manager does is its own matter; how it is reached,
+the caller's.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
 sealed it with verified copies. A handle whose process has died still counts, until the others have left its checkpoint
@@ -18,102 +18,29 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import seal_deadline_s
+from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge
+from ml_flashpoint.ddict.attendance import RETRY_S, Attendance
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictPersistError,
     DDictTimeoutError,
-    DDictWritesLostError,
 )
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S = 0.2
 _CALL_S = 30.0
 
 Call = Callable[[int, str, dict[str, Any], float], dict[str, Any]]
 """``(manager, operation, fields, timeout in seconds) -> fields of the answer``."""
 
 
-class Write(NamedTuple):
-    """What a handle wrote to one incarnation of a manager, as far as it may not be committed.
-
-    Attributes:
-        need: the checkpoint whose commit covers it.
-        fresh: the handle has not moved since. Then a commit that is under way or done at ``need`` does not cover it,
-            the next one does.
-    """
-
-    manager: int
-    incarnation: str
-    need: int
-    fresh: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How a dictionary treats its checkpoints; see `DDict` for what each field means to users.
-
-    Attributes:
-        managers: their number.
-        replicated: whether commits wait for verified copies.
-        snapshots: whether managers take snapshots at all: to replicate or to persist them.
-        persist_freq: every so many checkpoints are persisted; 0: none on their own.
-    """
-
-    managers: int
-    working_set_size: int
-    wait_for_keys: bool
-    wait_for_writers: bool
-    replicated: bool
-    snapshots: bool
-    persist_freq: int
-
-    def is_due(self, checkpoint_id: int) -> bool:
-        """Whether a checkpoint is to be persisted on its own."""
-        return self.persist_freq > 0 and (checkpoint_id + 1) % self.persist_freq == 0
-
-    def next_due(self, committed: int) -> int | None:
-        """The first checkpoint above ``committed`` that is."""
-        if self.persist_freq <= 0:
-            return None
-        return ((committed + 1) // self.persist_freq + 1) * self.persist_freq - 1
-
-
-_Needs: TypeAlias = "dict[tuple[int, str], int]"
-"""For a manager and its incarnation, the checkpoint that must be committed for all writes there to be."""
-
-
-@dataclass(slots=True)
-class _Writer:
-    """A handle that writes.
-
-    Attributes:
-        wrote: where it has writes that may not be committed.
-        assumed: where it may have some that were committed, before another handle's rollback took that back.
-        lost: what it is to be told: a manager came back without its writes.
-        told: it was, without another's, and what it would go back to stays there until it has gone on or back.
-        since: the newest checkpoint of any handle when this one came to where it is.
-        moving_to: where it will be as soon as it may; it writes nothing more where it is.
-    """
-
-    position: int
-    lease: str
-    since: int = -1
-    moving_to: int = -1
-    wrote: _Needs = field(default_factory=dict)
-    assumed: _Needs = field(default_factory=dict)
-    lost: DDictWritesLostError | None = None
-    told: bool = False
-
-
-class Coordinator:
+class Coordinator(Attendance):
     """See the module. Thread-safe.
 
     Args:
@@ -123,7 +50,10 @@ class Coordinator:
         unpersist: removes persisted checkpoints above one, which were rolled back.
         committed: checkpoint that was committed last, for one that takes over; -1: none.
         sealed: checkpoints, that one included, of which every manager has a snapshot.
-        settle_s: seconds to wait before committing anything, for the handles of one that takes over to come back.
+        expected: handles that wrote before, for one that takes over: it commits nothing before they have come back, or
+            for as long as `EXPECT_S`.
+        died: handles that wrote before, and whose processes are gone.
+        settle_s: seconds to wait before committing anything, for others to come back.
     """
 
     def __init__(
@@ -135,37 +65,23 @@ class Coordinator:
         unpersist: Callable[[int], None] = lambda above: None,
         committed: int = -1,
         sealed: tuple[int, ...] = (),
+        expected: Collection[str] = (),
+        died: Collection[str] = (),
         settle_s: float = 0.0,
     ) -> None:
-        self._rules = rules
+        super().__init__(rules, committed=committed, expected=expected, died=died, settle_s=settle_s)
         self._call = call
         self._persist = persist
         self._unpersist = unpersist
-        self._changed = threading.Condition()
-        self._writers: dict[str, _Writer] = {}
-        self._leases: dict[str, object] = {}
-        self._departed = committed + 1
-        self._died: dict[str, int] = {}
-        self._departed_wrote: _Needs = {}
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
-        self._came_back: dict[int, str] = {}
-        self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._tried = committed  # newest checkpoint that a manager may have a snapshot of
         self._to_forget: int | None = None
-        self._orphaned: DDictWritesLostError | None = None
-        self._newest = committed + 1
-        self._oldest_told = 0
         self._sealed = list(sealed)
-        self._committed = committed
         self._snapshot = committed if sealed else -1  # of which managers hold a snapshot to be persisted
-        self._persisted_ids: set[int] = set()
         self._to_persist: list[int] = []
         self._persist_error: FlashpointError | None = None
         self._busy = False
-        self._trouble = ""
-        self._committing = -1
         self._held_up = 0
-        self._not_before = time.monotonic() + settle_s
         self._closing = False
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
         self._threads = [
@@ -175,88 +91,7 @@ class Coordinator:
         for thread in self._threads:
             thread.start()
 
-    # ---- what handles say ---------------------------------------------------------------------------------
-
-    def lease_began(self, lease: str, holder: object) -> None:
-        """A process has a connection that keeps its handles attached."""
-        with self._changed:
-            self._leases[lease] = holder
-
-    def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
-        """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
-        moved since this was sent."""
-        with self._changed:
-            self._died.pop(handle, None)
-            writer = self._writers.get(handle)
-            if writer is None:
-                self._newest = max(self._newest, position)
-                self._writers[handle] = _Writer(position, lease, self._newest, wrote=self._needs(wrote))
-                self._changed.notify_all()
-            else:
-                writer.lease = lease
-            return self._state()
-
-    def note(self, wrote: Sequence[Write]) -> dict[str, Any]:
-        """A handle that is not attached has written something."""
-        with self._changed:
-            _merge(self._departed_wrote, self._needs(wrote))
-            return self._state()
-
-    def _needs(self, wrote: Sequence[Write]) -> _Needs:
-        needs: _Needs = {}
-        for each in wrote:
-            need = max(each.need, self._fixed() + 1) if each.fresh else each.need
-            if need > self._committed:
-                _merge(needs, {(each.manager, each.incarnation): need})
-        return needs
-
-    def _fixed(self) -> int:
-        """The newest checkpoint of which it is settled what is committed: a write there comes too late for it."""
-        return max(self._committed, self._committing)
-
-    def move(self, handle: str, lease: str, position: int, wrote: Sequence[Write], timeout_s: float) -> dict[str, Any]:
-        """A handle moves on to another checkpoint.
-
-        Raises:
-            DDictWritesLostError: a manager came back without what this handle wrote, or, told to one handle only,
-                without what a handle wrote that is gone.
-            DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time; or
-                commits are too far behind.
-        """
-        until = time.monotonic() + timeout_s
-        with self._changed:
-            writer = self._writers.get(handle)
-            if writer is None:
-                writer = self._writers[handle] = _Writer(position, lease)
-            if writer.lost is not None:
-                raise writer.lost
-            writer.told = self._orphaned is not None
-            self._raise_orphaned()
-            writer.moving_to = position
-            self._changed.notify_all()
-        retires = position - self._rules.working_set_size
-        if position > self._newest and retires >= 0:
-            try:
-                self._wait_for_commits(position, until)
-                self._wait_to_retire(handle, position, retires, until)
-            except BaseException:
-                with self._changed:
-                    writer.moving_to = -1
-                raise
-        with self._changed:
-            if handle not in self._writers and lease not in self._leases:
-                return self._state()  # its process is gone, or comes back with what it is told now
-            # It may have been removed meanwhile: its process lost the connection and has another by now.
-            writer = self._writers.setdefault(handle, writer)
-            self._died.pop(handle, None)
-            writer.position, writer.moving_to = position, -1
-            writer.lease = lease
-            writer.wrote = self._needs(wrote)
-            writer.since = self._newest = max(self._newest, position)
-            if not self._rules.snapshots:
-                self._committed = max(self._committed, self._target())
-            self._changed.notify_all()
-            return self._state()
+    # ---- rollback -----------------------------------------------------------------------------------------
 
     def rollback(
         self, handle: str, lease: str | None, to: int, wrote: Sequence[Write], timeout_s: float
@@ -277,9 +112,9 @@ class Coordinator:
             if to < oldest:
                 raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             writer = self._writers.get(handle)
-            self._died.pop(handle, None)
+            self._arrived(handle)
             if writer is None and lease is not None:
-                writer = self._writers[handle] = _Writer(to, lease)
+                writer = self._writers[handle] = Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
@@ -294,6 +129,12 @@ class Coordinator:
                     self._take_back(handle, to)
             # At once: a manager that dies later must not come back with what was rolled back.
             self._forget(max(0.1, until - time.monotonic()))
+            with self._changed:
+                back_at = self._snapshot
+            if back_at >= 0:
+                # It may be persisted yet, and managers have let go of it. Those that are away do this as they recover.
+                with contextlib.suppress(FlashpointError):
+                    self._all("prepare", {"checkpoint_id": back_at}, timeout_s=max(0.1, until - time.monotonic()))
         return self.state()
 
     def _have_forgotten(self, above: int) -> None:
@@ -334,11 +175,12 @@ class Coordinator:
     def _take_back(self, handle: str, to: int) -> None:
         # What others wrote above is uncommitted again, so they must hear of it if a manager dies now.
         taken = self._incarnations if self._committed > to else {}
-        again: _Needs = dict.fromkeys(taken.items(), self._committed)
+        again: Needs = dict.fromkeys(taken.items(), self._committed)
         for name, writer in self._writers.items():
             if name != handle:
-                _merge(writer.assumed, again)
-        _merge(self._departed_wrote, again)
+                merge(writer.assumed, again)
+        if self._any_departed:
+            merge(self._departed_wrote, again)
         self._have_forgotten(to)
         # All had moved past what was committed, so past this one too.
         self._floor = to if self._committed > to else min(self._floor, to)
@@ -350,158 +192,7 @@ class Coordinator:
         self._died = {name: min(position, to) for name, position in self._died.items()}
         self._to_persist = [each for each in self._to_persist if each <= to]
 
-    def leave(self, handle: str) -> None:
-        """A handle writes no more."""
-        with self._changed:
-            self._remove(handle)
-            self._changed.notify_all()
-
-    def lease_ended(self, lease: str, holder: object) -> None:
-        """The process that held a lease is gone, and so are its handles; unless it has another connection by now."""
-        with self._changed:
-            if self._leases.get(lease) is not holder:
-                return
-            del self._leases[lease]
-            for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
-                self._died[handle] = self._writers[handle].position
-                self._remove(handle)
-            self._died = {name: position for name, position in self._died.items() if position >= self._window()}
-            self._changed.notify_all()
-
-    def _remove(self, handle: str) -> None:
-        writer = self._writers.pop(handle, None)
-        if writer is None:
-            return
-        if handle not in self._died:
-            self._departed = max(self._departed, writer.position)
-        if writer.lost is None:  # else that says it, once
-            _merge(self._departed_wrote, writer.wrote)
-            _merge(self._departed_wrote, writer.assumed)
-        self._orphaned = self._orphaned or writer.lost
-        if not self._rules.snapshots:
-            self._committed = max(self._committed, self._target())
-
-    def newest(self, timeout_s: float) -> dict[str, Any]:
-        """The newest committed checkpoint, once what can be committed now is.
-
-        Raises:
-            DDictWritesLostError: a manager died with writes of handles that are gone: what they moved past last will
-                never be committed. Raised once.
-            DDictTimeoutError: commits did not end in time.
-        """
-        until = time.monotonic() + timeout_s
-        with self._changed:
-            wanted = self._target()
-            # A rollback meanwhile can mean that less is to be committed than it was.
-            while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
-                self._raise_orphaned()
-                left = until - time.monotonic()
-                if left <= 0:
-                    why = f": {self._trouble}" if self._trouble else ""
-                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
-                self._changed.wait(min(left, _RETRY_S))
-            if not self._writers:
-                # Whoever goes on does so from here.
-                self._died.clear()
-                self._departed = self._committed + 1
-            return self._state()
-
-    def _raise_orphaned(self) -> None:
-        if self._orphaned is not None:
-            orphaned, self._orphaned = self._orphaned, None
-            self._changed.notify_all()
-            raise orphaned
-
-    def state(self) -> dict[str, Any]:
-        """Where the dictionary is: ``committed``, ``fixed`` (the newest checkpoint for whose commit a write there would
-        be late), ``newest``, ``oldest`` and ``writers``."""
-        with self._changed:
-            return self._state()
-
-    def recovering(self, manager: int, incarnation: str) -> dict[str, Any]:
-        """A manager came back, and goes on from what is committed. A commit that another incarnation of it has taken
-        part in, and that is not decided yet, is off: this one will not have it."""
-        with self._changed:
-            self._came_back[manager] = incarnation
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "committed": self._committed,
-            "fixed": self._fixed(),
-            "newest": self._newest,
-            "oldest": self._oldest(),
-            "writers": len(self._writers),
-            "persisted": max(self._persisted_ids, default=-1),
-        }
-
-    def _wait_for_commits(self, position: int, until: float) -> None:
-        """Wait while commits that could be made are a working set behind: what is not committed stays in memory, which
-        would fill up with it."""
-        if not self._rules.snapshots:
-            return
-        with self._changed:
-            while self._committed < min(self._target(), position - self._rules.working_set_size - 2):
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise DDictTimeoutError(
-                        f"checkpoint {self._committed + 1} and later ones are not committed yet",
-                        checkpoint_id=self._committed + 1,
-                    )
-                self._changed.wait(left)
-
-    def _wait_to_retire(self, handle: str, position: int, retires: int, until: float) -> None:
-        """Wait until a checkpoint may leave the working set."""
-        if self._rules.wait_for_writers:
-            with self._changed:
-                while (left := min(until, self._not_before) - time.monotonic()) > 0:
-                    self._changed.wait(left)  # those behind may not be back yet
-                while behind := [
-                    name
-                    for name, writer in self._writers.items()
-                    if name != handle and max(writer.position, writer.moving_to) <= retires
-                ]:
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        raise DDictTimeoutError(
-                            f"checkpoint {retires} cannot retire: {len(behind)} other handle(s) have not moved past it",
-                            checkpoint_id=retires,
-                        )
-                    self._changed.wait(left)
-        if self._rules.wait_for_keys and position > self._newest:
-            self._all("complete", {"checkpoint_id": retires}, timeout_s=max(0.05, until - time.monotonic()))
-
-    # ---- what may be committed ----------------------------------------------------------------------------
-
-    def _oldest(self) -> int:
-        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to; so
-        does what a handle is going back to, while a commit that is under way ends."""
-        oldest = max(0, self._newest - self._rules.working_set_size + 1)
-        if self._rules.snapshots:
-            redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
-            oldest = min(oldest, max(self._committed, 0), *redone)
-        return max(self._oldest_told, oldest)
-
-    def _window(self) -> int:
-        return self._newest - self._rules.working_set_size + 1
-
-    def _target(self) -> int:
-        """The newest checkpoint that every handle has moved past."""
-        if self._orphaned is not None or any(writer.told or writer.lost for writer in self._writers.values()):
-            return self._committed
-        # What a process has not finished when it died is not committed by that alone: others would take it for whole.
-        positions = [position for position in self._died.values() if position >= self._window()]
-        positions += map(self._held_up_at, self._writers.values())
-        return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
-
-    def _held_up_at(self, writer: _Writer) -> int:
-        """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
-        others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
-        at = max(writer.position, self._window()) if self._is_out(writer) else writer.position
-        return max(at, self._oldest())
-
-    def _is_out(self, writer: _Writer) -> bool:
-        return self._newest - writer.since >= self._rules.working_set_size
+    # ---- commits ------------------------------------------------------------------------------------------
 
     def _next(self) -> int | None:
         if self._held_up or time.monotonic() < self._not_before:
@@ -518,9 +209,13 @@ class Coordinator:
                 while not self._closing and (
                     (self._next() is None or not self._rules.snapshots) and self._oldest() == self._oldest_told
                 ):
-                    self._changed.wait(_RETRY_S if time.monotonic() < self._not_before else None)
+                    self._changed.wait(RETRY_S if time.monotonic() < self._not_before else None)
                 if self._closing:
                     return
+                if self._expected and time.monotonic() >= self._not_before:
+                    _log.warning("%d handle(s) did not come back to the main manager", len(self._expected))
+                    self._died.update(dict.fromkeys(self._expected, self._committed + 1))
+                    self._expected.clear()
                 checkpoint_id = self._next() if self._rules.snapshots else None
                 self._committing = -1 if checkpoint_id is None else checkpoint_id
                 self._busy = True
@@ -533,11 +228,11 @@ class Coordinator:
                 _log.warning("checkpoint %s is not committed yet: %s", checkpoint_id, error)
                 with self._changed:
                     self._trouble = str(error)
-                    self._changed.wait(_RETRY_S)
+                    self._changed.wait(RETRY_S)
             except Exception:  # the thread must go on: what stops it would stop all commits, without a word
                 _log.exception("committing checkpoint %s failed", checkpoint_id)
                 with self._changed:
-                    self._changed.wait(_RETRY_S)
+                    self._changed.wait(RETRY_S)
             finally:
                 with self._changed:
                     self._busy, self._committing = False, -1
@@ -549,7 +244,7 @@ class Coordinator:
                 self._have_forgotten(self._committed)  # a later one was tried, and somebody went back meanwhile
             self._tried = max(self._tried, checkpoint_id)
         self._forget(_CALL_S)
-        answers = self._all("prepare", {"checkpoint_id": checkpoint_id})
+        answers = self._all("prepare", {"checkpoint_id": checkpoint_id, "writers": self.writers()})
         incarnations = {manager: str(answer["incarnation"]) for manager, answer in enumerate(answers)}
         if self._note_losses(incarnations):
             self._all("abort", {"checkpoint_id": checkpoint_id})
@@ -561,41 +256,20 @@ class Coordinator:
         with self._changed:
             if checkpoint_id <= self._committed:
                 return
-            if any(incarnations[manager] != incarnation for manager, incarnation in self._came_back.items()):
+            if any(incarnations[manager] != incarnation for manager, (incarnation, _) in self._came_back.items()):
                 return  # it had sealed, and has agreed on an earlier checkpoint since
             self._committed = self._snapshot = checkpoint_id
             self._trouble = ""
             self._sealed.append(checkpoint_id)
             self._incarnations = incarnations
             for needs in self._all_needs():
-                for place in [place for place, need in needs.items() if need <= checkpoint_id]:
+                # Not what a handle that came back meanwhile wrote to a process that is gone: it is told next.
+                for place in [p for p, need in needs.items() if need <= checkpoint_id and incarnations[p[0]] == p[1]]:
                     del needs[place]
             if self._rules.is_due(checkpoint_id) and checkpoint_id not in self._persisted_ids:
                 self._to_persist.append(checkpoint_id)
             self._changed.notify_all()
         self._settle()
-
-    def _all_needs(self) -> Iterator[_Needs]:
-        yield self._departed_wrote
-        for writer in self._writers.values():
-            yield writer.wrote
-            yield writer.assumed
-
-    def _note_losses(self, incarnations: Mapping[int, str]) -> bool:
-        """Find handles whose writes a manager has lost. Returns whether there are any."""
-        with self._changed:
-            for handle, writer in self._writers.items():
-                for manager, incarnation in (*writer.wrote, *writer.assumed):
-                    if writer.lost is None and incarnations[manager] != incarnation:
-                        _log.warning("manager %d lost uncommitted writes of handle %s", manager, handle)
-                        writer.lost = writes_lost(manager, self._committed)
-            for manager, incarnation in list(self._departed_wrote):
-                if incarnations[manager] != incarnation:
-                    _log.warning("manager %d lost uncommitted writes of handles that are gone", manager)
-                    self._orphaned = writes_lost(manager, self._committed)
-                    del self._departed_wrote[manager, incarnation]
-            self._changed.notify_all()
-            return self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values())
 
     def _settle(self) -> None:
         """Let managers forget what is not needed any more."""
@@ -610,6 +284,9 @@ class Coordinator:
         )
         with self._changed:
             self._oldest_told = max(self._oldest_told, oldest)
+
+    def _await_keys(self, checkpoint_id: int, timeout_s: float) -> None:
+        self._all("complete", {"checkpoint_id": checkpoint_id}, timeout_s=timeout_s)
 
     def _all(self, operation: str, fields: dict[str, Any], *, timeout_s: float = _CALL_S) -> list[dict[str, Any]]:
         """Ask all managers at the same time; returns their answers, or raises the first error once all answered."""
@@ -730,20 +407,3 @@ class Coordinator:
         for thread in self._threads:
             thread.join(1.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def writes_lost(manager: int, committed: int) -> DDictWritesLostError:
-    """The error that says so."""
-    to = max(committed, 0)
-    at = f"at checkpoint {committed}" if committed >= 0 else "empty, as nothing was committed yet"
-    return DDictWritesLostError(
-        f"manager {manager} came back {at}, without what was written since",
-        manager=manager,
-        checkpoint_id=to,
-        hint=f"go back with rollback(to={to}) and write again from there",
-    )
-
-
-def _merge(needs: _Needs, other: _Needs) -> None:
-    for place, need in other.items():
-        needs[place] = max(need, needs.get(place, need))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import sys
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration, name_class
-from ml_flashpoint.ddict.coordinator import Rules
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.facade.arguments import checked_bool, checked_integer
 from ml_flashpoint.replication.strategies import (
@@ -25,6 +26,8 @@ from ml_flashpoint.replication.strategies import (
     ReplicationStrategy,
     RingReplicationStrategy,
 )
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 60.0
 _LEAST_MEMORY = 1 << 20
@@ -134,6 +137,8 @@ def create(options: Options) -> tuple[Configuration, Runtime]:
         DDictError: a manager did not start.
     """
     strategy = options.strategy()
+    if strategy is not None and options.n_nodes == 1:
+        _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
     persister = options.persister
     nodes = tuple(node for node in range(options.n_nodes) for _ in range(options.managers_per_node))
     configuration = Configuration(

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.ddict.accounts import writes_lost
 from ml_flashpoint.ddict.client import Client, client_of
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.coordinator import writes_lost
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictReadOnlyError,
@@ -71,6 +71,7 @@ class Handle:
         self._unsure: dict[int, _Unsure] = {}
         self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
         self._wrote_to: set[int] = set()
+        self._run: str | None = None  # another one after a restore
         self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid())
         self._finalizer.atexit = False
 
@@ -133,8 +134,10 @@ class Handle:
         """A manager is another process than the one that was written to: raise, unless all of that was committed."""
         # Only when it has recovered is it settled what it recovered at.
         self.client.links.call(manager, "ready", {}, until=until)
-        committed = int(self.client.links.call(0, "state", {}, until=until).fields["committed"])
+        state = self.client.links.call(0, "state", {}, until=until).fields
+        committed = int(state["committed"])
         with self._lock:
+            self._note_run(state)
             self._forget_committed(committed)
             if manager in self._unsure:
                 error = writes_lost(manager, committed)
@@ -198,12 +201,14 @@ class Handle:
         unsure = self._unsure[manager]
         if manager in self._lost and to <= self._lost[manager]:
             return _Unsure(unsure.incarnation)  # the loss was told, and this is the answer to it
-        kept: dict[int, int | None] = {each: None for each in unsure.needs if each <= to or not discard}
+        kept = {each: need for each, need in unsure.needs.items() if each <= to or not discard}
         return _Unsure(unsure.incarnation, kept)
 
     def sync(self, until: float) -> None:
         """Go to the newest committed checkpoint."""
         state = self.client.links.call(0, "newest", {}, until=until).fields
+        with self._lock:
+            self._note_run(state)
         self.move(max(0, int(state["committed"])), until)
 
     def restored(self, checkpoint_id: int) -> None:
@@ -211,12 +216,21 @@ class Handle:
         with self._lock:
             self._unsure.clear()
             self._lost.clear()
+            self._run = None
             self.checkpoint_id = checkpoint_id
+
+    def _note_run(self, state: dict[str, Any]) -> None:
+        """Another handle has restored a checkpoint, if the run is another: what was written before is of no account."""
+        if self._run is not None and self._run != state["run"]:
+            self._unsure.clear()
+            self._lost.clear()
+        self._run = str(state["run"])
 
     def _note(self, state: dict[str, Any]) -> None:
         """Learn from the coordinator, having moved, what is committed."""
         fixed = int(state["fixed"])
         with self._lock:
+            self._note_run(state)
             for unsure in self._unsure.values():
                 for written_at, need in unsure.needs.items():
                     if need is None:

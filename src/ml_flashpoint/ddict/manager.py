@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.errors import FlashpointError, ProtocolError
@@ -136,6 +138,8 @@ class Manager:
         self._found = threading.Event()
         self._failure: FlashpointError | None = None
         self._recoverable: dict[int, Sequence[Entry]] = {}
+        self.writers: dict[str, int | None] = {}
+        """Handles that wrote at the last commit, as the main manager said."""
         self._inline_bytes = 0
         self._stored: set[str] = set()
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
@@ -180,7 +184,9 @@ class Manager:
         self.persister.close()
         self.store.close()
 
-    def _new_coordinator(self, committed: int, sealed: tuple[int, ...]) -> Coordinator:
+    def _new_coordinator(
+        self, committed: int, sealed: tuple[int, ...], expected: Collection[str] = (), died: Collection[str] = ()
+    ) -> Coordinator:
         if self.configuration.persister is not None and not self.configuration.read_only:
             self.persister.begin_run(self.run_id, restored=self.restored)
         return Coordinator(
@@ -190,6 +196,8 @@ class Manager:
             unpersist=self._unpersist,
             committed=committed,
             sealed=sealed,
+            expected=expected,
+            died=died,
             settle_s=_SETTLE_S if self._restarted else 0.0,
         )
 
@@ -220,10 +228,12 @@ class Manager:
             if not self.rules.replicated:
                 raise DDictManagerLostError("it died, and without replication its values are gone", manager=self.number)
             self._find_snapshots()
-            committed, common = self._agree(until)
+            committed, common, writers = self._agree(until)
             self._take_up(committed)
             if self.number == 0:
-                self.coordinator = self._new_coordinator(committed, common)
+                alive = {handle for handle, pid in writers.items() if pid is None or psutil.pid_exists(pid)}
+                self.coordinator = self._new_coordinator(committed, common, alive, writers.keys() - alive)
+                self.coordinator.recovering(0, self.incarnation)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
             self._ready.set()
             self._make_up_copies()
@@ -247,22 +257,24 @@ class Manager:
         self._recoverable = {each.checkpoint_id: each.entries for each in found}
         self._found.set()
 
-    def _agree(self, until: float) -> tuple[int, tuple[int, ...]]:
+    def _agree(self, until: float) -> tuple[int, tuple[int, ...], dict[str, int | None]]:
         """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
-        every manager has."""
+        every manager has, with all that they have, and with who wrote at the last commit."""
         if self.number != 0:
             me = {"manager": self.number, "incarnation": self.incarnation}
             state = self.links.call(0, "recovering", me, until=until).fields
             self.frozen = bool(state["frozen"])
             self._use_run(str(state["run"]), state["restored"])
-            return int(state["committed"]), ()
+            return int(state["committed"]), (), {}
         common = set(self._recoverable)
+        writers: dict[str, int | None] = {}
         for manager in range(1, self.configuration.managers):
             answer = self.links.call(manager, "sealed", {}, until=until).fields
             common &= {int(each) for each in answer["ids"]}
             self._use_run(str(answer["run"]), answer["restored"])
             self.frozen = self.frozen or bool(answer["frozen"])
-        return max(common, default=-1), tuple(sorted(common))
+            writers.update(answer["writers"])
+        return max(common, default=-1), tuple(sorted(common)), writers
 
     def _take_up(self, committed: int) -> None:
         if committed < 0 and self.restored is not None:

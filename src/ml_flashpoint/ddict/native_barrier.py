@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _RECEIVED = 4096
 _MOST_LINE_BYTES = 4096
-_REPLY_MARGIN_S = 5.0
+_REPLY_S = 30.0  # on Ray, the first request may wait for a process to start
 _SEND_TIMEOUT_S = 10.0
 
 _travelling: ContextVar[list[Barrier] | None] = ContextVar("_travelling", default=None)
@@ -90,12 +90,12 @@ class Barrier:
     @property
     def n_waiting(self) -> int:
         """How many wait at the moment."""
-        return int(self._ask("state", _REPLY_MARGIN_S)["waiting"])
+        return int(self._ask("state", _REPLY_S)["waiting"])
 
     @property
     def broken(self) -> bool:
         """Whether it is broken."""
-        return bool(self._ask("state", _REPLY_MARGIN_S)["broken"])
+        return bool(self._ask("state", _REPLY_S)["broken"])
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until as many as there are parties do; a number from 0, another one for each of them.
@@ -120,11 +120,11 @@ class Barrier:
         if self._server is not None:
             self._server.abort(reason)
         else:
-            self._ask("abort", _REPLY_MARGIN_S, reason=reason)
+            self._ask("abort", _REPLY_S, reason=reason)
 
     def reset(self) -> None:
         """Make a broken one usable again. Those who wait get `BarrierBrokenError`."""
-        self._ask("reset", _REPLY_MARGIN_S)
+        self._ask("reset", _REPLY_S)
 
     def close(self) -> None:
         """In the process that made it: end it for all. Elsewhere: let go of it."""

@@ -284,6 +284,8 @@ def ask_barrier(actor: Any, message: dict[str, Any], timeout_s: float | None) ->
     try:
         reply: dict[str, Any] = ray.get(actor.ask.remote(message), timeout=timeout_s)
     except GetTimeoutError as error:
+        if message["op"] != "wait":
+            raise DDictTimeoutError(f"the barrier did not answer within {timeout_s} s") from error
         actor.ask.remote({"op": "abort", "reason": "a process that uses it gave up"})
         raise DDictTimeoutError(f"not all came to the barrier within {timeout_s} s") from error
     except RayError as error:

@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ml_flashpoint.core.errors import ProtocolError
+from ml_flashpoint.ddict.accounts import Write
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
-from ml_flashpoint.ddict.coordinator import Write
 from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
@@ -62,7 +62,12 @@ def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @operation
 def _sealed(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return {"ids": manager.sealed(until_of(fields)), "frozen": manager.frozen, **manager.run_fields()}, ()
+    return {
+        "ids": manager.sealed(until_of(fields)),
+        "frozen": manager.frozen,
+        "writers": manager.writers,
+        **manager.run_fields(),
+    }, ()
 
 
 @operation
@@ -91,6 +96,10 @@ def _drop_copies(manager: Manager, session: Session, fields: Fields, blobs: list
 @operation
 def _prepare(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     manager.wait_until_ready(until_of(fields))
+    writers = fields.get("writers")
+    if not isinstance(writers, dict):
+        raise ProtocolError("field 'writers' must name handles")
+    manager.writers = {str(handle): pid if type(pid) is int else None for handle, pid in writers.items()}
     manager.prepare(integer(fields, "checkpoint_id"))
     return {"incarnation": manager.incarnation}, ()
 
@@ -176,7 +185,7 @@ def _lease(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     """Keep the handles alive that join with this lease, for as long as this connection lasts."""
     coordinator = _coordinator(manager, fields)
     session.lease = text(fields, "lease")
-    coordinator.lease_began(session.lease, session)
+    coordinator.lease_began(session.lease, session, session.peer.pid)
     return {}, ()
 
 
@@ -192,7 +201,7 @@ def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """A handle that has not joined wrote something."""
-    return _coordinator(manager, fields).note(_wrote(fields)), ()
+    return {**_coordinator(manager, fields).note(_wrote(fields)), "run": manager.run_id}, ()
 
 
 @operation
@@ -204,9 +213,10 @@ def _join(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 @operation
 def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
-    return coordinator.move(
+    state = coordinator.move(
         text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(fields), left_of(fields)
-    ), ()
+    )
+    return {**state, "run": manager.run_id}, ()
 
 
 @operation
@@ -224,7 +234,7 @@ def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @operation
 def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return _coordinator(manager, fields).newest(left_of(fields)), ()
+    return {**_coordinator(manager, fields).newest(left_of(fields)), "run": manager.run_id}, ()
 
 
 @operation

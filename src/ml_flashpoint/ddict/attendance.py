@@ -1,0 +1,361 @@
+"""Who writes to a dictionary and where, and what can be committed for all that they say.
+
+Owns the handles that write, the leases that keep them attached, which of their writes a commit has to cover, and the
+rules for what may be committed and what may retire. Committing is `coordinator`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge, writes_lost
+from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
+
+_log = logging.getLogger(__name__)
+
+EXPECT_S = 20.0
+"""Longest time that commits wait for handles to find a main manager that was started anew: on another node, say."""
+
+RETRY_S = 0.2
+
+
+class Attendance(ABC):
+    """See the module. Thread-safe; the base of `Coordinator` and of nothing else.
+
+    Args:
+        rules: of the dictionary.
+        committed: checkpoint that was committed last, for one that takes over; -1: none.
+        expected: handles that wrote before, for one that takes over: nothing is committed before they have come back,
+            or for as long as `EXPECT_S`.
+        died: handles that wrote before, and whose processes are gone.
+        settle_s: seconds to wait before committing anything, for others to come back.
+    """
+
+    def __init__(
+        self, rules: Rules, *, committed: int, expected: Collection[str], died: Collection[str], settle_s: float
+    ) -> None:
+        self._rules = rules
+        self._changed = threading.Condition()
+        self._writers: dict[str, Writer] = {}
+        self._leases: dict[str, object] = {}
+        self._pids: dict[str, int | None] = {}
+        self._departed = committed + 1
+        self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
+        self._departed_wrote: Needs = {}
+        self._any_departed = committed >= 0  # one that takes over does not know
+        self._came_back: dict[int, tuple[str, int]] = {}  # incarnation, and checkpoint that it came back at
+        self._floor = committed  # newest that is known to be complete, whatever handles do now
+        self._orphaned: DDictWritesLostError | None = None
+        self._newest = committed + 1
+        self._oldest_told = 0
+        self._committed = committed
+        self._committing = -1
+        self._persisted_ids: set[int] = set()
+        self._trouble = ""
+        self._expected = set(expected)
+        self._settled_at = time.monotonic() + settle_s
+        self._not_before = time.monotonic() + (max(settle_s, EXPECT_S) if expected else settle_s)
+
+    @abstractmethod
+    def _await_keys(self, checkpoint_id: int, timeout_s: float) -> None:
+        """Wait until all keys of a checkpoint are written again at a later one."""
+
+    # ---- what handles say ---------------------------------------------------------------------------------
+
+    def _arrived(self, handle: str) -> None:
+        """A handle is there, or said that it will not be."""
+        self._died.pop(handle, None)
+        if handle in self._expected:
+            self._expected.remove(handle)
+            if not self._expected:
+                self._not_before = min(self._not_before, self._settled_at)
+
+    def writers(self) -> dict[str, int | None]:
+        """Handles that write, each with its process if that is on this machine: for one that takes over."""
+        with self._changed:
+            return {handle: self._pids.get(writer.lease) for handle, writer in self._writers.items()}
+
+    def lease_began(self, lease: str, holder: object, pid: int | None = None) -> None:
+        """A process has a connection that keeps its handles attached."""
+        with self._changed:
+            self._leases[lease] = holder
+            self._pids[lease] = pid
+            self._changed.notify_all()
+
+    def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
+        """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
+        moved since this was sent."""
+        with self._changed:
+            self._arrived(handle)
+            writer = self._writers.get(handle)
+            if writer is None:
+                self._newest = max(self._newest, position)
+                self._writers[handle] = Writer(position, lease, self._newest, wrote=self._needs(wrote))
+                self._changed.notify_all()
+            else:
+                writer.lease = lease
+            return self._state()
+
+    def note(self, wrote: Sequence[Write]) -> dict[str, Any]:
+        """A handle that is not attached has written something."""
+        with self._changed:
+            merge(self._departed_wrote, self._needs(wrote))
+            self._any_departed = True
+            return self._state()
+
+    def _needs(self, wrote: Sequence[Write]) -> Needs:
+        needs: Needs = {}
+        for each in wrote:
+            need = max(each.need, self._fixed() + 1) if each.fresh else each.need
+            incarnation, back_at = self._came_back.get(each.manager, (each.incarnation, need))
+            # One who says so only after a commit was not waited for: what the manager came back without is lost.
+            if need > self._committed or (incarnation != each.incarnation and need > back_at):
+                merge(needs, {(each.manager, each.incarnation): need})
+        return needs
+
+    def _fixed(self) -> int:
+        """The newest checkpoint of which it is settled what is committed: a write there comes too late for it."""
+        return max(self._committed, self._committing)
+
+    def move(self, handle: str, lease: str, position: int, wrote: Sequence[Write], timeout_s: float) -> dict[str, Any]:
+        """A handle moves on to another checkpoint.
+
+        Raises:
+            DDictWritesLostError: a manager came back without what this handle wrote, or, told to one handle only,
+                without what a handle wrote that is gone.
+            DDictTimeoutError: with `wait_for_writers` or `wait_for_keys`, others did not do their part in time; or
+                commits are too far behind.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            # Unknown, it is one that comes back; or its process died with this on the way.
+            self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
+            writer = self._writers.get(handle)
+            if writer is None:
+                if lease not in self._leases:
+                    raise DDictTimeoutError("the process of this handle is not attached")
+                # With all that it says, since it counts from now on: this may have to wait, and commits do not.
+                writer = Writer(position, lease, self._newest, wrote=self._needs(wrote))
+                self._writers[handle] = writer
+            if writer.lost is not None:
+                raise writer.lost
+            writer.told = self._orphaned is not None
+            self._raise_orphaned()
+            writer.moving_to = position
+            self._changed.notify_all()
+        retires = position - self._rules.working_set_size
+        if position > self._newest and retires >= 0:
+            try:
+                self._wait_for_commits(position, until)
+                self._wait_to_retire(handle, position, retires, until)
+            except BaseException:
+                with self._changed:
+                    writer.moving_to = -1
+                raise
+        with self._changed:
+            if handle not in self._writers and lease not in self._leases:
+                return self._state()  # its process is gone, or comes back with what it is told now
+            # It may have been removed meanwhile: its process lost the connection and has another by now.
+            writer = self._writers.setdefault(handle, writer)
+            self._arrived(handle)
+            writer.position, writer.moving_to = position, -1
+            writer.lease = lease
+            writer.wrote = self._needs(wrote)
+            writer.since = self._newest = max(self._newest, position)
+            if not self._rules.snapshots:
+                self._committed = max(self._committed, self._target())
+            self._changed.notify_all()
+            return self._state()
+
+    def _wait_for_commits(self, position: int, until: float) -> None:
+        """Wait while commits that could be made are a working set behind: what is not committed stays in memory, which
+        would fill up with it."""
+        if not self._rules.snapshots:
+            return
+        with self._changed:
+            while self._committed < min(self._target(), position - self._rules.working_set_size - 2):
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError(
+                        f"checkpoint {self._committed + 1} and later ones are not committed yet",
+                        checkpoint_id=self._committed + 1,
+                    )
+                self._changed.wait(left)
+
+    def _wait_to_retire(self, handle: str, position: int, retires: int, until: float) -> None:
+        """Wait until a checkpoint may leave the working set."""
+        if self._rules.wait_for_writers:
+            with self._changed:
+                while (left := min(until, self._not_before) - time.monotonic()) > 0:
+                    self._changed.wait(left)  # those behind may not be back yet
+                while behind := [
+                    name
+                    for name, writer in self._writers.items()
+                    if name != handle and max(writer.position, writer.moving_to) <= retires
+                ]:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise DDictTimeoutError(
+                            f"checkpoint {retires} cannot retire: {len(behind)} other handle(s) have not moved past it",
+                            checkpoint_id=retires,
+                        )
+                    self._changed.wait(left)
+        if self._rules.wait_for_keys and position > self._newest:
+            self._await_keys(retires, max(0.05, until - time.monotonic()))
+
+    def leave(self, handle: str) -> None:
+        """A handle writes no more."""
+        with self._changed:
+            self._arrived(handle)
+            self._remove(handle)
+            self._changed.notify_all()
+
+    def lease_ended(self, lease: str, holder: object) -> None:
+        """The process that held a lease is gone, and so are its handles; unless it has another connection by now."""
+        with self._changed:
+            if self._leases.get(lease) is not holder:
+                return
+            del self._leases[lease], self._pids[lease]
+            for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
+                self._died[handle] = self._writers[handle].position
+                self._remove(handle)
+            self._died = {name: position for name, position in self._died.items() if position >= self._window()}
+            self._changed.notify_all()
+
+    def _remove(self, handle: str) -> None:
+        writer = self._writers.pop(handle, None)
+        if writer is None:
+            return
+        if handle not in self._died:
+            self._departed = max(self._departed, writer.position)
+        self._any_departed = True
+        if writer.lost is None:  # else that says it, once
+            merge(self._departed_wrote, writer.wrote)
+            merge(self._departed_wrote, writer.assumed)
+        self._orphaned = self._orphaned or writer.lost
+        if not self._rules.snapshots:
+            self._committed = max(self._committed, self._target())
+
+    # ---- where the dictionary is --------------------------------------------------------------------------
+
+    def newest(self, timeout_s: float) -> dict[str, Any]:
+        """The newest committed checkpoint, once what can be committed now is.
+
+        Raises:
+            DDictWritesLostError: a manager died with writes of handles that are gone: what they moved past last will
+                never be committed. Raised once.
+            DDictTimeoutError: commits did not end in time.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            wanted = self._target()
+            # A rollback meanwhile can mean that less is to be committed than it was.
+            while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
+                self._raise_orphaned()
+                left = until - time.monotonic()
+                if left <= 0:
+                    why = f": {self._trouble}" if self._trouble else ""
+                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
+                self._changed.wait(min(left, RETRY_S))
+            self._begin_anew()
+            return self._state()
+
+    def _begin_anew(self) -> None:
+        """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""
+        if not self._writers:
+            self._died.clear()
+            self._departed = self._newest = self._committed + 1
+
+    def _raise_orphaned(self) -> None:
+        if self._orphaned is not None:
+            orphaned, self._orphaned = self._orphaned, None
+            self._begin_anew()
+            self._changed.notify_all()
+            raise orphaned
+
+    def state(self) -> dict[str, Any]:
+        """Where the dictionary is: ``committed``, ``fixed`` (the newest checkpoint for whose commit a write there would
+        be late), ``newest``, ``oldest`` and ``writers``."""
+        with self._changed:
+            return self._state()
+
+    def recovering(self, manager: int, incarnation: str) -> dict[str, Any]:
+        """A manager came back, and goes on from what is committed. A commit that another incarnation of it has taken
+        part in, and that is not decided yet, is off: this one will not have it."""
+        with self._changed:
+            self._came_back[manager] = (incarnation, self._committed)
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "committed": self._committed,
+            "fixed": self._fixed(),
+            "newest": self._newest,
+            "oldest": self._oldest(),
+            "writers": len(self._writers),
+            "persisted": max(self._persisted_ids, default=-1),
+        }
+
+    def _all_needs(self) -> Iterator[Needs]:
+        yield self._departed_wrote
+        for writer in self._writers.values():
+            yield writer.wrote
+            yield writer.assumed
+
+    def _note_losses(self, incarnations: Mapping[int, str]) -> bool:
+        """Find handles whose writes a manager has lost. Returns whether there are any."""
+        with self._changed:
+            for handle, writer in self._writers.items():
+                for manager, incarnation in (*writer.wrote, *writer.assumed):
+                    if writer.lost is None and incarnations[manager] != incarnation:
+                        _log.warning("manager %d lost uncommitted writes of handle %s", manager, handle)
+                        writer.lost = writes_lost(manager, self._back_at(manager, incarnations[manager]))
+            for manager, incarnation in list(self._departed_wrote):
+                if incarnations[manager] != incarnation:
+                    _log.warning("manager %d lost uncommitted writes of handles that are gone", manager)
+                    self._orphaned = writes_lost(manager, self._committed)
+                    del self._departed_wrote[manager, incarnation]
+            self._changed.notify_all()
+            return self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values())
+
+    def _back_at(self, manager: int, incarnation: str) -> int:
+        """Where a manager came back: what is committed, but for handles that told too late what they had there."""
+        known, at = self._came_back.get(manager, (incarnation, self._committed))
+        return min(at, self._committed) if known == incarnation else self._committed
+
+    # ---- what may be committed ----------------------------------------------------------------------------
+
+    def _oldest(self) -> int:
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to; so
+        does what a handle is going back to, while a commit that is under way ends."""
+        oldest = max(0, self._newest - self._rules.working_set_size + 1)
+        if self._rules.snapshots:
+            redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
+            oldest = min(oldest, max(self._committed, 0), *redone)
+        return max(self._oldest_told, oldest)
+
+    def _window(self) -> int:
+        return self._newest - self._rules.working_set_size + 1
+
+    def _target(self) -> int:
+        """The newest checkpoint that every handle has moved past."""
+        if self._orphaned is not None or any(writer.told or writer.lost for writer in self._writers.values()):
+            return self._committed
+        # What a process has not finished when it died is not committed by that alone: others would take it for whole.
+        positions = [position for position in self._died.values() if position >= self._window()]
+        positions += map(self._held_up_at, self._writers.values())
+        return max(self._committed, self._floor, min(positions, default=self._departed) - 1)
+
+    def _held_up_at(self, writer: Writer) -> int:
+        """Where a handle keeps checkpoints from being committed: not below the working set, out of which it falls when
+        others go on by as much without it. One that has gone back, to write again what was lost, is not out of it."""
+        at = max(writer.position, self._window()) if self._is_out(writer) else writer.position
+        return max(at, self._oldest())
+
+    def _is_out(self, writer: Writer) -> bool:
+        return self._newest - writer.since >= self._rules.working_set_size

@@ -1,0 +1,147 @@
+"""The folder that several processes share, and its removal when all of them are gone, however they went."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ml_flashpoint.ddict import folder_janitor
+from ml_flashpoint.ddict.folder_janitor import Janitor, remove_now
+from ml_flashpoint.ddict.runtime_folder import FolderHold, join_folder, sweep
+from tests.support.forked import wait_until
+
+DEADLINE_S = 20.0
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from ml_flashpoint.ddict.folder_janitor import Janitor
+from ml_flashpoint.ddict.runtime_folder import join_folder
+hold = join_folder(Path(sys.argv[1]))
+janitor = Janitor(hold.folder, float(sys.argv[2]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def janitors(folder: Path) -> list[psutil.Process]:
+    """The processes that wait for the end of those that hold a folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if folder_janitor.__file__ in line and str(folder) in line:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def folder(tmpfs: Path) -> Iterator[Path]:
+    made = tmpfs / "0123456789ab"
+    yield made
+    wait_until(lambda: not janitors(made), "the janitors have ended", DEADLINE_S)
+
+
+def held_by_another(folder: Path, keep_s: float) -> subprocess.Popen[str]:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(folder), str(keep_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def end(holder: subprocess.Popen[str]) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate(timeout=DEADLINE_S)
+
+
+def test_the_folder_of_a_killed_process_goes(folder: Path) -> None:
+    holder = held_by_another(folder, 0.1)
+    (folder / "node-0").mkdir()
+    (folder / "node-0" / "value").write_bytes(bytes(1000))
+    assert not remove_now(folder)
+    assert sweep(folder.parent) == []
+
+    end(holder)
+
+    wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
+
+
+def test_a_successor_finds_the_folder_as_it_was(folder: Path) -> None:
+    holder = held_by_another(folder, 1.0)
+    (folder / "value").write_text("kept")
+    end(holder)
+
+    hold = join_folder(folder)
+    try:
+        wait_until(lambda: not janitors(folder), "the janitor has given up", DEADLINE_S)
+        assert (folder / "value").read_text() == "kept"
+    finally:
+        hold.close()
+    assert remove_now(folder)
+
+
+def test_a_dismissed_janitor_ends_and_leaves_the_folder(folder: Path) -> None:
+    hold = join_folder(folder)
+    janitor = Janitor(folder, 600.0)
+    (process,) = janitors(folder)
+    assert process.ppid() != os.getpid()
+
+    hold.close()
+    janitor.dismiss()
+
+    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
+    assert folder.exists()
+    assert remove_now(folder)
+
+
+def test_many_make_the_same_folder_while_others_sweep(folder: Path) -> None:
+    failures: list[BaseException] = []
+    together = threading.Barrier(9)
+
+    def join() -> None:
+        together.wait(DEADLINE_S)
+        try:
+            for _ in range(50):
+                hold = join_folder(folder)
+                assert hold.is_there()
+                hold.close()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=join) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    together.wait(DEADLINE_S)
+    while any(thread.is_alive() for thread in threads):
+        sweep(folder.parent)
+        threads[0].join(0.001)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+    assert failures == []
+    sweep(folder.parent)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_hold_of_a_folder_that_was_replaced_is_noticed(folder: Path) -> None:
+    hold = join_folder(folder)
+    assert hold.is_there()
+    os.rename(folder, folder.with_name("elsewhere"))
+    another = join_folder(folder)
+    assert not hold.is_there()
+    assert another.is_there()
+    assert isinstance(another, FolderHold)
+    for each in (hold, another):
+        each.close()

@@ -1,0 +1,121 @@
+"""Managers that are not where they were: found again, and never mistaken for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ml_flashpoint.ddict.connection import Address, Peer
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError
+from ml_flashpoint.ddict.links import Links
+from ml_flashpoint.ddict.request_server import RequestServer
+
+SECRET = b"a secret of the test"
+TIMEOUT_S = 20.0
+
+
+class Player:
+    """A manager that knows who it is, and no more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def open(self, peer: Peer) -> None:
+        return None
+
+    def handle(
+        self, session: None, operation: str, fields: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], Sequence[Any]]:
+        return {"manager": self.number, "incarnation": f"of {self.number}"}, ()
+
+    def closed(self, session: None) -> None:
+        return None
+
+
+class Place:
+    """Says where managers are: first what is wrong, and after a failure what is right."""
+
+    def __init__(self, wrong: Address | None, right: Address | None) -> None:
+        self.wrong, self.right = wrong, right
+        self.asked: list[bool] = []
+
+    def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        assert 0 < timeout_s <= TIMEOUT_S
+        self.asked.append(anew)
+        return self.right if anew else self.wrong
+
+
+@contextlib.contextmanager
+def served(number: int, secret: bytes = SECRET) -> Iterator[Address]:
+    server = RequestServer(secret, Player(number), tcp_host="127.0.0.1")
+    try:
+        yield server.addresses[0]
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def links_to(place: Place) -> Iterator[Links]:
+    links = Links(place, SECRET)
+    try:
+        yield links
+    finally:
+        links.close()
+
+
+def ask(links: Links, manager: int, timeout_s: float = TIMEOUT_S) -> int:
+    return int(links.call(manager, "who", {}, until=time.monotonic() + timeout_s).fields["manager"])
+
+
+@pytest.mark.parametrize("what", ["another manager", "another dictionary", "nobody"])
+def test_a_manager_that_moved_is_asked_after_anew(what: str) -> None:
+    with contextlib.ExitStack() as stack:
+        wrong = stack.enter_context(served(1, b"another secret of ours" if what == "another dictionary" else SECRET))
+        if what == "nobody":
+            stack.close()
+        with served(0) as right, links_to(place := Place(wrong, right)) as links:
+            assert ask(links, 0) == 0
+            assert place.asked == [False, True]
+
+
+def test_one_that_is_where_it_was_is_not_asked_after_anew() -> None:
+    with served(0) as right, links_to(place := Place(right, None)) as links:
+        first = links.connect(0, TIMEOUT_S)
+        assert [ask(links, 0), ask(links, 0)] == [0, 0]
+        first.connection.close()
+        assert place.asked == [False, False]
+
+
+def test_one_that_dies_is_asked_after_anew() -> None:
+    with contextlib.ExitStack() as stack:
+        before = stack.enter_context(served(0))
+        with served(0) as after, links_to(place := Place(before, after)) as links:
+            assert ask(links, 0) == 0
+            stack.close()
+            assert ask(links, 0) == 0
+            assert place.asked == [False, True]
+
+
+def test_one_that_is_nowhere_is_waited_for_as_long_as_there_is_time() -> None:
+    with links_to(Place(None, None)) as links:
+        began = time.monotonic()
+        with pytest.raises(DDictManagerLostError) as raised:
+            ask(links, 0, 0.5)
+        assert raised.value.retryable
+        assert time.monotonic() - began < 5
+
+
+def test_a_dictionary_that_is_gone_is_not_looked_for_any_longer() -> None:
+    def locate(manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        raise DDictDestroyedError("it was destroyed")
+
+    links = Links(locate, SECRET)
+    began = time.monotonic()
+    with pytest.raises(DDictDestroyedError):
+        ask(links, 0)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    links.close()

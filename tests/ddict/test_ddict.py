@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, JobInUseError
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
@@ -1045,3 +1045,13 @@ def test_stats_say_what_there_is(d: DDict) -> None:
     assert sum(each.used_bytes for each in stats) - before >= 4 * BIG
     assert {each.limit_bytes for each in stats} == {128 << 20}
     assert not any(each.frozen for each in stats)
+
+
+def test_a_second_dictionary_of_one_name_and_path_is_refused(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_LOCK_DEADLINE_S", "0.2")
+    stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "name": "one"}
+    make(**stored)
+    with pytest.raises(JobInUseError, match="one"):
+        make(**stored)

@@ -134,7 +134,7 @@ class Coordinator(Attendance):
             if back_at >= 0:
                 # It may be persisted yet, and managers have let go of it. Those that are away do this as they recover.
                 with contextlib.suppress(FlashpointError):
-                    self._all("prepare", {"checkpoint_id": back_at}, timeout_s=max(0.1, until - time.monotonic()))
+                    self._prepare(back_at, max(0.1, until - time.monotonic()))
         return self.state()
 
     def _have_forgotten(self, above: int) -> None:
@@ -244,7 +244,7 @@ class Coordinator(Attendance):
                 self._have_forgotten(self._committed)  # a later one was tried, and somebody went back meanwhile
             self._tried = max(self._tried, checkpoint_id)
         self._forget(_CALL_S)
-        answers = self._all("prepare", {"checkpoint_id": checkpoint_id, "writers": self.writers()})
+        answers = self._prepare(checkpoint_id, _CALL_S)
         incarnations = {manager: str(answer["incarnation"]) for manager, answer in enumerate(answers)}
         if self._note_losses(incarnations):
             self._all("abort", {"checkpoint_id": checkpoint_id})
@@ -270,6 +270,10 @@ class Coordinator(Attendance):
                 self._to_persist.append(checkpoint_id)
             self._changed.notify_all()
         self._settle()
+
+    def _prepare(self, checkpoint_id: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Have managers note what belongs to a checkpoint, and who writes, for one that takes over."""
+        return self._all("prepare", {"checkpoint_id": checkpoint_id, "writers": self.writers()}, timeout_s=timeout_s)
 
     def _settle(self) -> None:
         """Let managers forget what is not needed any more."""

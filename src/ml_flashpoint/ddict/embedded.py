@@ -21,7 +21,9 @@ from typing import Any
 
 import psutil
 
+from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.messages import rebuild_error
 from ml_flashpoint.ddict.nursery import DEATHS_WITHIN_S, END_GRACE_S, MOST_DEATHS
 from ml_flashpoint.ddict.nursery_client import NurseryClient, acquire_nursery, release_nursery
 from ml_flashpoint.ddict.runtime_folder import make_folder, remove_unused, runtime_root, sweep
@@ -86,7 +88,8 @@ class EmbeddedRuntime:
             timeout_s: seconds.
 
         Raises:
-            DDictError: a manager could not start; ``manager`` says which, the message why. All have ended then.
+            FlashpointError: a manager could not start, for this reason. All have ended then.
+            DDictError: likewise, for another reason; ``manager`` says which, the message why.
             DDictTimeoutError: not all were ready in time. All have ended then.
         """
         try:
@@ -104,8 +107,7 @@ class EmbeddedRuntime:
                 self._await(lambda: self._started or self._failure is not None, "no start of all managers", timeout_s)
                 failure = self._failure
             if failure is not None:
-                number = failure["manager"]
-                raise DDictError(f"a manager did not start: {failure['error'].strip()}", manager=number)
+                raise _error_of(str(failure["error"]).strip(), failure["manager"])
         except BaseException:
             self.stop()
             raise
@@ -299,3 +301,12 @@ def _abandon_all() -> None:
 
 atexit.register(_stop_all)
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _error_of(text: str, manager: int) -> FlashpointError:
+    """The error that a manager's stack trace ends with, if it is one of ours."""
+    name, _, message = text.splitlines()[-1].partition(": ") if text else ("", "", "")
+    error = rebuild_error({"error": name.rpartition(".")[2], "message": message})
+    if type(error).__name__ == name.rpartition(".")[2]:
+        return error
+    return DDictError(f"a manager did not start: {text}", manager=manager)

@@ -72,11 +72,11 @@ class DDictManagerLostError(DDictError):
 
 
 class DDictWritesLostError(DDictError):
-    """A manager came back without what this handle had written since the last committed checkpoint.
+    """A manager came back without what was written there since the last committed checkpoint.
 
-    `checkpoint_id` is the committed checkpoint that it came back at: roll back to it (``d.checkpoint_id = that``,
-    ``d.rollback(to=that)``) and write again from there. Raised once for each such loss; until then nothing
-    that this handle wrote above that id is committed.
+    `checkpoint_id` is the one that it came back at: go back to it, ``d.rollback(to=error.checkpoint_id)``, and write
+    again from there. Until then calls of this handle that write or move raise it again, and nothing that it wrote
+    above is committed. The loss of what handles had written that are gone is told once, to one who moves or syncs.
     """
 
 

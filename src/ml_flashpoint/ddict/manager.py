@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -25,8 +24,9 @@ from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.connection import Peer
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError
 from ml_flashpoint.ddict.links import Links, Locate
+from ml_flashpoint.ddict.room import Room
 from ml_flashpoint.ddict.shard import Shard
 from ml_flashpoint.ddict.snapshots import Pin, SnapshotRecord, Snapshots
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
@@ -58,42 +58,6 @@ class Session:
     peer: Peer
     allocated: set[str] = field(default_factory=set)
     lease: str | None = None
-
-
-class Room:
-    """An arena of this manager that it fills itself, with an object that was written elsewhere.
-
-    Args:
-        nbytes: of the object.
-
-    Raises:
-        CapacityError: no room.
-    """
-
-    def __init__(self, arenas: ValueArenas, store: RankStore, nbytes: int) -> None:
-        self._arenas = arenas
-        self._allocation = arenas.allocate(nbytes)
-        self.buffer = store.arena_by_path(Path(self._allocation.path)).buffer[:nbytes]
-        """Where the object is to be put, whole."""
-
-    def keep(self, value_id: str) -> StoredValue:
-        """The value, now that the object is there; ``value_id`` is the one it was written under.
-
-        Raises:
-            DamagedError: it is none.
-        """
-        own = self._allocation.value_id
-        if value_id != own:
-            # Ids have one length, so the header stays as long as it is.
-            end = 8 + int.from_bytes(self.buffer[:8], "little")
-            header = bytes(self.buffer[:end]).replace(value_id.encode(), own.encode())
-            if len(header) == end:
-                self.buffer[:end] = header
-        return self._arenas.adopt(own)
-
-    def give_up(self) -> None:
-        """Let go of the arena."""
-        self._arenas.abandon([self._allocation.value_id])
 
 
 class Manager:
@@ -557,15 +521,6 @@ class Manager:
         self.coordinator.restore(checkpoint_id, fields, left)
         if not self.configuration.read_only:
             self.persister.begin_run(run_id, restored=checkpoint)
-
-    def check_time(self, until: float, what: str) -> None:
-        """Raise if time is up.
-
-        Raises:
-            DDictTimeoutError: it is.
-        """
-        if time.monotonic() >= until:
-            raise DDictTimeoutError(what, manager=self.number)
 
 
 def _operations() -> dict[str, Operation]:

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictWritesLostError
+from ml_flashpoint.ddict.nursery import MOST_DEATHS
 from tests.support import tmpfs as tmpfs_folders
-from tests.support.dictionaries import DEADLINE_S, kill_manager, one_nursery, runtime_of
+from tests.support.dictionaries import DEADLINE_S, await_copies, kill_manager, one_nursery, runtime_of
 
 EXAMPLES = "FLASHPOINT_TEST_MODEL_EXAMPLES"
 HANDLES = 3
@@ -154,6 +155,7 @@ class DictionaryModel(RuleBasedStateMachine):
     @initialize(nodes=st.sampled_from([2, 3]))
     def make(self, nodes: int) -> None:
         self.managers = nodes
+        self.deaths = [0] * nodes
         self.dictionary = DDict(
             1,
             nodes,
@@ -293,8 +295,13 @@ class DictionaryModel(RuleBasedStateMachine):
     def kill(self, data: st.DataObject, lost_node: bool, wait: bool, by_moving: bool) -> None:
         assert self.dictionary is not None
         manager = data.draw(st.integers(0, self.managers - 1))
+        if self.deaths[manager] == MOST_DEATHS:
+            return  # it would stay down
+        self.deaths[manager] += 1
         for handle in range(HANDLES):
             self.catch_up(handle)
+        # One loss at a time: the next one is only survived with what the last one cost made up for.
+        await_copies(self.dictionary, self.model.committed)
         before = kill_manager(self.dictionary, manager, lose_node=lost_node)
         if wait:
             runtime_of(self.dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)

@@ -91,3 +91,18 @@ def files_in(base: str | Path) -> list[Path]:
     """Everything in a folder, and the folder, if it is there."""
     base = Path(base)
     return [base, *base.rglob("*")] if base.exists() else []
+
+
+def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
+    """Wait until the copies of a committed checkpoint are where they should be: with replication "ring", one manager a
+    node, each at the next."""
+    if checkpoint_id < 0:
+        return
+    links, managers = dictionary._handle.client.links, dictionary._configuration.managers
+
+    def has_copy(of: int) -> bool:
+        until = time.monotonic() + DEADLINE_S
+        records = links.call((of + 1) % managers, "inventory", {"of": of}, until=until).fields["records"]
+        return any(record[0] == checkpoint_id for record in records)
+
+    await_that(lambda: all(has_copy(manager) for manager in range(managers)))

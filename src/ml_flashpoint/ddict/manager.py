@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ml_flashpoint.ddict.request_fields import Operation
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +66,7 @@ class Manager:
         configuration: of the dictionary.
         number: of this manager.
         locate: where the other managers are.
+        operations: what requests mean, by name: functions of the manager, the session, fields and blobs.
         incarnation: of this process, 16 hexadecimal digits.
         restarted: whether one of this number was there before.
         host: address to serve other nodes on.
@@ -77,6 +77,7 @@ class Manager:
         configuration: Configuration,
         number: int,
         locate: Locate,
+        operations: Mapping[str, Callable[..., tuple[dict[str, Any], Sequence[Buffer]]]],
         *,
         incarnation: str,
         restarted: bool = False,
@@ -84,6 +85,7 @@ class Manager:
     ) -> None:
         self.configuration = configuration
         self.number = number
+        self._operations = operations
         self.rules = configuration.rules
         self.incarnation = incarnation
         self.changed = threading.Condition(threading.RLock())
@@ -122,7 +124,6 @@ class Manager:
             incarnation=self.incarnation,
             host=host,
         )
-        self._operations = _operations()
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -521,11 +522,3 @@ class Manager:
         self.coordinator.restore(checkpoint_id, fields, left)
         if not self.configuration.read_only:
             self.persister.begin_run(run_id, restored=checkpoint)
-
-
-def _operations() -> dict[str, Operation]:
-    # They name this module's types.
-    from ml_flashpoint.ddict import data_operations, operations  # noqa: F401
-    from ml_flashpoint.ddict.request_fields import OPERATIONS
-
-    return OPERATIONS

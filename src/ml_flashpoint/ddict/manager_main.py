@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+# They fill OPERATIONS.
+from ml_flashpoint.ddict import data_operations, operations  # noqa: F401
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.locations import locator
 from ml_flashpoint.ddict.manager import Manager
+from ml_flashpoint.ddict.request_fields import OPERATIONS
 from ml_flashpoint.ddict.request_server import RequestServer
 from ml_flashpoint.ddict.value_arenas import allow_many_files
 
@@ -34,6 +37,7 @@ class ServedManager:
             configuration,
             number,
             locator(configuration),
+            OPERATIONS,
             incarnation=str(config["incarnation"]),
             restarted=bool(config.get("restarted")),
             host=host or "127.0.0.1",

@@ -21,7 +21,7 @@ STAMP := .venv/.setup-stamp
 # Most tests wait for processes more than they compute. A file's tests stay together, in their order.
 TWO_AT_A_TIME ?= -n 2 --dist loadfile
 
-.PHONY: setup lint format check test test-nemo demo bench clean distclean
+.PHONY: setup lint format check test test-units test-nemo demo bench clean distclean
 
 setup: $(STAMP)
 
@@ -47,10 +47,14 @@ check: lint
 
 # Jobs come one after the other: torchrun chooses the port of a job seconds before the job listens there, and another
 # job's many gloo groups, which listen at any port that is free, would sooner or later be at that one.
+# NeMo's environment is made meanwhile.
 test: lint
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not e2e" $(PYTEST_ARGS)
+	$(MAKE) -j2 test-units $(NEMO_STAMP)
 	$(BIN)/pytest -m e2e $(PYTEST_ARGS)
 	$(MAKE) test-nemo
+
+test-units: setup
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not e2e" $(PYTEST_ARGS)
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
 # `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), what writes its context (nemo-run),

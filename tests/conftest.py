@@ -73,7 +73,8 @@ def _can_make_netns() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what lies in tests/e2e, and skips what this machine cannot do."""
+    """Marks what lies in tests/e2e, skips what this machine cannot do, and puts files with slow tests first, so that
+    neither of two workers has a long one left when the other is done."""
     end_to_end = config.rootpath / "tests" / "e2e"
     for item in items:
         if item.path.is_relative_to(end_to_end):
@@ -87,3 +88,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked and not is_met():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

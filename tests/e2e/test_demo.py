@@ -124,9 +124,18 @@ def test_a_job_that_fails_fails_the_demo_and_shows_why() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        _argv("--steps", "400"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
-    )
+    # Where the tests run in the background of a shell, SIGINT is ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            _argv("--steps", "400"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=child_environment(),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:

@@ -27,6 +27,8 @@ from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
 from tests.support.processes import child_environment
 from tests.workers import ddict_entries
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 
 

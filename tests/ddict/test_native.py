@@ -38,6 +38,8 @@ from tests.support.forked import wait_until
 from tests.support.processes import child_environment
 from tests.workers import ddict_members
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 

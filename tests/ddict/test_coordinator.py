@@ -956,6 +956,28 @@ def test_a_restored_checkpoint_is_the_newest_committed_one(make: Make, snapshots
     assert play.newest() == 6
 
 
+def test_what_only_some_managers_have_restored_is_not_committed(make: Make) -> None:
+    play = make()
+    play.join("a")
+
+    def die(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
+        return DDictManagerLostError("away", manager=manager) if manager == 1 else None
+
+    play.managers.refusals["restore_commit"] = die
+    with pytest.raises(DDictPersistError, match="only some"):
+        play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+    with pytest.raises(DDictPersistError, match="only some"):
+        play.move("a", 1)
+    with pytest.raises(DDictPersistError, match="only some"):
+        play.newest()
+    assert not play.managers.of("prepare")
+
+    play.managers.refusals.clear()
+    play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+    play.move("a", 6)
+    assert play.newest() == 5
+
+
 def test_a_manager_that_cannot_read_what_is_to_be_restored_leaves_all_as_it_was(make: Make) -> None:
     play = make()
     play.join("a")

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge, writes_lost
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 
@@ -51,6 +52,7 @@ class Attendance(ABC):
         self._came_back: dict[int, tuple[str, int]] = {}  # incarnation, and checkpoint that it came back at
         self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._orphaned: DDictWritesLostError | None = None
+        self._torn: FlashpointError | None = None  # a restore that reached some managers only
         self._newest = committed + 1
         self._oldest_told = 0
         self._committed = committed
@@ -133,6 +135,7 @@ class Attendance(ABC):
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            self._check_whole()
             # Unknown, it is one that comes back; or its process died with this on the way.
             self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
             writer = self._writers.get(handle)
@@ -253,6 +256,7 @@ class Attendance(ABC):
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            self._check_whole()
             wanted = self._target()
             # A rollback meanwhile can mean that less is to be committed than it was.
             while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
@@ -270,6 +274,10 @@ class Attendance(ABC):
         if not self._writers:
             self._died.clear()
             self._departed = self._newest = self._committed + 1
+
+    def _check_whole(self) -> None:
+        if self._torn is not None:
+            raise self._torn
 
     def _raise_orphaned(self) -> None:
         if self._orphaned is not None:

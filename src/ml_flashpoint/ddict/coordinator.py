@@ -195,7 +195,7 @@ class Coordinator(Attendance):
     # ---- commits ------------------------------------------------------------------------------------------
 
     def _next(self) -> int | None:
-        if self._held_up or time.monotonic() < self._not_before:
+        if self._held_up or self._torn is not None or time.monotonic() < self._not_before:
             return None
         target = self._target()
         if target <= self._committed:
@@ -362,10 +362,11 @@ class Coordinator(Attendance):
         return checkpoint_id >= 0 and checkpoint_id not in self._persisted_ids
 
     def restore(self, checkpoint_id: int, fields: dict[str, Any], timeout_s: float) -> None:
-        """Have all managers hold a persisted checkpoint, and nothing else; on an error, all as before.
+        """Have all managers hold a persisted checkpoint, and nothing else.
 
         Raises:
-            FlashpointError: a manager cannot read it.
+            FlashpointError: a manager cannot read it; all is as before.
+            DDictPersistError: a manager died when others had taken it up; nothing is committed until a restore works.
         """
         until = time.monotonic() + timeout_s
         with self._no_commits(until):
@@ -381,8 +382,19 @@ class Coordinator(Attendance):
                 with contextlib.suppress(FlashpointError):
                     self._all("restore_abort", {})
                 raise
-            self._all("restore_commit", fields)
+            try:
+                self._all("restore_commit", fields)
+            except FlashpointError as error:
+                torn = DDictPersistError(
+                    f"only some managers hold what was restored: {error}",
+                    checkpoint_id=checkpoint_id,
+                    hint="restore() again",
+                )
+                with self._changed:
+                    self._torn = torn
+                raise torn from error
             with self._changed:
+                self._torn = None
                 self._restored(checkpoint_id)
         # It was committed before it was persisted, so it is again: at once, which makes the copies there are none of.
         with self._changed:

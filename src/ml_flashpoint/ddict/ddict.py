@@ -184,7 +184,8 @@ class DDict(Mapped):
         return [int(each) for each in self._access.ask_main("persisted_ids")["ids"]]
 
     def restore(self, checkpoint_id: int) -> None:
-        """Hold a persisted checkpoint instead of what is here, and go to it. On an error, everything is as before.
+        """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
+        before; if a manager dies at the last moment, nothing can be committed until a restore works.
 
         Other handles must not be writing, and go to it themselves (`sync_to_newest_checkpoint`).
 

@@ -78,7 +78,7 @@ def runtime_root() -> Path:
         DDictError: it cannot be made, or belongs to somebody else.
     """
     chosen = os.environ.get(BASE_VARIABLE)
-    root = Path(chosen).absolute() if chosen else _default_parent() / f"mlf-ddict-{os.geteuid()}"
+    root = Path(chosen).absolute() if chosen else _default_root()
     try:
         root.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
         status = root.lstat()
@@ -90,6 +90,10 @@ def runtime_root() -> Path:
     ):
         raise DDictError("is not a private folder of this user", path=root, hint=f"set {BASE_VARIABLE}")
     return root
+
+
+def _default_root() -> Path:
+    return _default_parent() / f"mlf-ddict-{os.geteuid()}"
 
 
 def _default_parent() -> Path:
@@ -105,7 +109,11 @@ def make_folder(root: Path) -> FolderHold:
     name = secrets.token_hex(6)
     unfinished = root / f".new-{name}"
     try:
-        unfinished.mkdir(mode=0o700)
+        try:
+            unfinished.mkdir(mode=0o700)
+        except FileNotFoundError:
+            _default_root().mkdir(mode=0o700, exist_ok=True)  # the last one that had a folder there took it away
+            unfinished.mkdir(mode=0o700)
         (unfinished / LOCK).touch(mode=0o600)
         hold = FolderHold(unfinished)
         # It has its name only once it is held, so no sweep ever sees it free.
@@ -146,7 +154,8 @@ def join_folder(folder: Path, timeout_s: float = _JOIN_S) -> FolderHold:
 
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
-    """Remove a dictionary's folder if no process holds it; whether it is gone.
+    """Remove a dictionary's folder if no process holds it, and with the last one the folder of them all, if that is not
+    one of the user's choice; whether it is gone.
 
     Args:
         folder: of the dictionary.
@@ -154,7 +163,10 @@ def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
     """
     give_up = time.monotonic() + wait_s
     while not (gone := remove_now(folder)) and time.monotonic() < give_up:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_LOOK_EVERY_S)  # nothing tells of the end of a lock but asking for it
+    if gone and folder.parent == _default_root():
+        with contextlib.suppress(OSError):  # others have theirs there
+            folder.parent.rmdir()
     return gone
 
 

@@ -956,6 +956,21 @@ def test_a_restored_checkpoint_is_the_newest_committed_one(make: Make, snapshots
     assert play.newest() == 6
 
 
+def test_what_is_rolled_back_while_it_is_persisted_does_not_stay(make: Make) -> None:
+    play = make(working_set_size=4, persist_freq=2)
+    gate = play.managers.close_gate("persist")
+    play.join("a")
+    play.move("a", 2)
+    play.managers.await_asked("persist", 2)
+    play.rollback("a", 0)
+    before = len(play.managers.removed_above)
+
+    gate.set()
+
+    await_that(lambda: len(play.managers.removed_above) > before)
+    assert play.managers.removed_above[-1] == 0
+
+
 def test_what_only_some_managers_have_restored_is_not_committed(make: Make) -> None:
     play = make()
     play.join("a")

@@ -290,13 +290,22 @@ class Coordinator(Attendance):
             self._oldest_told = max(self._oldest_told, oldest)
 
     def _await_keys(self, checkpoint_id: int, timeout_s: float) -> None:
-        self._all("complete", {"checkpoint_id": checkpoint_id}, timeout_s=timeout_s)
+        self._all_at_length("complete", {"checkpoint_id": checkpoint_id}, timeout_s)
 
     def _all(self, operation: str, fields: dict[str, Any], *, timeout_s: float = _CALL_S) -> list[dict[str, Any]]:
         """Ask all managers at the same time; returns their answers, or raises the first error once all answered."""
+        return self._ask(self._pool, operation, fields, timeout_s)
+
+    def _all_at_length(self, operation: str, fields: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """The same for what takes long, with threads of its own: commits must not wait for one."""
+        with ThreadPoolExecutor(min(32, self._rules.managers), thread_name_prefix=f"ddict-{operation}") as pool:
+            return self._ask(pool, operation, fields, timeout_s)
+
+    def _ask(
+        self, pool: ThreadPoolExecutor, operation: str, fields: dict[str, Any], timeout_s: float
+    ) -> list[dict[str, Any]]:
         asked = [
-            self._pool.submit(self._call, manager, operation, fields, timeout_s)
-            for manager in range(self._rules.managers)
+            pool.submit(self._call, manager, operation, fields, timeout_s) for manager in range(self._rules.managers)
         ]
         answers, errors = [], []
         for each in asked:
@@ -320,8 +329,13 @@ class Coordinator(Attendance):
                 checkpoint_id = self._to_persist[0]
             failure: FlashpointError | None = None
             try:
-                written = self._all("persist", {"checkpoint_id": checkpoint_id}, timeout_s=seal_deadline_s())
+                written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
                 self._persist(checkpoint_id, [str(answer["receipt"]) for answer in written])
+                with self._changed:
+                    taken_back = checkpoint_id not in self._to_persist
+                if taken_back:
+                    # A rollback came in between, and has removed what was complete then. A later one sees this.
+                    self._unpersist(checkpoint_id - 1)
             except FlashpointError as error:
                 failure = error
                 _log.error("checkpoint %d was not persisted: %s", checkpoint_id, error)

@@ -26,6 +26,7 @@ from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError
 from ml_flashpoint.ddict.links import Links, Locate
+from ml_flashpoint.ddict.persisted_run import PersistedRun
 from ml_flashpoint.ddict.room import Room
 from ml_flashpoint.ddict.shard import Shard
 from ml_flashpoint.ddict.snapshots import Pin, SnapshotRecord, Snapshots
@@ -95,10 +96,8 @@ class Manager:
         self.ended = threading.Event()
         self.coordinator: Coordinator | None = None
         self.links = Links(locate, configuration.secret)
-        self.persister = configuration.make_persister()
-        self.run_id = configuration.run_id
-        self.restored: PersistedCheckpoint | None = None
-        self.persister.join_run(self.run_id)
+        self.run = PersistedRun(configuration, is_main=number == 0)
+        self.persister = self.run.persister
         self._restarted = restarted
         self._ready = threading.Event()
         self._found = threading.Event()
@@ -152,29 +151,18 @@ class Manager:
     def _new_coordinator(
         self, committed: int, sealed: tuple[int, ...], expected: Collection[str] = (), died: Collection[str] = ()
     ) -> Coordinator:
-        if self.configuration.persister is not None and not self.configuration.read_only:
-            self.persister.begin_run(self.run_id, restored=self.restored)
+        self.run.begin()
         return Coordinator(
             self.rules,
             self._call,
-            self._complete,
-            unpersist=self._unpersist,
+            self.run.complete,
+            unpersist=self.run.remove_above,
             committed=committed,
             sealed=sealed,
             expected=expected,
             died=died,
             settle_s=_SETTLE_S if self._restarted else 0.0,
         )
-
-    def _complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
-        self.persister.complete(checkpoint_id, receipts)
-        self.persister.keep(self.configuration.persist_count)
-
-    def _unpersist(self, above: int) -> None:
-        if self.persister.persists and self.configuration.persist_count:
-            for checkpoint_id in self.persister.ids():
-                if checkpoint_id > above:
-                    self.persister.remove(checkpoint_id)
 
     def wait_until_ready(self, until: float) -> None:
         """Wait for recovery to end.
@@ -229,20 +217,20 @@ class Manager:
             me = {"manager": self.number, "incarnation": self.incarnation}
             state = self.links.call(0, "recovering", me, until=until).fields
             self.frozen = bool(state["frozen"])
-            self._use_run(str(state["run"]), state["restored"])
+            self.run.use(str(state["run"]), state["restored"])
             return int(state["committed"]), (), {}
         common = set(self._recoverable)
         writers: dict[str, int | None] = {}
         for manager in range(1, self.configuration.managers):
             answer = self.links.call(manager, "sealed", {}, until=until).fields
             common &= {int(each) for each in answer["ids"]}
-            self._use_run(str(answer["run"]), answer["restored"])
+            self.run.use(str(answer["run"]), answer["restored"])
             self.frozen = self.frozen or bool(answer["frozen"])
             writers.update(answer["writers"])
         return max(common, default=-1), tuple(sorted(common)), writers
 
     def _take_up(self, committed: int) -> None:
-        if committed < 0 and self.restored is not None:
+        if committed < 0 and self.run.restored is not None:
             raise DDictManagerLostError("it died before what was restored had copies")
         if committed >= 0 and committed not in self._recoverable:
             causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
@@ -494,25 +482,13 @@ class Manager:
             self._count_values()
             self.changed.notify_all()
         self.forget(-1)
-        self._use_run(run_id, restored)
-
-    def _use_run(self, run_id: str, restored: dict[str, Any] | None) -> None:
-        """Take note of the run that this dictionary's checkpoints are persisted under, which a restore changes."""
-        if run_id != self.run_id:
-            self.run_id = run_id
-            self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
-            if self.number != 0:
-                self.persister.join_run(run_id)
-
-    def run_fields(self) -> dict[str, Any]:
-        """The run as other managers are told."""
-        return {"run": self.run_id, "restored": None if self.restored is None else self.restored.to_fields()}
+        self.run.use(run_id, restored)
 
     def restore(self, checkpoint_id: int, until: float) -> None:
-        """For the main manager: bring back a persisted checkpoint, on all managers or on none.
+        """For the main manager: bring back a persisted checkpoint on all managers; see `Coordinator.restore`.
 
         Raises:
-            DDictPersistError: there is no such checkpoint, or it is damaged.
+            DDictPersistError: there is no such checkpoint.
         """
         assert self.coordinator is not None
         checkpoint = self.persister.locate(checkpoint_id)
@@ -520,5 +496,4 @@ class Manager:
         left = max(0.1, until - time.monotonic())
         fields = {"checkpoint": checkpoint.to_fields(), "checkpoint_id": checkpoint_id, "run": run_id}
         self.coordinator.restore(checkpoint_id, fields, left)
-        if not self.configuration.read_only:
-            self.persister.begin_run(run_id, restored=checkpoint)
+        self.run.begin()

@@ -66,7 +66,7 @@ def _sealed(manager: Manager, session: Session, fields: Fields, blobs: list[byte
         "ids": manager.sealed(until_of(fields)),
         "frozen": manager.frozen,
         "writers": manager.writers,
-        **manager.run_fields(),
+        **manager.run.fields(),
     }, ()
 
 
@@ -201,7 +201,7 @@ def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """A handle that has not joined wrote something."""
-    return {**_coordinator(manager, fields).note(_wrote(fields)), "run": manager.run_id}, ()
+    return {**_coordinator(manager, fields).note(_wrote(fields)), "run": manager.run.run_id}, ()
 
 
 @operation
@@ -216,7 +216,7 @@ def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
     state = coordinator.move(
         text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(fields), left_of(fields)
     )
-    return {**state, "run": manager.run_id}, ()
+    return {**state, "run": manager.run.run_id}, ()
 
 
 @operation
@@ -234,13 +234,13 @@ def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @operation
 def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return {**_coordinator(manager, fields).newest(left_of(fields)), "run": manager.run_id}, ()
+    return {**_coordinator(manager, fields).newest(left_of(fields)), "run": manager.run.run_id}, ()
 
 
 @operation
 def _state(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     state = _coordinator(manager, fields).state()
-    return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
+    return {**state, "frozen": manager.frozen, **manager.run.fields()}, ()
 
 
 @operation
@@ -250,7 +250,7 @@ def _recovering(manager: Manager, session: Session, fields: Fields, blobs: list[
     if not number < manager.configuration.managers:
         raise ProtocolError("there is no such manager")
     state = _coordinator(manager, fields).recovering(number, incarnation)
-    return {**state, "frozen": manager.frozen, **manager.run_fields()}, ()
+    return {**state, "frozen": manager.frozen, **manager.run.fields()}, ()
 
 
 @operation

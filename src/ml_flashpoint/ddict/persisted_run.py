@@ -1,0 +1,64 @@
+"""The run that a dictionary's checkpoints are persisted under, as one manager knows it.
+
+Owns the manager's persister and which run it writes for; a restore begins another one. What is in a checkpoint is
+`persisted_parts`', when one is persisted the coordinator's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
+from ml_flashpoint.ddict.configuration import Configuration
+
+
+class PersistedRun:
+    """See the module.
+
+    Args:
+        configuration: of the dictionary.
+        is_main: whether this is the main manager, which completes and removes checkpoints.
+    """
+
+    def __init__(self, configuration: Configuration, *, is_main: bool) -> None:
+        self._configuration = configuration
+        self._is_main = is_main
+        self.persister = configuration.make_persister()
+        self.run_id = configuration.run_id
+        self.restored: PersistedCheckpoint | None = None
+        self.persister.join_run(self.run_id)
+
+    def begin(self) -> None:
+        """As the main manager: write for this run.
+
+        Raises:
+            JobInUseError: another dictionary of this name and path does.
+        """
+        if self.persister.persists and not self._configuration.read_only:
+            self.persister.begin_run(self.run_id, restored=self.restored)
+
+    def use(self, run_id: str, restored: Mapping[str, Any] | None) -> None:
+        """Take note of the run, and of the checkpoint that its content is from."""
+        if run_id == self.run_id:
+            return
+        self.run_id = run_id
+        self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
+        if not self._is_main:
+            self.persister.join_run(run_id)
+
+    def fields(self) -> dict[str, Any]:
+        """What `use` is called with by other managers."""
+        return {"run": self.run_id, "restored": None if self.restored is None else self.restored.to_fields()}
+
+    def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
+        """Make a checkpoint exist, and remove those that are not to be kept."""
+        self.persister.complete(checkpoint_id, receipts)
+        self.persister.keep(self._configuration.persist_count)
+
+    def remove_above(self, checkpoint_id: int) -> None:
+        """Remove checkpoints above this one, which were rolled back."""
+        if self.persister.persists:
+            for each in self.persister.ids():
+                if each > checkpoint_id:
+                    self.persister.remove(each)

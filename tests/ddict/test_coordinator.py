@@ -288,6 +288,7 @@ def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come
     waiting.start()
     going_back = threading.Thread(target=lambda: play.rollback("a", 4))
     going_back.start()
+    await_that(lambda: play.coordinator._held_up > 0)
     gate.set()
 
     waiting.join(DEADLINE_S / 2)
@@ -295,6 +296,8 @@ def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come
 
     assert not waiting.is_alive()
     assert found
+    assert play.newest() == 3
+    play.move("a", 5)
     assert play.newest() == 4
 
 
@@ -876,6 +879,34 @@ def test_a_manager_that_agreed_on_an_earlier_checkpoint_after_it_had_sealed_undo
         _move_until_told(play, "a", 2, wrote)
 
 
+@pytest.mark.parametrize("during", ["prepare", "seal"])
+def test_a_rollback_below_a_commit_that_is_under_way_calls_it_off(make: Make, during: str) -> None:
+    play = make(1)
+    play.join("one")
+    play.move("one", 1)
+    assert play.newest() == 0
+    gate = play.managers.close_gate(during)
+    play.move("one", 2, play.write(0, 1))
+    play.managers.await_asked(during, 2)
+    if during == "prepare":
+        # It comes back without what was written, and is asked again; the handle has found that out by itself.
+        play.managers.incarnations[0] = "second"
+        play.coordinator.recovering(0, "second")
+    back = threading.Thread(target=play.rollback, args=("one", 0))
+    back.start()
+    await_that(lambda: play.coordinator._held_up > 0)
+    gate.set()
+    back.join(DEADLINE_S)
+    assert not back.is_alive()
+    assert play.coordinator.state()["committed"] == 0
+    assert len(play.managers.of("seal")) == (1 if during == "prepare" else 2), "what is not whole was sealed"
+    committed = [fields["committed"] for fields in play.managers.of("settle")]
+    assert max(committed) == 0, "it was committed for a while"
+    play.move("one", 1)
+    play.move("one", 2)
+    assert play.newest() == 1
+
+
 def _move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:
     """The loss is noticed by the next commit, which is on its way."""
     give_up = time.monotonic() + DEADLINE_S
@@ -980,7 +1011,7 @@ def test_what_only_some_managers_have_restored_is_not_committed(make: Make) -> N
 
     play.managers.refusals["restore_commit"] = die
     with pytest.raises(DDictPersistError, match="only some"):
-        play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+        play.coordinator.restore(5, {"checkpoint_id": 5}, SHORT_S)
     with pytest.raises(DDictPersistError, match="only some"):
         play.move("a", 1)
     with pytest.raises(DDictPersistError, match="only some"):

@@ -310,7 +310,10 @@ class DictionaryModel(RuleBasedStateMachine):
         losers = [number for number in range(HANDLES) if self.model.uncommitted[number].get(manager)]
         note(f"handles that lose writes: {losers}")
         event(f"manager {'0' if manager == 0 else '1 or 2'} killed, node {'lost' if lost_node else 'kept'}")
+        before_that = [handle.checkpoint_id for handle in self.handles]
         told = self.learn_by_moving() if losers and by_moving else self.learn_by_writing(manager)
+        # What others wrote just to find out stays, and can be lost, if they are not above what all go back to.
+        found_out = {n for n in range(HANDLES) if n not in told and before_that[n] <= to and not (losers and by_moving)}
         assert set(losers) <= told.keys(), "not told of a loss"
         assert told.keys() <= set(losers) or self.model.took_back, "told of a loss that was none"
         assert {(error.manager, error.checkpoint_id) for error in told.values()} <= {(manager, to)}
@@ -327,6 +330,8 @@ class DictionaryModel(RuleBasedStateMachine):
             expected |= {key: value for key, value in was.items() if _manager_of(key) == manager}
         self.adopt_uncertain(manager, to, expected)
         self.model.flatten(to, expected)
+        for number in found_out if manager in _places.values() else ():
+            self.model.uncommitted[number][manager] = {to}
         self.check(0)
         # So that there are copies again before the next loss.
         for handle in range(HANDLES):

@@ -79,8 +79,10 @@ class Coordinator(Attendance):
         self._sealed = list(sealed)
         self._snapshot = committed if sealed else -1  # of which managers hold a snapshot to be persisted
         self._to_persist: list[int] = []
+        self._persisting = -1
         self._persist_error: FlashpointError | None = None
         self._busy = False
+        self._called_off = False  # the commit under way: somebody went back, and what it has is not what was written
         self._held_up = 0
         self._closing = False
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
@@ -120,6 +122,7 @@ class Coordinator(Attendance):
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
                 writer.told = False
                 writer.since = self._newest
+            self._called_off = self._called_off or self._committing > to
             self._changed.notify_all()
             if max(self._fixed(), self._tried) <= to and self._to_forget is None:
                 return self._state()
@@ -191,6 +194,8 @@ class Coordinator(Attendance):
         self._departed = min(self._departed, to)
         self._died = {name: min(position, to) for name, position in self._died.items()}
         self._to_persist = [each for each in self._to_persist if each <= to]
+        if self._persisting > to:
+            self._persisting = -1
 
     # ---- commits ------------------------------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class Coordinator(Attendance):
                     self._expected.clear()
                 checkpoint_id = self._next() if self._rules.snapshots else None
                 self._committing = -1 if checkpoint_id is None else checkpoint_id
-                self._busy = True
+                self._busy, self._called_off = True, False
             try:
                 if checkpoint_id is None:
                     self._settle()
@@ -246,7 +251,8 @@ class Coordinator(Attendance):
         self._forget(_CALL_S)
         answers = self._prepare(checkpoint_id, _CALL_S)
         incarnations = {manager: str(answer["incarnation"]) for manager, answer in enumerate(answers)}
-        if self._note_losses(incarnations):
+        # Whoever has gone back meanwhile does not count what it wrote any more, whether that was lost or not.
+        if self._note_losses(incarnations) or self._called_off:
             self._all("abort", {"checkpoint_id": checkpoint_id})
             return
         if self._rules.replicated:
@@ -254,7 +260,7 @@ class Coordinator(Attendance):
             if any(str(answer["incarnation"]) != incarnations[m] for m, answer in enumerate(sealed)):
                 return  # one died in between: prepare tells whose writes it took with it
         with self._changed:
-            if checkpoint_id <= self._committed:
+            if checkpoint_id <= self._committed or self._called_off:
                 return
             if any(incarnations[manager] != incarnation for manager, (incarnation, _) in self._came_back.items()):
                 return  # it had sealed, and has agreed on an earlier checkpoint since
@@ -280,6 +286,9 @@ class Coordinator(Attendance):
         with self._changed:
             oldest = self._oldest()
             keep = {each for each in self._sealed if each >= oldest or each == self._committed}
+            # What a rollback to the oldest one goes back to, as commits may have skipped that.
+            keep.add(max((each for each in self._sealed if each <= oldest), default=self._committed))
+            keep.discard(-1)
             pinned = [*self._to_persist, self._snapshot]
             self._sealed = sorted(keep)
         self._all(
@@ -326,16 +335,17 @@ class Coordinator(Attendance):
                     self._changed.wait()
                 if self._closing:
                     return
-                checkpoint_id = self._to_persist[0]
+                checkpoint_id = self._persisting = self._to_persist[0]
             failure: FlashpointError | None = None
             try:
                 written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
                 self._persist(checkpoint_id, [str(answer["receipt"]) for answer in written])
                 with self._changed:
-                    taken_back = checkpoint_id not in self._to_persist
+                    taken_back, self._persisting = self._persisting < 0, -1
                 if taken_back:
                     # A rollback came in between, and has removed what was complete then. A later one sees this.
                     self._unpersist(checkpoint_id - 1)
+                    continue  # it may have been committed anew, with other content
             except FlashpointError as error:
                 failure = error
                 _log.error("checkpoint %d was not persisted: %s", checkpoint_id, error)
@@ -343,6 +353,7 @@ class Coordinator(Attendance):
                 failure = DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
                 _log.exception("checkpoint %d was not persisted", checkpoint_id)
             with self._changed:
+                self._persisting = -1
                 self._persist_error = failure
                 if failure is None and checkpoint_id in self._to_persist:
                     self._persisted_ids.add(checkpoint_id)
@@ -397,7 +408,7 @@ class Coordinator(Attendance):
                     self._all("restore_abort", {})
                 raise
             try:
-                self._all("restore_commit", fields)
+                self._commit_restored(fields, until)
             except FlashpointError as error:
                 torn = DDictPersistError(
                     f"only some managers hold what was restored: {error}",
@@ -415,6 +426,21 @@ class Coordinator(Attendance):
             self._changed.wait_for(
                 lambda: self._committed >= checkpoint_id or self._closing, max(0.0, until - time.monotonic())
             )
+
+    def _commit_restored(self, fields: dict[str, Any], until: float) -> None:
+        """Have managers take up what they have read, those too that died since, with what they read again."""
+        while True:
+            try:
+                self._all("restore_commit", fields)
+                return
+            except FlashpointError as error:
+                if until - time.monotonic() < RETRY_S:
+                    raise
+                _log.warning("not all managers have taken up what is restored yet: %s", error)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, RETRY_S)
+            with contextlib.suppress(FlashpointError):
+                self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
 
     def _restored(self, checkpoint_id: int) -> None:
         for writer in self._writers.values():

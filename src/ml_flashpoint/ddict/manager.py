@@ -6,10 +6,11 @@ requests mean is `operations`'. It knows neither how its process was started nor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -409,14 +410,19 @@ class Manager:
         Raises:
             FlashpointError: not now.
         """
-        self.snapshots.seal(checkpoint_id, self._prepared_entries(checkpoint_id), max(0.1, until - time.monotonic()))
+        with self._prepared_entries(checkpoint_id) as entries:
+            self.snapshots.seal(checkpoint_id, entries, max(0.1, until - time.monotonic()))
 
-    def _prepared_entries(self, checkpoint_id: int) -> list[Entry]:
+    @contextlib.contextmanager
+    def _prepared_entries(self, checkpoint_id: int) -> Iterator[list[Entry]]:
+        """What was prepared, which stays as it is meanwhile, whoever lets go of it."""
         with self.changed:
             found = self._prepared.get(checkpoint_id)
-        if found is None:
-            raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
-        return found[0]
+            if found is None:
+                raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
+            pin = self.snapshots.pin(found[0])
+        with pin:
+            yield found[0]
 
     def unprepare(self, wanted: Any) -> None:
         """Let go of prepared checkpoints of which ``wanted(checkpoint_id)`` is false."""
@@ -443,8 +449,9 @@ class Manager:
 
     def persist(self, checkpoint_id: int) -> str:
         """Write this manager's part of a prepared checkpoint; returns the receipt."""
-        index, items = persisted_parts.encode(self._prepared_entries(checkpoint_id))
-        return self.persister.write_part(checkpoint_id, self.number, index, items)
+        with self._prepared_entries(checkpoint_id) as entries:
+            index, items = persisted_parts.encode(entries)
+            return self.persister.write_part(checkpoint_id, self.number, index, items)
 
     def restore_prepare(self, checkpoint: PersistedCheckpoint) -> None:
         """Read and verify this manager's share of a persisted checkpoint, and change nothing yet."""
@@ -472,7 +479,10 @@ class Manager:
                 self.arenas.release(entry.value)
 
     def restore_commit(self, checkpoint_id: int, run_id: str, restored: dict[str, Any]) -> None:
-        """Hold what was read, in place of everything else."""
+        """Hold what was read, in place of everything else. Asked again, it was done."""
+        if self.run.run_id == run_id:
+            self.restore_abort()
+            return
         with self.changed:
             restoring = self._restoring
             if restoring is None or restoring[0].checkpoint_id != checkpoint_id:

@@ -106,6 +106,7 @@ def _prepare(manager: Manager, session: Session, fields: Fields, blobs: list[byt
 
 @operation
 def _seal(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    manager.wait_until_ready(until_of(fields))
     manager.seal(integer(fields, "checkpoint_id"), until_of(fields))
     return {"incarnation": manager.incarnation}, ()
 
@@ -155,6 +156,7 @@ def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[by
 
 @operation
 def _persist(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    manager.wait_until_ready(until_of(fields))
     return {"receipt": manager.persist(integer(fields, "checkpoint_id"))}, ()
 
 
@@ -173,6 +175,7 @@ def _restore_abort(manager: Manager, session: Session, fields: Fields, blobs: li
 
 @operation
 def _restore_commit(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    manager.wait_until_ready(until_of(fields))
     manager.restore_commit(integer(fields, "checkpoint_id"), text(fields, "run"), fields["checkpoint"])
     return {}, ()
 

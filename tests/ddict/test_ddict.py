@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, JobInUseError
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, JobInUseError, ProtocolError
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
@@ -31,6 +31,7 @@ from ml_flashpoint.ddict.errors import (
     DDictReadOnlyError,
     DDictTimeoutError,
 )
+from ml_flashpoint.ddict.links import Exchange
 from tests.support.dictionaries import (
     DEADLINE_S,
     await_that,
@@ -498,6 +499,39 @@ def test_a_detached_handle_is_of_no_use_and_the_others_are(d: DDict) -> None:
         with pytest.raises(DDictDestroyedError):
             call()
     assert d["key"] == 2
+
+
+def test_a_handle_whose_batch_cannot_be_sent_is_detached_all_the_same(make: Make) -> None:
+    dictionary = make(n_nodes=1)
+    handle = other(dictionary)
+    handle.start_batch_put()
+    handle["key"] = 1
+    dictionary.freeze()
+
+    with pytest.raises(DDictReadOnlyError):
+        handle.detach()
+
+    handle.detach()
+    dictionary.unfreeze()
+    dictionary.checkpoint()
+    with pytest.raises(DDictDestroyedError):
+        handle["key"] = 2
+    assert dictionary._access.ask_main("state")["writers"] == 0
+
+
+def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
+    links, until = d._access.client.links, d._handle.until()
+
+    def send(exchange: Exchange) -> None:
+        room = exchange.request("allocate", {"n": 1 << 20, "c": d.checkpoint_id})
+        with pytest.raises(ProtocolError):
+            exchange.request("put", {"v": room.fields["v"], "c": "none", "w": "me"}, (b"key",))
+        exchange.request("abandon", {"v": room.fields["v"]})
+
+    before = d.stats()[0].used_bytes
+    links.attempt(0, send, until=until)
+
+    assert d.stats()[0].used_bytes == before
 
 
 def test_a_pickled_handle_is_another_one(d: DDict) -> None:

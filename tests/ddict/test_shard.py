@@ -117,17 +117,6 @@ def test_a_rolled_back_deletion_brings_the_value_back() -> None:
     assert read(shard, "a", 1) == "x"
 
 
-def test_discarding_takes_back_what_anybody_wrote() -> None:
-    shard = Shard()
-    shard.put(entry("a", 1, "x", "one"))
-    shard.put(entry("a", 2, "y", "one"))
-    shard.put(entry("a", 2, "z", "two"))
-
-    shard.discard_above(1)
-
-    assert content(shard, 9) == {"a": "x"}
-
-
 def test_what_retired_is_refused_and_the_error_says_what_is_left() -> None:
     shard = Shard()
     shard.put(entry("a", 1, "x"))
@@ -240,9 +229,6 @@ class Model:
     def rollback(self, writer: str, to: int) -> None:
         self.writes = [w for w in self.writes if w[1] <= to or w[2] != writer]
 
-    def discard_above(self, to: int) -> None:
-        self.writes = [w for w in self.writes if w[1] <= to]
-
     def retire(self, oldest: int) -> None:
         self.oldest = max(self.oldest, oldest)
         self._fix()
@@ -269,7 +255,6 @@ _steps = st.one_of(
     st.tuples(st.just("put"), _keys, _ids, _writers),
     st.tuples(st.just("delete"), _keys, _ids, _writers),
     st.tuples(st.just("rollback"), _writers, _ids),
-    st.tuples(st.just("discard"), _ids),
     st.tuples(st.just("retire"), _ids),
     st.tuples(st.just("reload"), _ids),
 )
@@ -294,10 +279,6 @@ def test_a_shard_is_what_a_plain_list_of_writes_says(steps: list[tuple]) -> None
             if step[2] >= model.oldest:
                 shard.rollback(step[1], step[2])
                 model.rollback(step[1], step[2])
-        elif step[0] == "discard":
-            if step[1] >= model.oldest:
-                shard.discard_above(step[1])
-                model.discard_above(step[1])
         elif step[0] == "retire":
             shard.retire(step[1])
             model.retire(step[1])

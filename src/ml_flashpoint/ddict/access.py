@@ -130,9 +130,10 @@ class Access:
         fields["c"] = self.handle.checkpoint_id
         return self.client.links.call(manager, operation, fields, (key,), until=until).fields
 
-    def ask_main(self, operation: str, **fields: Any) -> dict[str, Any]:
+    def ask_main(self, operation: str, *, until: float | None = None, **fields: Any) -> dict[str, Any]:
         """Ask the coordinator something."""
-        return self.client.links.call(0, operation, fields, until=self.handle.until()).fields
+        until = self.handle.until() if until is None else until
+        return self.client.links.call(0, operation, fields, until=until).fields
 
     # ---- many keys ----------------------------------------------------------------------------------------
 

@@ -306,7 +306,6 @@ class Attendance(ABC):
             "newest": self._newest,
             "oldest": self._oldest(),
             "writers": len(self._writers),
-            "persisted": max(self._persisted_ids, default=-1),
         }
 
     def _all_needs(self) -> Iterator[Needs]:

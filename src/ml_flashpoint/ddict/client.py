@@ -1,7 +1,7 @@
 """A process's side of a dictionary: its connections, its lease, and how values get to managers and back.
 
 Owns what all handles of a process share. One of these exists for each dictionary in a process; a forked child gets one
-of its own. What handles do with checkpoints is `ddict`'s.
+of its own. What handles do with checkpoints is `handle`'s.
 
 The lease is a connection to the main manager that a thread keeps up: as long as it lasts, the handles of this process
 count as attached, and when the main manager comes back after a death, they are attached again at once.
@@ -10,6 +10,7 @@ count as attached, and when the main manager comes back after a death, they are 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
 INLINE_LIMIT = 256 << 10
 """Values whose encoding is smaller live in the manager's memory, others in an arena of their own."""
 
+_log = logging.getLogger(__name__)
+
 _WATCH_S = 20
 _LONGEST_PAUSE_S = 1.0
 _LEAVE_S = 5.0
-
-Rejoin = Callable[[], "list[dict[str, Any]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +320,9 @@ class Lease:
             except FlashpointError:
                 self._closed.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+            except Exception:  # without this thread, commits would go on without the handles of this process
+                _log.exception("the connection that keeps handles attached failed")
+                self._closed.wait(_LONGEST_PAUSE_S)
 
     def close(self) -> None:
         """Detach all. Does not wait."""

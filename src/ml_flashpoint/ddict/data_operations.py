@@ -41,7 +41,6 @@ from ml_flashpoint.ddict.request_fields import (
     until_of,
 )
 
-_LOOK_S = 0.25
 _NUMBER_BYTES = 100
 _LENGTH = struct.Struct(">I")
 
@@ -58,6 +57,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     until = until_of(fields)
     manager.wait_until_ready(until)
     key, flags = _key(blobs), integer(fields, "f") if "f" in fields else 0
+    checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     value_id = fields.get("v")
     if value_id is not None:
         _check_own(session, value_id)
@@ -71,8 +71,8 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         value = InlineValue(blobs[1])
     entry = Entry(
         key,
-        integer(fields, "c"),
-        text(fields, "w"),
+        checkpoint_id,
+        writer,
         value,
         persistent=bool(flags & PERSISTENT),
         broadcast=bool(flags & BROADCAST),

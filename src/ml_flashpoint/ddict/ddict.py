@@ -176,8 +176,9 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: there is no persister, or it failed.
         """
-        self._flush()
-        return int(self._access.ask_main("persist_newest")["checkpoint_id"])
+        until = self._handle.until()
+        self._flush(until)
+        return int(self._access.ask_main("persist_newest", until=until)["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
@@ -319,8 +320,14 @@ class DDict(Mapped):
 
     def detach(self) -> None:
         """Let this handle be of no more use; the dictionary stays. Idempotent."""
-        self._flush()
-        self._handle.detach(time.monotonic() + self._handle.timeout_s)
+        if self._handle.closed:
+            return
+        until = self._handle.until()
+        try:
+            self._flush(until)
+        finally:
+            self._batch = None
+            self._handle.detach(until)
 
     def destroy(self) -> None:
         """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.

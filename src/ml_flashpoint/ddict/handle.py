@@ -245,7 +245,7 @@ class Handle:
                 del self._unsure[manager]
 
     def _wrote(self) -> list[list[Any]]:
-        """The writes that may not be committed, see `coordinator.Write`. Without the lock, for the thread of the lease:
+        """The writes that may not be committed, see `accounts.Write`. Without the lock, for the thread of the lease:
         it is asked while another thread that has the lock waits for it."""
         return _listed(self._unsure)
 

@@ -242,6 +242,8 @@ class Links:
 
     def close(self) -> None:
         """Close all connections; requests under way fail. Idempotent."""
+        if self._pid != os.getpid():
+            self._after_fork()  # the connections are the parent's, and so is whoever holds the lock
         with self._lock:
             self._closed = True
             dropped = [link for links in self._idle.values() for link in links]

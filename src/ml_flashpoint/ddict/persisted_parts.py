@@ -29,7 +29,7 @@ _PERSISTENT, _BROADCAST = 1, 2
 
 
 class Room(Protocol):
-    """Where an object is read to; see `manager.Room`."""
+    """Where an object is read to; see `room.Room`."""
 
     buffer: memoryview
 

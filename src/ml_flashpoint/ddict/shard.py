@@ -134,18 +134,11 @@ class Shard:
             DDictCheckpointRetiredError: ``to`` has left the working set.
         """
         self.check_readable(to)
-        self._discard(to, lambda entry: entry.writer == writer)
-
-    def discard_above(self, to: int) -> None:
-        """Discard what anyone wrote above checkpoint ``to``."""
-        self._discard(to, lambda entry: True)
-
-    def _discard(self, to: int, applies: Callable[[Entry], bool]) -> None:
         for checkpoint_id in [each for each in self._touched if each > to]:
             left = set()
             for key in self._touched[checkpoint_id]:
                 history = self._history.get(key, [])
-                for entry in [e for e in history if e.checkpoint_id == checkpoint_id and applies(e)]:
+                for entry in [e for e in history if e.checkpoint_id == checkpoint_id and e.writer == writer]:
                     history.remove(entry)
                     self._release(entry)
                 if any(e.checkpoint_id == checkpoint_id for e in history):

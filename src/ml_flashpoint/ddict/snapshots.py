@@ -165,11 +165,6 @@ class Snapshots:
         return self._service.address if self._service is not None and self._started else None
 
     @property
-    def holders(self) -> tuple[int, ...]:
-        """Managers that hold copies of this one."""
-        return self._holders
-
-    @property
     def held(self) -> tuple[int, ...]:
         """Managers that this one holds copies of."""
         return self._held

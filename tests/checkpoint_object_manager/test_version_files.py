@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,27 @@ class TestPublish:
         with pytest.raises(SaveError, match="step 7, rank 0"):
             publish(tmpfs, manifest, [arena, tmpfs / "missing"])
         assert list_versions(tmpfs) == []
+
+    def test_a_directory_that_others_remove_all_the_time_is_made_again(self, tmpfs: Path, arena: Path) -> None:
+        def come_and_go(rank: int) -> None:
+            for _ in range(2000):
+                publish(tmpfs, manifest_of(7, rank, "a1"), [arena])
+                unpublish(tmpfs, "step-7_ckpt", rank, "a1", [object_name(rank, "a1")])
+
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=come_and_go, args=(rank,)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == 0
+        assert list_versions(tmpfs) == []
+
+    def test_a_file_in_the_place_of_the_directory_is_a_save_error(self, tmpfs: Path, arena: Path) -> None:
+        (tmpfs / "step-7_ckpt").write_text("a file")
+        with pytest.raises(SaveError, match="step 7, rank 0"):
+            publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        assert (tmpfs / "step-7_ckpt").read_text() == "a file"
 
     def test_a_manifest_that_finds_no_room_is_a_capacity_error(
         self, tmpfs: Path, arena: Path, monkeypatch: pytest.MonkeyPatch

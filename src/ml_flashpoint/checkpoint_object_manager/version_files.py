@@ -62,7 +62,8 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
     try:
         for tries_left in reversed(range(_TRIES)):
             try:
-                directory.mkdir(exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # pathlib's exist_ok fails if it goes meanwhile
+                    os.mkdir(directory)
                 for path, link in zip(paths, links, strict=True):
                     _link(path, link)
                 break
@@ -72,7 +73,8 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
                     raise
         write_manifest(directory, manifest)
     except (OSError, FlashpointError) as error:
-        _remove(directory, [link.name for link in links])
+        with contextlib.suppress(OSError):  # the first error says more
+            _remove(directory, [link.name for link in links])
         if isinstance(error, FlashpointError):
             raise
         kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError

@@ -156,4 +156,4 @@ def test_snapshots_are_what_a_model_says() -> None:
 def test_snapshots_are_what_a_model_says_at_length() -> None:
     if not tmpfs_folders.has_tmpfs():
         pytest.skip("needs /dev/shm")
-    run_state_machine_as_test(SnapshotsModel, settings=settings(max_examples=150, stateful_step_count=50))
+    run_state_machine_as_test(SnapshotsModel, settings=settings(max_examples=80, stateful_step_count=50))

@@ -19,7 +19,7 @@ from tests.workers import fault_engine as engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 40, 0.3), ("mid", 20, 0.8)])
+@pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 24, 0.3), ("mid", 12, 0.8)])
 @pytest.mark.parametrize("lose_memory", [False, True])
 def test_kill_a_rank(
     tmpfs: Path, rng: random.Random, size: str, count: int, longest_s: float, lose_memory: bool
@@ -56,7 +56,7 @@ def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_mem
     steps = [1, 2, 3]
     totals = call_team(engine.team_save, tmpfs / "count", 2, "tiny", steps, 0)
     points = [(victim, nth) for victim in (0, 1) for nth in range(1, totals[victim] + 1)]
-    for victim, nth in rng.sample(points, min(len(points), len(iterations(35)))):
+    for victim, nth in rng.sample(points, min(len(points), len(iterations(20)))):
         root = tmpfs / f"{victim}-{nth}"
 
         def args_of(rank: int, victim: int = victim, nth: int = nth) -> tuple[object, ...]:

@@ -45,12 +45,14 @@ format: setup
 check: lint
 	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not e2e and not cuda" $(PYTEST_ARGS)
 
-# Jobs come one after the other: torchrun chooses the port of a job seconds before the job listens there, and another
-# job's many gloo groups, which listen at any port that is free, would sooner or later be at that one.
-# NeMo's environment is made meanwhile.
+# Jobs run two at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
+# seconds before the job listens there, and another job's many gloo groups, which listen at any port that is free,
+# would sooner or later be at that one. NeMo's environment is made while tests run that are no jobs.
+JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(TWO_AT_A_TIME)")
+
 test: lint
 	$(MAKE) -j2 test-units $(NEMO_STAMP)
-	$(BIN)/pytest -m e2e $(PYTEST_ARGS)
+	$(BIN)/pytest $(JOBS_AT_A_TIME) -m e2e $(PYTEST_ARGS)
 	$(MAKE) test-nemo
 
 test-units: setup
@@ -71,12 +73,12 @@ $(NEMO_STAMP): Makefile pyproject.toml
 	$(NEMO_BIN)/python -m pip install -q nvidia-resiliency-ext
 	$(NEMO_BIN)/python -m pip install -q $(NEMO_PINS) $(NEMO_LLM) "nemo-run==0.5.0" "leptonai<0.30" "pandas<3" \
 	    "protobuf~=5.29.5" "packaging<25"
-	$(NEMO_BIN)/python -m pip install -q hypothesis pytest pytest-timeout
+	$(NEMO_BIN)/python -m pip install -q hypothesis pytest pytest-timeout pytest-xdist
 	$(NEMO_BIN)/python -m pip install -q --no-build-isolation -e .
 	touch $@
 
-test-nemo: $(NEMO_STAMP)
-	$(NEMO_BIN)/python -m pytest -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS)
+test-nemo: setup $(NEMO_STAMP)
+	$(NEMO_BIN)/python -m pytest $(JOBS_AT_A_TIME) -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/flashpoint demo $(DEMO_ARGS)

@@ -16,11 +16,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import own_network
 from tests.support import tmpfs as tmpfs_folders
 
 # No deadline an example: a busy machine is not a bug, and the timeout of the whole test stays.
 settings.register_profile("repository", deadline=None, print_blob=True)
 settings.load_profile("repository")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives each worker of pytest-xdist a network of its own, if that is permitted."""
+    if hasattr(config, "workerinput"):
+        own_network.enter()
 
 
 @pytest.fixture(scope="session", autouse=True)

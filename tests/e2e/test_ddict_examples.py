@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -33,15 +34,14 @@ _MARK = "FLASHPOINT_TEST_CLUSTER"
 class Program:
     """A running example."""
 
-    def __init__(self, name: str, folder: Path, tmpfs: Path, args: tuple[object, ...]) -> None:
+    def __init__(self, name: str, temporary: Path, tmpfs: Path, args: tuple[object, ...]) -> None:
         self.mark = uuid.uuid4().hex
         self._changed = threading.Condition()
-        (folder / "tmp").mkdir(exist_ok=True)
-        self._folder, self._tmpfs = folder, tmpfs
+        self._temporary, self._tmpfs = temporary, tmpfs
         env = {
             **{key: value for key, value in os.environ.items() if not key.startswith("FLASHPOINT_")},
             "FLASHPOINT_DDICT_BASE": str(tmpfs),
-            "TMPDIR": str(folder / "tmp"),
+            "TMPDIR": str(temporary),
             "GLOO_SOCKET_IFNAME": "lo",
             _MARK: self.mark,
         }
@@ -70,7 +70,7 @@ class Program:
         _, left = psutil.wait_procs(marked_processes(**{_MARK: self.mark}), timeout=20)
         assert not left
         assert list(self._tmpfs.iterdir()) == []
-        assert list((self._folder / "tmp").glob("mlf-*")) == []
+        assert list(self._temporary.glob("mlf-*")) == []
         return self.process.output
 
     def manager_pids(self) -> list[int]:
@@ -81,16 +81,18 @@ class Program:
 
 
 @contextlib.contextmanager
-def running(name: str, folder: Path, tmpfs: Path, *args: object) -> Iterator[Program]:
-    program = Program(name, folder, tmpfs, args)
-    try:
-        yield program
-    finally:
-        kill_marked(**{_MARK: program.mark})
+def running(name: str, tmpfs: Path, *args: object) -> Iterator[Program]:
+    # pytest's own folders have names so long that multiprocessing's socket does not fit into them.
+    with tempfile.TemporaryDirectory() as temporary:
+        program = Program(name, Path(temporary), tmpfs, args)
+        try:
+            yield program
+        finally:
+            kill_marked(**{_MARK: program.mark})
 
 
-def run(name: str, folder: Path, tmpfs: Path, *args: object, code: int = 0) -> str:
-    with running(name, folder, tmpfs, *args) as program:
+def run(name: str, tmpfs: Path, *args: object, code: int = 0) -> str:
+    with running(name, tmpfs, *args) as program:
         return program.end(code)
 
 
@@ -120,10 +122,10 @@ def seed_with_rollbacks(processes: int) -> int:
     return next(seed for seed in range(100) if plain_loop(seed, processes)[1] >= 3)
 
 
-def test_thirty_processes_average_what_a_plain_loop_does(tmp_path: Path, tmpfs: Path) -> None:
+def test_thirty_processes_average_what_a_plain_loop_does(tmpfs: Path) -> None:
     seed = seed_with_rollbacks(30)
     expected, rollbacks = plain_loop(seed, 30)
-    output = run("averaging", tmp_path, tmpfs, "--seed", seed)
+    output = run("averaging", tmpfs, "--seed", seed)
     (average,) = re.findall(r"^Final average from all processes is (\S+)$", output, re.MULTILINE)
     # Summed in another order, hence not bit for bit.
     assert math.isclose(float(average), expected, rel_tol=1e-9, abs_tol=1e-12)
@@ -140,7 +142,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the training comes to when nothing happens."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     (folder / "base").mkdir()
-    output = run("training", folder, folder / "base", *training_args(folder))
+    output = run("training", folder / "base", *training_args(folder))
     assert epochs_of(output) == list(range(1, EPOCHS + 1))
     return saved(folder)
 
@@ -172,11 +174,11 @@ def assert_same_bits(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_a_killed_training_goes_on_from_disk_at_the_last_finished_epoch(
     tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    output = run("training", tmp_path, tmpfs, *training_args(tmp_path, "--crash-at-epoch", 7), code=1)
+    output = run("training", tmpfs, *training_args(tmp_path, "--crash-at-epoch", 7), code=1)
     assert "was killed by signal 9" in output
     assert epochs_of(output) == list(range(1, 8))
     assert not (tmp_path / "final.pt").exists()
-    output = run("training", tmp_path, tmpfs, *training_args(tmp_path, "--restart"))
+    output = run("training", tmpfs, *training_args(tmp_path, "--restart"))
     # Every second one persists by itself, and the last one at the end of the program: 6 is the state after epoch 7.
     assert "available persisted checkpoints: [5, 6]" in output
     assert epochs_of(output) == list(range(8, EPOCHS + 1))
@@ -186,7 +188,7 @@ def test_a_killed_training_goes_on_from_disk_at_the_last_finished_epoch(
 def test_a_killed_training_goes_on_from_memory_at_the_last_finished_epoch(
     tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    output = run("training", tmp_path, tmpfs, *training_args(tmp_path, "--in-memory", "--crash-at-epoch", 7))
+    output = run("training", tmpfs, *training_args(tmp_path, "--in-memory", "--crash-at-epoch", 7))
     assert "going on from memory, from checkpoint 6" in output
     assert epochs_of(output) == list(range(1, EPOCHS + 1))
     assert not (tmp_path / "disk").exists()
@@ -200,7 +202,7 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
     tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any], manager: int, with_memory: bool
 ) -> None:
     args = training_args(tmp_path, "--in-memory")
-    with running("training", tmp_path, tmpfs, *args) as program:
+    with running("training", tmpfs, *args) as program:
         program.wait_for(rf"^Epoch \[5/{EPOCHS}\]")
         lost = program.manager_pids()[manager]
         assert program.find(rf"^Epoch \[{EPOCHS}/{EPOCHS}\]") is None, "too late"

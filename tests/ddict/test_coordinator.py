@@ -1002,6 +1002,25 @@ def test_what_is_rolled_back_while_it_is_persisted_does_not_stay(make: Make) -> 
     assert play.managers.removed_above[-1] == 0
 
 
+def test_what_is_committed_anew_while_it_is_persisted_in_vain_is_persisted_after_all(make: Make) -> None:
+    play = make(1, persist_freq=2)
+    gate = play.managers.close_gate("persist")
+    first = [DDictPersistError("nothing of the kind was prepared")]
+    play.managers.refusals["persist"] = lambda manager, fields: first.pop() if first else None
+    play.join("a")
+    play.move("a", 2)
+    play.managers.await_asked("persist")
+    play.rollback("a", 0)
+    play.move("a", 2)
+    assert play.newest() == 1
+
+    gate.set()
+
+    await_that(lambda: play.managers.persisted == [1])
+    assert play.coordinator.persist_newest(DEADLINE_S) == 1
+    assert play.managers.persisted == [1]
+
+
 def test_what_only_some_managers_have_restored_is_not_committed(make: Make) -> None:
     play = make()
     play.join("a")

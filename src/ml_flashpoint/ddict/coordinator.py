@@ -336,30 +336,35 @@ class Coordinator(Attendance):
                 if self._closing:
                     return
                 checkpoint_id = self._persisting = self._to_persist[0]
-            failure: FlashpointError | None = None
-            try:
-                written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
-                self._persist(checkpoint_id, [str(answer["receipt"]) for answer in written])
-                with self._changed:
-                    taken_back, self._persisting = self._persisting < 0, -1
-                if taken_back:
-                    # A rollback came in between, and has removed what was complete then. A later one sees this.
-                    self._unpersist(checkpoint_id - 1)
-                    continue  # it may have been committed anew, with other content
-            except FlashpointError as error:
-                failure = error
-                _log.error("checkpoint %d was not persisted: %s", checkpoint_id, error)
-            except Exception as error:
-                failure = DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
-                _log.exception("checkpoint %d was not persisted", checkpoint_id)
+            failure = self._try_to_persist(checkpoint_id)
             with self._changed:
-                self._persisting = -1
-                self._persist_error = failure
-                if failure is None and checkpoint_id in self._to_persist:
-                    self._persisted_ids.add(checkpoint_id)
-                if checkpoint_id in self._to_persist:
+                taken_back, self._persisting = self._persisting < 0, -1
+                # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
+                if not taken_back:
                     self._to_persist.remove(checkpoint_id)
+                    self._persist_error = failure
+                    if failure is None:
+                        self._persisted_ids.add(checkpoint_id)
                 self._changed.notify_all()
+            if failure is not None and not taken_back:
+                _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
+            if taken_back:
+                # The rollback has removed what was complete then. A later one sees this.
+                try:
+                    self._unpersist(checkpoint_id - 1)
+                except Exception:  # the thread must go on
+                    _log.exception("checkpoint %d, which was rolled back, stays persisted", checkpoint_id)
+
+    def _try_to_persist(self, checkpoint_id: int) -> FlashpointError | None:
+        try:
+            written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
+            self._persist(checkpoint_id, [str(answer["receipt"]) for answer in written])
+        except FlashpointError as error:
+            return error
+        except Exception as error:  # the thread must go on
+            _log.exception("persisting checkpoint %d failed", checkpoint_id)
+            return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
+        return None
 
     def persist_newest(self, timeout_s: float) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.

@@ -306,10 +306,10 @@ def test_a_handle_that_left_holds_up_nothing_and_what_it_moved_past_is_committed
     play.join("a")
     play.join("b")
     play.move("b", 5)
-    play.coordinator.leave("a")
+    play.coordinator.leave("a", ())
     assert play.newest() == 4
     play.move("b", 7)
-    play.coordinator.leave("b")
+    play.coordinator.leave("b", ())
 
     assert play.newest() == 6
     assert play.coordinator.state()["writers"] == 0
@@ -383,7 +383,7 @@ def test_a_handle_that_left_counts_no_more(make: Make) -> None:
     play.join("a")
     play.join("b")
     play.move("b", 2)
-    play.coordinator.leave("a")
+    play.coordinator.leave("a", ())
     assert play.newest() == 1
 
 
@@ -487,7 +487,7 @@ def test_with_wait_for_writers_one_that_leaves_is_not_waited_for(make: Make) -> 
     play.join("b")
     moved = threading.Thread(target=lambda: play.move("a", 1))
     moved.start()
-    play.coordinator.leave("b")
+    play.coordinator.leave("b", ())
     moved.join(DEADLINE_S)
 
     assert not moved.is_alive()
@@ -723,8 +723,9 @@ def test_lost_writes_of_handles_that_are_gone_are_told_once_and_not_committed(ma
     play.move("a", 1)
     assert play.newest() == 0
     gate = play.managers.close_gate("prepare")
-    play.move("a", 2, play.write(0, 1))
-    play.coordinator.leave("a")
+    wrote = play.write(0, 1, fresh=False)
+    play.move("a", 2, wrote)
+    play.coordinator.leave("a", [wrote])
     play.managers.incarnations[0] = "second"
     gate.set()
 
@@ -735,6 +736,20 @@ def test_lost_writes_of_handles_that_are_gone_are_told_once_and_not_committed(ma
     play.join("b")
     play.move("b", 3)
     assert play.newest() == 2  # whoever goes on writes anew what was lost
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_handle_wrote_where_it_left_can_be_lost_too(make: Make, is_known: bool) -> None:
+    play = make()
+    play.join("b")
+    if is_known:
+        play.join("a")
+    play.coordinator.leave("a", [play.write(0, 0)])
+    play.managers.incarnations[0] = "second"
+    play.move("b", 1)
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
 
 
 def test_who_is_told_of_lost_writes_of_a_handle_that_is_gone_can_go_back_from_there(make: Make) -> None:
@@ -824,10 +839,11 @@ def test_of_two_handles_that_are_gone_each_ones_losses_count(make: Make) -> None
     play.join("a")
     play.join("b")
     gate = play.managers.close_gate("prepare")
-    play.move("a", 1, Write(0, "an incarnation that is gone", 0))
-    play.move("b", 1, play.write(0, 0))
-    play.coordinator.leave("a")
-    play.coordinator.leave("b")
+    wrote = Write(0, "an incarnation that is gone", 0), play.write(0, 0)
+    play.move("a", 1, wrote[0])
+    play.move("b", 1, wrote[1])
+    play.coordinator.leave("a", wrote[:1])
+    play.coordinator.leave("b", wrote[1:])
     gate.set()
 
     with pytest.raises(DDictWritesLostError):

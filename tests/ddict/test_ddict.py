@@ -30,6 +30,7 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictReadOnlyError,
     DDictTimeoutError,
+    DDictWritesLostError,
 )
 from ml_flashpoint.ddict.links import Exchange
 from tests.support.dictionaries import (
@@ -499,6 +500,27 @@ def test_a_detached_handle_is_of_no_use_and_the_others_are(d: DDict) -> None:
         with pytest.raises(DDictDestroyedError):
             call()
     assert d["key"] == 2
+
+
+@pytest.mark.parametrize("leave", ["detach", "forget"])
+def test_what_a_handle_wrote_before_it_left_is_not_lost_without_a_word(make: Make, leave: str) -> None:
+    dictionary = make(2, 2, replication="ring")
+    key = next(key for key in range(100) if dictionary.which_manager(key) == 1)
+    dictionary["mine"] = 0  # not by this handle alone is a checkpoint finished
+    handle = other(dictionary)
+    handle[key] = 1
+    if leave == "detach":
+        handle.detach()
+    else:
+        del handle
+        gc.collect()
+        await_that(lambda: dictionary._access.ask_main("state")["writers"] == 1)
+    kill_manager(dictionary, 1)
+
+    dictionary.checkpoint()
+
+    with pytest.raises(DDictWritesLostError):
+        dictionary.sync_to_newest_checkpoint()
 
 
 def test_a_handle_whose_batch_cannot_be_sent_is_detached_all_the_same(make: Make) -> None:

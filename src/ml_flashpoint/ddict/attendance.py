@@ -211,10 +211,16 @@ class Attendance(ABC):
         if self._rules.wait_for_keys and position > self._newest:
             self._await_keys(retires, max(0.05, until - time.monotonic()))
 
-    def leave(self, handle: str) -> None:
-        """A handle writes no more."""
+    def leave(self, handle: str, wrote: Sequence[Write]) -> None:
+        """A handle writes no more. What it wrote since it moved last can be lost like all the rest."""
         with self._changed:
             self._arrived(handle)
+            writer = self._writers.get(handle)
+            if writer is not None:
+                writer.wrote = self._needs(wrote)
+            elif wrote:
+                merge(self._departed_wrote, self._needs(wrote))
+                self._any_departed = True
             self._remove(handle)
             self._changed.notify_all()
 

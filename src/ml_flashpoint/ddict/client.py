@@ -253,7 +253,7 @@ class Lease:
         self._attached = threading.Event()
         self._closed = threading.Event()
         self._joins: dict[str, Callable[[], dict[str, Any]]] = {}
-        self._gone: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._gone: queue.SimpleQueue[tuple[str, Callable[[], dict[str, Any]]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def add(self, handle: str, join: Callable[[], dict[str, Any]], until: float) -> None:
@@ -285,15 +285,20 @@ class Lease:
         with self._lock:
             self._joins.pop(handle, None)
 
-    def forget(self, handle: str) -> None:
-        """Detach a handle that was garbage collected: from any thread at any moment, so it takes no lock."""
-        self._gone.put(handle)
+    def forget(self, handle: str, leave: Callable[[], dict[str, Any]]) -> None:
+        """Detach a handle that was garbage collected: from any thread at any moment, so it takes no lock.
+
+        Args:
+            leave: gives the fields of its request ``leave``.
+        """
+        self._gone.put((handle, leave))
 
     def _run_leaving(self) -> None:
-        while (handle := self._gone.get()) is not None:
+        while (gone := self._gone.get()) is not None:
+            handle, leave = gone
             self.remove(handle)
             with contextlib.suppress(FlashpointError):
-                self._links.call(0, "leave", {"w": handle}, until=time.monotonic() + _LEAVE_S)
+                self._links.call(0, "leave", leave(), until=time.monotonic() + _LEAVE_S)
 
     def _run(self) -> None:
         pause = 0.01

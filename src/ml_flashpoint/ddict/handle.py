@@ -72,7 +72,7 @@ class Handle:
         self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
         self._wrote_to: set[int] = set()
         self._run: str | None = None  # another one after a restore
-        self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid())
+        self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid(), self._unsure)
         self._finalizer.atexit = False
 
     def until(self, timeout_s: float | None = None) -> float:
@@ -192,7 +192,12 @@ class Handle:
                 for manager in sorted(self._wrote_to):
                     self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
             with self._lock:
-                self._unsure = left
+                # In place, and never empty meanwhile: others look at it without the lock.
+                for manager in list(self._unsure):
+                    if manager in left:
+                        self._unsure[manager] = left[manager]
+                    else:
+                        del self._unsure[manager]
                 self._lost = {manager: at for manager, at in self._lost.items() if to > at}
                 self.checkpoint_id = to
 
@@ -279,7 +284,7 @@ class Handle:
         if self._joined:
             self.client.lease.remove(self.id)
             with contextlib.suppress(FlashpointError):
-                self.client.links.call(0, "leave", {"w": self.id}, until=until)
+                self.client.links.call(0, "leave", {"w": self.id, "wrote": self._wrote()}, until=until)
 
 
 def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
@@ -297,11 +302,11 @@ def _join_fields(handle: weakref.ref[Handle], handle_id: str, lease_id: str) -> 
     return found._fields(found.checkpoint_id)
 
 
-def _forget_handle(client: Client, handle_id: str, pid: int) -> None:
+def _forget_handle(client: Client, handle_id: str, pid: int, unsure: Mapping[int, _Unsure]) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
     if pid != os.getpid():
         return
-    client.lease.forget(handle_id)
+    client.lease.forget(handle_id, lambda: {"w": handle_id, "wrote": _listed(unsure)})
 
 
 def checked_checkpoint_id(argument: str, value: object) -> int:

@@ -231,7 +231,7 @@ def _go_back(manager: Manager, session: Session, fields: Fields, blobs: list[byt
 
 @operation
 def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    _coordinator(manager, fields).leave(text(fields, "w"))
+    _coordinator(manager, fields).leave(text(fields, "w"), _wrote(fields))
     return {}, ()
 
 

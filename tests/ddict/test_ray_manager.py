@@ -16,6 +16,8 @@ from ml_flashpoint.ddict.runtime_folder import BASE_VARIABLE, join_folder
 from tests.ddict.test_folder_janitor import DEADLINE_S, end, held_by_another, janitors
 from tests.support.forked import wait_until
 
+pytestmark = pytest.mark.slow
+
 DICTIONARY, NODE = "a dictionary", "a node"
 
 

@@ -170,6 +170,7 @@ class ProcessGroup:
         """Start all members. `init` is called if it was not.
 
         Raises:
+            InvalidArgumentError: on Ray, a policy names a node that is not there; none runs then.
             DDictError: the group was started before, or a process cannot be started; none runs then.
         """
         if not self._is_init:

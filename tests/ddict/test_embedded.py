@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.nursery import MOST_DEATHS
 from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+from tests.support.forked import wait_until
 from tests.support.processes import child_environment
 from tests.workers import ddict_entries
 
@@ -249,6 +251,83 @@ def test_a_manager_that_dies_again_and_again_stays_down(
         assert list(runtime.pids()) == [1]
         assert sum("is started again" in record.message for record in caplog.records) == MOST_DEATHS
         assert sum("stays down" in record.message for record in caplog.records) == 1
+
+
+# -- a system that has no more processes or descriptors to give away ---------------------------------------------
+
+
+@contextlib.contextmanager
+def descriptors_left(pid: int, count: int) -> Iterator[Callable[[], None]]:
+    """A process may open this many files more, until the function that this gives is called, or the block ends."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = [number for number in range(len(taken) + count) if number not in taken]
+
+    def give_back() -> None:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+    # The limit is one of their numbers.
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[count - 1] + 1 if count else 3, hard))
+    try:
+        yield give_back
+    finally:
+        give_back()
+
+
+def said_so_far(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+def test_a_manager_that_cannot_be_forked_fails_the_start_and_nothing_else(tmpfs: Path) -> None:
+    with started(tmpfs, 1) as other:
+        runtime = runtime_of(tmpfs)
+        # One for the folder, and two of which one stays for manager 0: manager 1 gets one of two.
+        with (
+            descriptors_left(runtime.nursery_pid, 3),
+            pytest.raises(DDictError, match=r"cannot be made: .*Too many open files") as caught,
+        ):
+            runtime.start(configs_of(runtime, 3))
+        assert caught.value.manager == 1
+        assert [folder.name for folder in tmpfs.iterdir()] == [other.base.name]
+        with started(tmpfs, 2) as another:
+            assert another.nursery_pid == other.nursery_pid
+        assert psutil.pid_exists(other.pids()[0])
+
+
+def test_a_manager_that_cannot_be_forked_again_at_once_comes_back_later(
+    tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(tmpfs, 2) as runtime:
+        killed = runtime.pids()[1]
+        with descriptors_left(runtime.nursery_pid, 0) as give_back:
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda: said_so_far(caplog, "could not be forked again") == 2, "two attempts")
+            give_back()
+            assert runtime.wait_until_ready(1, other_than=killed, timeout_s=DEADLINE_S) != killed
+        assert seen_by(runtime, 1)["restarted"] is True
+
+
+def test_a_manager_that_can_never_be_forked_again_stays_down(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with started(tmpfs, 2) as runtime:
+        killed = runtime.pids()[0]
+        with descriptors_left(runtime.nursery_pid, 0):
+            os.kill(killed, signal.SIGKILL)
+            with pytest.raises(DDictError, match="stays down: could not be forked again"):
+                runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        assert said_so_far(caplog, "is started again") == MOST_DEATHS
+        assert list(runtime.pids()) == [1]
+        assert psutil.pid_exists(runtime.pids()[1])
+
+
+def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
+    tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(tmpfs, 1) as runtime, descriptors_left(runtime.nursery_pid, 0):
+        os.kill(runtime.pids()[0], signal.SIGKILL)
+        wait_until(lambda: said_so_far(caplog, "could not be forked again") == 1, "an attempt")
+        runtime.stop()
+        assert not runtime.lost
+    assert list(tmpfs.iterdir()) == []
 
 
 # -- the end of others ------------------------------------------------------------------------------------------

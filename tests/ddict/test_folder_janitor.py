@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from pathlib import Path
 from ml_flashpoint.ddict.folder_janitor import Janitor
 from ml_flashpoint.ddict.runtime_folder import join_folder
 hold = join_folder(Path(sys.argv[1]))
-janitor = Janitor(hold.folder, float(sys.argv[2]))
+janitor = Janitor(hold.folder, float(sys.argv[2]), sys.argv[3])
 print("held", flush=True)
 time.sleep(600)
 """
@@ -49,9 +50,9 @@ def folder(tmpfs: Path) -> Iterator[Path]:
     wait_until(lambda: not janitors(made), "the janitors have ended", DEADLINE_S)
 
 
-def held_by_another(folder: Path, keep_s: float) -> subprocess.Popen[str]:
+def held_by_another(folder: Path, keep_s: float, name: str = "0") -> subprocess.Popen[str]:
     holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(folder), str(keep_s)],
+        [sys.executable, "-c", _HOLDER, str(folder), str(keep_s), name],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -78,6 +79,71 @@ def test_the_folder_of_a_killed_process_goes(folder: Path) -> None:
     wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
 
 
+def test_no_sweep_takes_the_folder_while_it_is_kept(folder: Path) -> None:
+    holder = held_by_another(folder, 600.0)
+    (folder / "value").write_text("kept")
+    (janitor,) = janitors(folder)
+
+    end(holder)
+
+    assert sweep(folder.parent) == []
+    assert not remove_now(folder)
+    assert (folder / "value").read_text() == "kept"
+    janitor.kill()
+    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
+    assert sweep(folder.parent) == [folder]
+
+
+def test_the_last_of_several_janitors_removes_the_folder(folder: Path) -> None:
+    holders = [held_by_another(folder, keep_s, str(number)) for number, keep_s in enumerate((0.1, 0.1, 0.3))]
+    assert len(janitors(folder)) == 3
+
+    for holder in holders:
+        end(holder)
+
+    wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
+
+
+def test_a_successor_takes_over_from_its_predecessors_janitor(folder: Path) -> None:
+    killed, other = held_by_another(folder, 600.0, "0"), held_by_another(folder, 600.0, "1")
+    end(killed)
+
+    hold = join_folder(folder)
+    janitor = Janitor(folder, 600.0, "0")
+    wait_until(lambda: len(janitors(folder)) == 2, "one for each manager is left", DEADLINE_S)
+
+    hold.close()
+    janitor.dismiss()
+    assert not remove_now(folder)
+    (last,) = janitors(folder)
+    last.kill()
+    end(other)
+    wait_until(lambda: remove_now(folder), "nobody holds the folder", DEADLINE_S)
+
+
+def test_a_folder_that_was_made_anew_is_not_emptied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    join_folder(folder).close()
+    another: list[FolderHold] = []
+    lock = fcntl.flock
+
+    def lock_late(descriptor: int, how: int) -> None:
+        # Between opening the lock and locking it, others may remove the folder and make one by the same name.
+        if not another:
+            monkeypatch.setattr(folder_janitor.fcntl, "flock", lock)
+            assert remove_now(folder)
+            another.append(join_folder(folder))
+            (folder / "value").write_text("theirs")
+        lock(descriptor, how)
+
+    monkeypatch.setattr(folder_janitor.fcntl, "flock", lock_late)
+    assert not remove_now(folder)
+
+    assert (folder / "value").read_text() == "theirs"
+    assert another[0].is_there()
+    another[0].close()
+    assert remove_now(folder)
+
+
 def test_a_successor_finds_the_folder_as_it_was(folder: Path) -> None:
     holder = held_by_another(folder, 1.0)
     (folder / "value").write_text("kept")
@@ -101,9 +167,10 @@ def test_a_dismissed_janitor_ends_and_leaves_the_folder(folder: Path) -> None:
     hold.close()
     janitor.dismiss()
 
-    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
+    # It has let go already, however long its process takes to end.
     assert folder.exists()
     assert remove_now(folder)
+    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
 
 
 def test_many_make_the_same_folder_while_others_sweep(folder: Path) -> None:

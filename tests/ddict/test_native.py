@@ -86,6 +86,27 @@ def in_threads(count: int, function: Callable[[int], object]) -> list[Any]:
     return results
 
 
+@contextlib.contextmanager
+def barrier_elsewhere(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Barrier]]:
+    """A barrier of another process, whose temporary files are in a folder."""
+    program = (
+        "import pickle, sys; from ml_flashpoint.ddict.native import Barrier; barrier = Barrier(2); "
+        "print(pickle.dumps(barrier).hex(), flush=True); sys.stdin.read()"
+    )
+    maker = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**child_environment(), "TMPDIR": str(folder)},
+    )
+    try:
+        assert maker.stdout is not None
+        yield maker, pickle.loads(bytes.fromhex(maker.stdout.readline().decode()))
+    finally:
+        maker.kill()
+        maker.communicate(timeout=DEADLINE_S)
+
+
 # -- groups -----------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +197,30 @@ def test_a_member_that_does_not_heed_is_killed(tmp_path: Path, monkeypatch: pyte
         wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
         group.close()
         assert group.inactive_puids == [(puid, -signal.SIGKILL)]
+
+
+def test_the_others_end_although_a_barrier_does_not_answer(tmp_path: Path) -> None:
+    with barrier_elsewhere(tmp_path) as (maker, barrier):
+        assert barrier.n_waiting == 0
+        maker.send_signal(signal.SIGSTOP)
+        with group_of(2, ddict_members.hang, str(tmp_path), False, barrier) as group:
+            lost = group.puids[0]
+            os.kill(group.pids[lost], signal.SIGKILL)
+            with pytest.raises(ProcessFailedError, match="was killed by signal 9"):
+                group.join(timeout=15)
+
+
+def test_a_signal_excuses_those_who_end_by_it_and_no_others(tmp_path: Path) -> None:
+    with group_of(2, ddict_members.hang, str(tmp_path)) as group:
+        group.kill(signal.SIGUSR2)
+        group.join(timeout=DEADLINE_S)
+        assert [code for _, code in group.inactive_puids] == [-signal.SIGUSR2] * 2
+    with group_of(1, ddict_members.fail_after_signal, str(tmp_path)) as group:
+        (puid,) = group.puids
+        wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
+        group.kill(signal.SIGUSR1)
+        with pytest.raises(ProcessFailedError, match="ended with exit code 3"):
+            group.join(timeout=DEADLINE_S)
 
 
 def test_members_end_when_their_creator_is_killed(tmp_path: Path) -> None:
@@ -323,12 +368,84 @@ def test_a_closed_barrier_is_gone_for_all_handles() -> None:
     with barrier_of(2) as barrier:
         copy = pickle.loads(pickle.dumps(barrier))
         assert (copy.parties, copy.n_waiting) == (2, 0)
-        folder = Path(barrier._path).parent
-        assert folder.is_dir()
         barrier.close()
-        assert not folder.exists()
         with pytest.raises(DDictDestroyedError):
             copy.wait(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("does", ["look", "abort", "reset", "close"])
+def test_an_action_may_use_the_barrier(does: str) -> None:
+    seen: list[Any] = []
+
+    def act() -> None:
+        # By another handle too, as other processes have it.
+        for handle in (barrier, pickle.loads(pickle.dumps(barrier))):
+            if does == "look":
+                seen.append((handle.n_waiting, handle.broken))
+            else:
+                getattr(handle, does)()
+
+    with barrier_of(2, action=act) as barrier:
+        results = in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))
+        if does == "look":
+            assert sorted(results) == [0, 1]
+            assert seen == [(2, False)] * 2
+        else:
+            expected = DDictDestroyedError if does == "close" else BarrierBrokenError
+            assert [type(result) for result in results] == [expected] * 2
+        if does == "reset":
+            assert not barrier.broken
+
+
+def test_those_who_come_while_the_action_runs_wait_for_the_next_release() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def act() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+
+    with barrier_of(2, action=act) as barrier:
+
+        def come(index: int) -> object:
+            if index >= 2:
+                assert begun.wait(DEADLINE_S)
+            return barrier.wait(timeout=DEADLINE_S)
+
+        def look(index: int) -> object:
+            if index < 4:
+                return come(index)
+            wait_until(lambda: barrier.n_waiting == 4, "all four")
+            return go_on.set()
+
+        *results, _ = in_threads(5, look)
+        assert sorted(results[:2]) == sorted(results[2:]) == [0, 1]
+
+
+def test_an_abort_does_not_wait_for_the_action() -> None:
+    go_on = threading.Event()
+    with barrier_of(2, action=lambda: go_on.wait(DEADLINE_S)) as barrier:
+
+        def wait_or_abort(index: int) -> object:
+            if index < 2:
+                return barrier.wait(timeout=DEADLINE_S)
+            wait_until(lambda: barrier.n_waiting == 2, "two waiting")
+            barrier.abort("enough")
+            return None
+
+        results = in_threads(3, wait_or_abort)
+        assert [type(result) for result in results] == [BarrierBrokenError, BarrierBrokenError, type(None)]
+        go_on.set()
+        assert barrier.broken
+
+
+def test_a_barrier_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    with barrier_elsewhere(tmp_path) as (maker, barrier):
+        assert barrier.n_waiting == 0
+        maker.kill()
+        maker.wait(DEADLINE_S)
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(DDictDestroyedError):
+            barrier.wait(timeout=DEADLINE_S)
 
 
 def test_strangers_and_nonsense_disturb_nobody() -> None:
@@ -378,6 +495,14 @@ def test_ranks_of_a_collective_group_reduce_together(tmp_path: Path) -> None:
 def test_a_collective_group_needs_policies() -> None:
     with pytest.raises(InvalidArgumentError, match="policies"):
         CollectiveGroup(ddict_members.reduce_ranks, policies=[])
+
+
+@pytest.mark.parametrize("node", [-1, 1])
+def test_a_collective_group_knows_its_nodes(node: int) -> None:
+    group = CollectiveGroup(ddict_members.reduce_ranks, policies=[Policy(), Policy(node=node)])
+    with pytest.raises(InvalidArgumentError, match="no such node") as caught:
+        group.init()
+    assert (caught.value.argument, caught.value.value) == ("node", str(node))
 
 
 def test_a_process_without_a_rank_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

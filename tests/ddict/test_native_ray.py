@@ -166,6 +166,34 @@ def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
             copy.wait(timeout=DEADLINE_S)
 
 
+def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> None:
+    with barrier_of(3) as barrier, group_of(2, ddict_members.wait_for_others, barrier, str(tmp_path)) as group:
+        wait_until(lambda: barrier.n_waiting == 2, "two waiting")
+        group.kill()
+        group.join(timeout=DEADLINE_S)  # ended by the group itself: no failure
+        with pytest.raises(BarrierBrokenError, match="ended with exit code 255"):
+            barrier.wait(timeout=DEADLINE_S)
+
+
+def test_a_member_that_never_waited_breaks_no_barrier_when_its_group_ends_it(tmp_path: Path) -> None:
+    with barrier_of(2) as barrier:
+        with group_of(1, ddict_members.hang, str(tmp_path), False, barrier) as group:
+            (puid,) = group.puids
+            wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
+        assert not barrier.broken
+
+
+@pytest.mark.parametrize("node", [-1, 2])
+def test_a_node_that_is_not_there_is_named(node: int, tmp_path: Path) -> None:
+    group = ProcessGroup()
+    group.add_process(1, ProcessTemplate(ddict_members.hang, (str(tmp_path),), policy=Policy(node=node)))
+    ranks = CollectiveGroup(ddict_members.reduce_ranks, (str(tmp_path),), policies=[Policy(node=node)])
+    for start in (group.start, ranks.init):
+        with pytest.raises(InvalidArgumentError, match="no such node: the cluster has 2") as caught:
+            start()
+        assert (caught.value.argument, caught.value.value) == ("node", str(node))
+
+
 def test_an_action_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="action"):
         Barrier(2, action=print)

@@ -31,6 +31,7 @@ from ml_flashpoint.ddict import (
 )
 from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
 from ml_flashpoint.ddict.ray_manager import node_base
+from ml_flashpoint.ddict.runtime_folder import sweep
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until
 from tests.support.ray_cluster import RayCluster, ray_cluster, run_on, take_memory
@@ -188,6 +189,29 @@ def test_a_killed_main_manager_comes_back(cluster: RayCluster) -> None:
         assert d.sync_to_newest_checkpoint() == 3
 
 
+def test_a_killed_manager_comes_back_to_its_folder(
+    cluster: RayCluster, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_DDICT_KEEP_FOLDER_S", "60")
+    # With a single node there are no copies elsewhere: what is in the folder is all that there is.
+    with DDict(1, 1, TOTAL, working_set_size=2, timeout=TIMEOUT_S, replication="ring") as d:
+        d.update({number: value_of(0, number) for number in range(4)})
+        d.checkpoint()
+        assert d.sync_to_newest_checkpoint() == 0
+        actor = ray.get_actor(actor_name(d._configuration.dictionary, 0), namespace=NAMESPACE)
+        place, folders = ray.get(actor.place.remote()), set(base.iterdir())
+
+        ray.kill(actor, no_restart=False)
+        # As other dictionaries of this machine do meanwhile.
+        wait_until(lambda: sweep(base) == [] and _place(actor) not in (None, place), "it is back", DEADLINE_S)
+
+        assert set(base.iterdir()) == folders
+        for number in range(4):
+            assert torch.equal(_retry(lambda key=number: d[key]), value_of(0, number))
+    # The janitor of the killed process does not keep the folder any longer: there was a successor.
+    wait_until(lambda: not list(base.iterdir()), "the folder is gone", 10)
+
+
 def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) -> None:
     d = DDict(2, NODES, TOTAL, timeout=TIMEOUT_S)
     d["x"] = value_of(0, 0)
@@ -257,6 +281,13 @@ def _with_manager_elsewhere(cluster: RayCluster, manager: int) -> DDict:
             return d
         d.destroy()
     raise AssertionError("Ray puts this manager on the head every time")
+
+
+def _place(actor: Any) -> dict[str, Any] | None:
+    try:
+        return dict(ray.get(actor.place.remote(), timeout=1))
+    except RayError:
+        return None  # it is being started again
 
 
 def _newest(d: DDict) -> int:

@@ -21,6 +21,9 @@ class DDict:
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
         self.fails = False
+        self.puts_left: int | None = None
+        """If set, later puts fail. Some of a put that fails may have been done, here all of it if `half_done`."""
+        self.half_done = False
 
     def put(self, key: str, value: bytes | None) -> None:
         self.bput({key: value})
@@ -36,6 +39,11 @@ class DDict:
     def bput(self, values: dict[str, bytes | None]) -> None:
         if self.fails:
             raise PyDError("no target is up")
+        refused = self.puts_left == 0 and None not in values.values()
+        if refused and not self.half_done:
+            raise PyDError("no space")
+        if self.puts_left:
+            self.puts_left -= 1
         for key, value in values.items():
             assert isinstance(key, str)
             assert value is None or isinstance(value, bytes)
@@ -44,6 +52,8 @@ class DDict:
                 self.content[key] = value
             else:
                 self.content.pop(key, None)
+        if refused:
+            raise PyDError("no answer")
 
     def bget(self, values: dict[str, bytes | None]) -> None:
         if self.fails:

@@ -273,6 +273,62 @@ def test_daos_leaves_other_objects_alone_and_no_chunks_behind(
     assert theirs.content == {"run-1/file": b"theirs"}
 
 
+def daos_objects(
+    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]], store: DaosStore
+) -> tuple[pydaos_stand_in.DDict, pydaos_stand_in.DDict]:
+    store.write("file", [b"old"])
+    files, chunks = containers["pool", "cont"].values()
+    return files, chunks
+
+
+@pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("fails", ["the source", "the second batch", "the head"])
+def test_a_failed_write_to_daos_leaves_no_chunks(
+    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]], fails: str, half_done: bool
+) -> None:
+    store = DaosStore("pool", "cont")
+    files, chunks = daos_objects(containers, store)
+    files.half_done = chunks.half_done = half_done
+    before = dict(chunks.content)
+
+    def source() -> Iterator[bytes]:
+        for _ in range(20):
+            yield os.urandom(2**20)
+        if fails == "the source":
+            raise Broken
+
+    if fails == "the second batch":
+        chunks.puts_left = 1
+    elif fails == "the head":
+        files.puts_left = 0
+    with pytest.raises((Broken, SaveError)):
+        store.write("file", source())
+
+    if fails == "the head" and half_done:
+        # It was written, whatever was said: then the file has these chunks.
+        assert store.size("file") == len(store.read("file", limit=2**25)) == 20 * 2**20
+    else:
+        assert chunks.content == before
+        assert store.read("file", limit=3) == b"old"
+
+
+def test_chunks_in_daos_stay_when_nobody_knows_whose_they_are(
+    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]],
+) -> None:
+    store = DaosStore("pool", "cont")
+    files, chunks = daos_objects(containers, store)
+
+    def source() -> Iterator[bytes]:
+        yield bytes(2**20)
+        files.fails = True
+
+    with pytest.raises(SaveError, match="no target"):
+        store.write("file", source())
+    files.fails = False
+    assert store.read("file", limit=3) == b"old"
+    assert len(chunks.content) == 2
+
+
 def test_daos_distrusts_what_it_reads(
     containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]],
 ) -> None:

@@ -58,11 +58,23 @@ def wait_for_lost(barrier: Barrier, folder: str, first: bool) -> None:
         note(folder, str(error))
 
 
-def hang(folder: str, deaf: bool = False) -> None:
+def hang(folder: str, deaf: bool = False, barrier: Barrier | None = None) -> None:
     if deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(folder, os.getpid())
     threading.Event().wait()
+
+
+def fail_after_signal(folder: str) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    note(folder, os.getpid())
+    signal.sigwait([signal.SIGUSR1])
+    sys.exit(3)
+
+
+def wait_for_others(barrier: Barrier, folder: str) -> None:
+    note(folder, os.getpid())
+    barrier.wait(timeout=60)
 
 
 def look_around(folder: str) -> None:

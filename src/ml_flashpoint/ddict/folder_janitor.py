@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -23,20 +24,23 @@ _LOOK_EVERY_S = 0.1
 
 
 class Janitor:
-    """A process that removes a folder after the one that made it is gone, unless somebody holds the folder then.
+    """A process that keeps a folder for some time after the one that made it is gone, and then removes it, unless
+    somebody else holds it.
 
-    It is no child of this process, so that whoever ends this one and its children lets it live.
+    It holds the folder itself, so nobody's sweep takes it from a successor that is still on its way. It is no child of
+    this process, so that whoever ends this one and its children lets it live.
 
     Args:
-        folder: of the dictionary.
+        folder: of the dictionary, held by this process.
         keep_s: seconds to keep the folder for a successor that comes back to it.
+        name: of whose successor that is; a janitor keeps nothing any more once another one has the same name.
     """
 
-    def __init__(self, folder: Path, keep_s: float) -> None:
+    def __init__(self, folder: Path, keep_s: float, name: str = "0") -> None:
         reader, self._writer = os.pipe2(os.O_CLOEXEC)
         try:
             subprocess.run(
-                [sys.executable, "-I", "-S", __file__, str(folder), str(keep_s)],
+                [sys.executable, "-I", "-S", __file__, str(folder), str(keep_s), name],
                 stdin=reader,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -50,13 +54,18 @@ class Janitor:
             os.close(reader)
 
     def dismiss(self) -> None:
-        """End it: nothing is left to be done."""
+        """End it: nothing is left to be done. It holds the folder no more on return."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"x")
+        # An error on this end of the pipe says that the other one is closed, which it is after the lock.
+        poll = select.poll()
+        poll.register(self._writer, 0)
+        poll.poll(_END_S * 1000)
         os.close(self._writer)
 
 
 _START_S = 30.0
+_END_S = 5.0
 
 
 def remove_now(folder: Path) -> bool:
@@ -72,6 +81,8 @@ def remove_now(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_file(folder / LOCK, descriptor):
+            return not folder.exists()  # it was removed before the lock was free; this one is somebody else's
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -86,18 +97,41 @@ def remove_now(folder: Path) -> bool:
     return True
 
 
-def _main(folder: Path, keep_s: float) -> None:
+def is_file(path: Path, descriptor: int) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _main(folder: Path, keep_s: float, name: str) -> None:
+    hold = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    note = folder / f"janitor-{name}"
+    noted = _replace(note)
     if os.fork():
         os._exit(0)
     os.setsid()
     os.chdir("/")
     if os.read(0, 1):
+        os.close(hold)  # before the end of this process closes the pipe
         return
     give_up = time.monotonic() + keep_s
-    while folder.exists() and time.monotonic() < give_up:
+    # Another file by the note's name is a successor's janitor, which has its own hold.
+    while is_file(folder / LOCK, hold) and is_file(note, noted) and time.monotonic() < give_up:
         time.sleep(_LOOK_EVERY_S)
+    os.close(hold)
     remove_now(folder)
 
 
+def _replace(path: Path) -> int:
+    """Make a fresh file in place of what is there; its descriptor."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.rename(fresh, path)
+    return descriptor
+
+
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), float(sys.argv[2]))
+    _main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

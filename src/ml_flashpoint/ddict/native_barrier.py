@@ -2,6 +2,9 @@
 
 Owns who waits and who is released. It lives in the process that made it, behind a Unix socket, so that nothing is left
 locked by a process that was killed; on a Ray cluster, in an actor. A handle is picklable.
+
+The socket's address is abstract: there is no file that could outlive a process. So anybody on the machine may connect,
+and both ends make sure that the other one is this user's before they say anything.
 """
 
 from __future__ import annotations
@@ -13,10 +16,8 @@ import multiprocessing.util
 import os
 import secrets
 import selectors
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 import weakref
@@ -48,9 +49,13 @@ class Barrier:
     who come later, get `BarrierBrokenError` until `reset`. A handle is thread-safe and picklable; the process that
     made it has to live as long as it is used.
 
+    On Ray, deaths are those that groups tell of: a process that waits and is killed, but is no member of a group that
+    the barrier was given to, still counts as one that waits.
+
     Args:
         parties: how many have to wait for all to pass.
-        action: called by the process that made the barrier, on a thread of its own, before each release. Not on Ray.
+        action: called by the process that made the barrier, on a thread of its own, before each release. It may use
+            the barrier, except to wait at it; what it raises breaks the barrier. Not on Ray.
         timeout: seconds, for every `wait` that does not give its own.
 
     Raises:
@@ -121,6 +126,16 @@ class Barrier:
             self._server.abort(reason)
         else:
             self._ask("abort", _REPLY_S, reason=reason)
+
+    def note_end(self, puid: int, reason: str) -> None:
+        """Break it if a process that has ended without a farewell has waited. For Ray: elsewhere, its line says so.
+
+        Args:
+            puid: number of the process.
+            reason: for those who wait.
+        """
+        if self._actor is not None:
+            self._ask("end", _REPLY_S, who=puid, reason=reason)
 
     def reset(self) -> None:
         """Make a broken one usable again. Those who wait get `BarrierBrokenError`."""
@@ -207,6 +222,8 @@ class _Line:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.connect(self._path)
+            if not _is_this_user(self._socket):
+                raise ConnectionError("another user has its address")
             self._socket.sendall(self._token.encode() + b"\n")
             _lines.add(self)
             _ensure_finalizers()
@@ -242,11 +259,13 @@ class _Server:
 
     def __init__(self, parties: int, action: Callable[[], object] | None) -> None:
         self.token = secrets.token_hex(16)
-        self._folder = tempfile.mkdtemp(prefix="mlf-barrier-")
-        self.path = os.path.join(self._folder, "s")
+        self.path = f"\0mlf-barrier-{secrets.token_hex(16)}"
         self._parties, self._action = parties, action
         self._broken = ""
         self._waiting: list[_Peer] = []
+        self._passing: list[_Peer] = []
+        """Those who wait for the action, and for nobody else."""
+        self._acting = False
         self._peers: set[_Peer] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -275,7 +294,6 @@ class _Server:
         if threading.current_thread() is not self._thread:
             self._thread.join(_SEND_TIMEOUT_S)
         self._close_sockets()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def abandon(self) -> None:
         """In a forked child: the sockets are the parent's."""
@@ -303,8 +321,7 @@ class _Server:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.geteuid():
+        if not _is_this_user(sock):
             sock.close()
             return
         sock.setblocking(False)
@@ -345,7 +362,7 @@ class _Server:
         if op == "wait":
             self._join(peer)
         elif op == "state":
-            self._reply(peer, waiting=len(self._waiting), broken=self._broken)
+            self._reply(peer, waiting=len(self._waiting) + len(self._passing), broken=self._broken)
         elif op == "abort":
             self._break(str(message.get("reason")))
             self._reply(peer)
@@ -363,23 +380,48 @@ class _Server:
             return
         peer.waiting = peer.has_waited = True
         self._waiting.append(peer)
-        if len(self._waiting) < self._parties:
+        self._pass_if_all_are_here()
+
+    def _pass_if_all_are_here(self) -> None:
+        if self._acting or len(self._waiting) < self._parties:
             return
-        if self._action is not None:
-            try:
-                self._action()
-            except Exception as error:
-                _log.exception("the action of a barrier failed")
-                self._break(f"its action failed: {type(error).__name__}: {error}")
-                return
-        released, self._waiting = self._waiting, []
+        self._passing, self._waiting = self._waiting[: self._parties], self._waiting[self._parties :]
+        if self._action is None:
+            self._release()
+            return
+        # Not on this thread, and not under the lock: the action may use the barrier.
+        try:
+            threading.Thread(target=self._act, args=(self._passing,), name="ddict-barrier-action", daemon=True).start()
+            self._acting = True
+        except RuntimeError as error:
+            self._break(f"its action cannot be called: {error}")
+
+    def _act(self, passing: list[_Peer]) -> None:
+        assert self._action is not None
+        failure = ""
+        try:
+            self._action()
+        except BaseException as error:
+            _log.exception("the action of a barrier failed")
+            failure = f"its action failed: {type(error).__name__}: {error}"
+        with self._lock:
+            self._acting = False
+            if failure:
+                self._break(failure)
+            elif self._passing is passing:  # else it was broken meanwhile, and they know
+                self._release()
+            # Others may have come meanwhile.
+            self._pass_if_all_are_here()
+
+    def _release(self) -> None:
+        released, self._passing = self._passing, []
         for index, one in enumerate(released):
             one.waiting = False
             self._reply(one, index=index)
 
     def _break(self, reason: str) -> None:
         self._broken = self._broken or reason
-        waiting, self._waiting = self._waiting, []
+        waiting, self._passing, self._waiting = [*self._passing, *self._waiting], [], []
         for peer in waiting:
             peer.waiting = False
             self._reply(peer, broken=self._broken)
@@ -391,10 +433,17 @@ class _Server:
 
     def _drop(self, peer: _Peer) -> None:
         self._peers.discard(peer)
-        if peer.waiting:
-            self._waiting.remove(peer)
+        for waiting in (self._waiting, self._passing):
+            if peer in waiting:
+                waiting.remove(peer)
         self._selector.unregister(peer.sock)
         peer.sock.close()
+
+
+def _is_this_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end, or the one that listened there, is of this process's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
 _servers: weakref.WeakSet[_Server] = weakref.WeakSet()

@@ -14,7 +14,7 @@ from typing import Any
 from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
-from ml_flashpoint.ddict.native_ray import free_port_on, is_on_ray, ray_nodes
+from ml_flashpoint.ddict.native_ray import check_node, free_port_on, is_on_ray, ray_nodes
 
 _LOOPBACK = "127.0.0.1"
 
@@ -88,7 +88,11 @@ class CollectiveGroup:
         self._group: ProcessGroup | None = None
 
     def init(self) -> None:
-        """Make ready to start."""
+        """Make ready to start.
+
+        Raises:
+            InvalidArgumentError: a policy names a node that is not there.
+        """
         if self._group is not None:
             raise DDictError("the group was made ready before")
         group = ProcessGroup()
@@ -149,6 +153,8 @@ def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | No
     # Without a word about nodes, they are filled one after the other.
     count = 1 if nodes is None else len(nodes)
     where = [rank * count // size if policy.node is None else policy.node for rank, policy in enumerate(policies)]
+    for node in where:
+        check_node(node, count)
     on_node = collections.Counter(where)
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK if nodes is None else nodes[where[0]].address}
     if port is None:

@@ -35,6 +35,7 @@ TERMINATION_GRACE_S = 5.0
 
 _REPORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 30.0
+_BARRIERS_S = 2.0
 _PRELOADED = ("numpy", "torch", "cloudpickle", "ml_flashpoint.ddict", "ml_flashpoint.ddict.native_member")
 
 _numbers = itertools.count(1)
@@ -95,6 +96,17 @@ class _Member:
     ended: bool = False
     dismissed: bool = False
     """Ended by this group, so that its exit code says nothing."""
+    signals: set[int] = field(default_factory=set)
+    """Sent by `ProcessGroup.kill`: to end by one of them is no failure."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Once it has ended: whether the group did not bring it about."""
+        code = self.process.exitcode
+        if self.dismissed or code == 0:
+            return False
+        # An actor is killed whatever the signal, and nobody says how it ended.
+        return not self.signals if isinstance(self.process, RayProcess) else -code not in self.signals
 
 
 @dataclass(eq=False)
@@ -158,6 +170,7 @@ class ProcessGroup:
         """Start all members. `init` is called if it was not.
 
         Raises:
+            InvalidArgumentError: on Ray, a policy names a node that is not there; none runs then.
             DDictError: the group was started before, or a process cannot be started; none runs then.
         """
         if not self._is_init:
@@ -206,10 +219,10 @@ class ProcessGroup:
             raise ProcessFailedError(message, puid=failed.puid, exit_code=failed.exit_code)
 
     def kill(self, signal_number: int = 9) -> None:
-        """Send a signal to all members that run, by default SIGKILL. They do not count as failed."""
+        """Send a signal to all members that run, by default SIGKILL. Those that end by it do not count as failed."""
         for member in self._state.members:
             if member.process is not None and not member.ended:
-                member.dismissed = True
+                member.signals.add(signal_number)
                 _send(member, signal_number)
 
     def stop(self) -> None:
@@ -326,7 +339,7 @@ def _watch_over(state: _State) -> None:
         for sentinel in wait_for(list(running)):
             member = running.pop(sentinel)
             member.process.join()
-            failed = member.process.exitcode != 0 and not member.dismissed
+            failed = member.has_failed
             text = _report_of(member) if failed else ""
             with state.changed:
                 member.exit_code, member.ended = member.process.exitcode, True
@@ -335,17 +348,34 @@ def _watch_over(state: _State) -> None:
                 state.changed.notify_all()
             if failed:
                 _heed_failure(state, member)
+            elif member.exit_code != 0 and isinstance(member.process, RayProcess):
+                _note_end(state, member)
     _running.discard(state)
 
 
 def _heed_failure(state: _State, member: _Member) -> None:
-    for barrier in state.barriers:
-        with contextlib.suppress(DDictError):
-            barrier.abort(f"process {member.puid} {_how(member.exit_code)}")
+    # The end of the others first: it waits for nobody, and a barrier may be one that does not answer.
     if state.ignore_errors:
         _log.warning("process %d %s", member.puid, _how(member.exit_code))
     else:
         threading.Thread(target=_dismiss, args=(state,), name="ddict-group-end", daemon=True).start()
+    _tell_barriers(state, lambda barrier: barrier.abort(_end_of(member)))
+
+
+def _note_end(state: _State, member: _Member) -> None:
+    _tell_barriers(state, lambda barrier: barrier.note_end(member.puid, _end_of(member)))
+
+
+def _tell_barriers(state: _State, tell: Callable[[Barrier], None]) -> None:
+    def tell_all() -> None:
+        for barrier in state.barriers:
+            with contextlib.suppress(DDictError):
+                tell(barrier)
+
+    if state.barriers:
+        telling = threading.Thread(target=tell_all, name="ddict-group-barriers", daemon=True)
+        telling.start()
+        telling.join(_BARRIERS_S)  # the ends of the other members are to be noted, too
 
 
 def _dismiss(state: _State) -> None:
@@ -380,6 +410,10 @@ def _report_of(member: _Member) -> str:
         return member.report.recv_bytes().decode() if member.report.poll(_REPORT_TIMEOUT_S) else ""
     except (EOFError, OSError):
         return ""
+
+
+def _end_of(member: _Member) -> str:
+    return f"process {member.puid} {_how(member.exit_code)}"
 
 
 def _how(exit_code: int | None) -> str:

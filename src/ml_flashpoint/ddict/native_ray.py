@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.native_member import announce_puid
+from ml_flashpoint.ddict.native_member import announce_puid, this_process
 
 _log = logging.getLogger(__name__)
 
@@ -79,9 +80,21 @@ def _placed(node: int | None) -> dict[str, Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = ray_nodes()
-    if node >= len(nodes):
-        raise DDictError(f"there is no node {node}: the cluster has {len(nodes)}")
+    check_node(node, len(nodes))
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[node].node_id, soft=False)}
+
+
+def check_node(node: int, count: int) -> None:
+    """Make sure that a node is there.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    if not 0 <= node < count:
+        there = f"the cluster has {count}" if count > 1 else "there is one"
+        raise InvalidArgumentError(
+            f"there is no such node: {there}, and they count from 0", argument="node", value=node
+        )
 
 
 def free_port_on(node: int) -> int:
@@ -177,6 +190,7 @@ def start_on_ray(starts: Sequence[Start]) -> list[RayProcess]:
     """Start members, all at once.
 
     Raises:
+        InvalidArgumentError: there is no such node.
         DDictError: an actor cannot be made or placed; none is left then.
     """
     ray = _ray()
@@ -191,7 +205,7 @@ def start_on_ray(starts: Sequence[Start]) -> list[RayProcess]:
     except Exception as error:
         for actor in actors:
             ray.kill(actor)
-        if isinstance(error, DDictError):
+        if isinstance(error, FlashpointError):
             raise
         raise DDictError(f"not all processes could be started on Ray: {error}") from error
     processes = []
@@ -233,13 +247,17 @@ class _BarrierActor:
         self._parties = parties
         self._broken = ""
         self._waiting: list[asyncio.Future[dict[str, Any]]] = []
+        self._have_waited: set[int] = set()
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         op = message["op"]
         if op == "wait":
+            self._have_waited.add(message["who"])
             return await self._wait()
         if op == "state":
             return {"waiting": len(self._waiting), "broken": self._broken}
+        if op == "end" and message["who"] not in self._have_waited:
+            return {}
         self._break(str(message.get("reason") or "it was reset"))
         if op == "reset":
             self._broken = ""
@@ -282,7 +300,9 @@ def ask_barrier(actor: Any, message: dict[str, Any], timeout_s: float | None) ->
 
     ray = _ray()
     try:
-        reply: dict[str, Any] = ray.get(actor.ask.remote(message), timeout=timeout_s)
+        # Who waits says so: the actor hears of the end of a call, but not of the end of the one who made it.
+        asked = actor.ask.remote({"who": this_process.my_puid, **message})
+        reply: dict[str, Any] = ray.get(asked, timeout=timeout_s)
     except GetTimeoutError as error:
         if message["op"] != "wait":
             raise DDictTimeoutError(f"the barrier did not answer within {timeout_s} s") from error

@@ -42,6 +42,9 @@ END_GRACE_S = 10.0
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds, stays down."""
 
+_FIRST_RETRY_S = 0.25
+"""Seconds until a manager that could not be forked is forked again; twice as long each time."""
+
 _STOP = b"stop\n"
 _READY = b"ready"
 _RECEIVED = 1 << 16
@@ -58,6 +61,9 @@ class _Manager:
     ready: bool = False
     error: str = ""
     deaths: deque[float] = field(default_factory=deque)
+    retry_s: float = _FIRST_RETRY_S
+    fork_at: float | None = None
+    """Set: there is no process, and a new one is to be forked at that time."""
 
 
 @dataclass(eq=False)
@@ -98,10 +104,22 @@ class Nursery:
             for key, _ in self._selector.select(self._time_left()):
                 key.data()
             self._kill_late_ones()
+            self._fork_again()
 
     def _time_left(self) -> float | None:
-        ends = [group.kill_at for group in self._groups.values() if group.kill_at is not None]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        times = [group.kill_at for group in self._groups.values() if group.kill_at is not None]
+        times += [manager.fork_at for _, manager in self._to_fork() if manager.fork_at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _to_fork(self) -> Iterator[tuple[_Group, _Manager]]:
+        for group in self._groups.values():
+            if group.kill_at is None:
+                yield from ((group, manager) for manager in group.managers if manager.fork_at is not None)
+
+    def _fork_again(self) -> None:
+        for group, manager in list(self._to_fork()):
+            if manager.fork_at is not None and time.monotonic() >= manager.fork_at:
+                self._restart(group, manager)
 
     def _kill_late_ones(self) -> None:
         for group in list(self._groups.values()):
@@ -167,7 +185,11 @@ class Nursery:
         managers = [_Manager(number, config) for number, config in enumerate(message["managers"])]
         group = self._groups[name] = _Group(name, entry, hold, message["env"], message["cwd"], managers)
         for manager in managers:
-            self._fork(group, manager, restarted=False)
+            try:
+                self._fork(group, manager, restarted=False)
+            except OSError as error:
+                self._fail(group, manager, f"its process cannot be made: {error}")
+                return
         if not managers:
             self._start_if_ready(group)
 
@@ -205,19 +227,39 @@ class Nursery:
     # -- managers --------------------------------------------------------------------------------------------
 
     def _fork(self, group: _Group, manager: _Manager, *, restarted: bool) -> None:
+        """Make a manager's process.
+
+        Raises:
+            OSError: the system has none, or no descriptors, to give away.
+        """
         ours, theirs = socket.socketpair()
-        manager.config = {**manager.config, "incarnation": secrets.token_hex(8), "restarted": restarted}
-        with warnings.catch_warnings():
-            # Threads that a library keeps for its computations are not seen by the managers and not needed by them.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            self._become_manager(group, manager, ours, theirs)
-        theirs.close()
+        with theirs:
+            manager.config = {**manager.config, "incarnation": secrets.token_hex(8), "restarted": restarted}
+            try:
+                self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_manager(group, manager, ours))
+                pid = _fork_process()
+            except OSError:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(ours)
+                ours.close()
+                raise
+            if pid == 0:
+                self._become_manager(group, manager, ours, theirs)
         ours.setblocking(False)
         manager.pid, manager.sock, manager.received, manager.ready, manager.error = pid, ours, b"", False, ""
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_manager(group, manager, ours))
         self._tell("forked", group.name, manager=manager.number, pid=pid, restarted=restarted)
+
+    def _restart(self, group: _Group, manager: _Manager) -> None:
+        manager.fork_at = None
+        try:
+            self._fork(group, manager, restarted=True)
+        except OSError as error:
+            # As if it had died at once; but what the system lacks now, it may have in a moment.
+            if self._note_death(group, manager, f"could not be forked again: {error}"):
+                manager.fork_at = time.monotonic() + manager.retry_s
+                manager.retry_s *= 2
+        else:
+            manager.retry_s = _FIRST_RETRY_S
 
     def _on_manager(self, group: _Group, manager: _Manager, sock: socket.socket) -> None:
         if manager.sock is not sock:
@@ -241,22 +283,26 @@ class Nursery:
                 manager.error = json.loads(line)["error"]
 
     def _lose_manager(self, group: _Group, manager: _Manager) -> None:
-        pid, how = manager.pid, self._bury(group, manager)
+        how = self._bury(group, manager)
         if group.kill_at is not None:
             self._finish_if_stopped(group)
             return
         if not group.started:
             self._fail(group, manager, manager.error or f"its process {how}")
             return
+        if self._note_death(group, manager, how):
+            self._restart(group, manager)
+
+    def _note_death(self, group: _Group, manager: _Manager, how: str) -> bool:
+        """Count a death and tell of it; whether the manager is to be started again."""
         now = time.monotonic()
         manager.deaths.append(now)
         while manager.deaths[0] < now - DEATHS_WITHIN_S:
             manager.deaths.popleft()
         again = len(manager.deaths) <= MOST_DEATHS
-        told = {"manager": manager.number, "pid": pid, "how": how, "error": manager.error, "again": again}
+        told = {"manager": manager.number, "pid": manager.pid, "how": how, "error": manager.error, "again": again}
         self._tell("died", group.name, **told)
-        if again:
-            self._fork(group, manager, restarted=True)
+        return again
 
     def _bury(self, group: _Group, manager: _Manager) -> str:
         """Make sure that a manager has ended; how it did."""
@@ -289,6 +335,13 @@ class Nursery:
             traceback.print_exc()
         finally:
             os._exit(code)
+
+
+def _fork_process() -> int:
+    with warnings.catch_warnings():
+        # Threads that a library keeps for its computations are not seen by the managers and not needed by them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _run_manager(group: _Group, manager: _Manager, nursery: socket.socket, hold: FolderHold) -> int:

@@ -68,12 +68,13 @@ class RayManager:
         node = str(ray.get_runtime_context().get_node_id())
         host = str(ray.util.get_node_ip_address())
         root = runtime_root()
-        sweep(root)
         self._lock = threading.Lock()
         self._stopped = False
+        self._janitor: Janitor | None = None
         self._hold = join_folder(node_base(root, str(configuration["dictionary"]), node))
-        self._janitor = Janitor(self._hold.folder, ddict_keep_folder_s())
         try:
+            sweep(root)  # not before: the folder to come back to may be held by nobody
+            self._janitor = Janitor(self._hold.folder, ddict_keep_folder_s(), str(number))
             self._served = ServedManager(
                 {
                     "configuration": {**configuration, "base": str(self._hold.folder)},
@@ -84,7 +85,9 @@ class RayManager:
                 }
             )
         except BaseException:
-            self._leave_folder()
+            # What is in the folder is for the next one that comes back; the janitor sees to its end.
+            if not restarted:
+                self._leave_folder()
             raise
         unix, tcp = self._served.server.addresses
         assert len(tcp) == 3
@@ -110,5 +113,6 @@ class RayManager:
 
     def _leave_folder(self) -> None:
         self._hold.close()
+        if self._janitor is not None:
+            self._janitor.dismiss()
         remove_unused(self._hold.folder)
-        self._janitor.dismiss()

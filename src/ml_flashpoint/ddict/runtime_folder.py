@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.ddict.folder_janitor import LOCK, remove_now
+from ml_flashpoint.ddict.folder_janitor import LOCK, is_file, remove_now
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 """Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""
@@ -57,12 +57,7 @@ class FolderHold:
 
     def is_there(self) -> bool:
         """Whether the folder is still the one that is held."""
-        try:
-            return self._descriptor is not None and os.path.samestat(
-                os.stat(self.folder / LOCK), os.fstat(self._descriptor)
-            )
-        except OSError:
-            return False
+        return self._descriptor is not None and is_file(self.folder / LOCK, self._descriptor)
 
     def close(self) -> None:
         """Let go. A second call does nothing."""

@@ -95,23 +95,14 @@ class DaosStore(DurableStore):
         """See `DurableStore.write`: the chunks first, then what says that there is the file."""
         split_name(name)
         upload = secrets.token_hex(8)
-        size = count = 0
         with self._lock, self._calling(name, SaveError):
             files, store = self._open()
             before = _head(files, name)
-            batch: dict[str, bytes] = {}
-            for piece in _pieces(chunks):
-                batch[f"{upload}.{count}"] = piece
-                count += 1
-                size += len(piece)
-                if len(batch) == _BATCH:
-                    store.bput(batch)
-                    batch = {}
-            if batch:
-                store.bput(batch)
-            files.put(name, json.dumps({"upload": upload, "size": size}).encode())
+            with _dropped_on_error(files, store, name, upload) as written:
+                size = written.put_all(chunks)
+                files.put(name, json.dumps({"upload": upload, "size": size}).encode())
             if before is not None:
-                self._drop_chunks(store, before, name)
+                self._drop_file(store, before, name)
         return size
 
     def size(self, name: str) -> int:
@@ -161,7 +152,7 @@ class DaosStore(DurableStore):
             before = _head(files, name)
             if before is not None:
                 files.put(name, None)
-                self._drop_chunks(store, before, name)
+                self._drop_file(store, before, name)
 
     def remove_folder(self, folder: str) -> None:
         """See `DurableStore.remove_folder`. Chunks that a killed writer left belong to no file, and stay."""
@@ -171,12 +162,10 @@ class DaosStore(DurableStore):
         for name in found:
             self.remove(name)
 
-    def _drop_chunks(self, store: Any, head: bytes, name: str) -> None:
+    def _drop_file(self, store: Any, head: bytes, name: str) -> None:
         with contextlib.suppress(DamagedError):  # not known where they are
             upload, size = _parse_head(head, self.path_of(name))
-            count = -(-size // _CHUNK_BYTES)
-            for first in range(0, count, _BATCH):
-                store.bput({f"{upload}.{i}": None for i in range(first, min(first + _BATCH, count))})
+            _drop_chunks(store, upload, -(-size // _CHUNK_BYTES))
 
     @contextlib.contextmanager
     def _calling(self, name: str, kind: type[FlashpointError]) -> Iterator[None]:
@@ -186,6 +175,53 @@ class DaosStore(DurableStore):
             raise
         except Exception as error:  # pydaos raises an error of its own, without a documented place
             raise kind(f"DAOS: {type(error).__name__}: {error}", path=self.path_of(name)) from error
+
+
+class _Upload:
+    """The chunks of one file, as they are written.
+
+    Attributes:
+        count: of those that may be there.
+    """
+
+    def __init__(self, store: Any, upload: str) -> None:
+        self._store, self._upload = store, upload
+        self.count = 0
+
+    def put_all(self, chunks: Iterable[Buffer]) -> int:
+        """Write them, and return how many bytes they are."""
+        size = 0
+        batch: dict[str, bytes] = {}
+        for piece in _pieces(chunks):
+            batch[f"{self._upload}.{self.count}"] = piece
+            self.count += 1
+            size += len(piece)
+            if len(batch) == _BATCH:
+                self._store.bput(batch)
+                batch = {}
+        if batch:
+            self._store.bput(batch)
+        return size
+
+
+@contextlib.contextmanager
+def _dropped_on_error(files: Any, store: Any, name: str, upload: str) -> Iterator[_Upload]:
+    written = _Upload(store, upload)
+    try:
+        yield written
+    except BaseException:
+        # As far as the container lets us. An error does not say that nothing was done: if the file has these chunks,
+        # or if that cannot be known, they stay.
+        with contextlib.suppress(Exception):
+            head = _head(files, name)
+            if head is None or upload.encode() not in head:
+                _drop_chunks(store, upload, written.count)
+        raise
+
+
+def _drop_chunks(store: Any, upload: str, count: int) -> None:
+    for first in range(0, count, _BATCH):
+        store.bput({f"{upload}.{i}": None for i in range(first, min(first + _BATCH, count))})
 
 
 def _object(pydaos: Any, container: Any, name: str) -> Any:

@@ -505,10 +505,10 @@ def test_a_detached_handle_is_of_no_use_and_the_others_are(d: DDict) -> None:
 @pytest.mark.parametrize("leave", ["detach", "forget"])
 def test_what_a_handle_wrote_before_it_left_is_not_lost_without_a_word(make: Make, leave: str) -> None:
     dictionary = make(2, 2, replication="ring")
-    key = next(key for key in range(100) if dictionary.which_manager(key) == 1)
-    dictionary["mine"] = 0  # not by this handle alone is a checkpoint finished
+    ours, theirs = (next(key for key in range(100) if dictionary.which_manager(key) == each) for each in (0, 1))
+    dictionary[ours] = 0  # so the checkpoint is not finished when the other handle leaves
     handle = other(dictionary)
-    handle[key] = 1
+    handle[theirs] = 1
     if leave == "detach":
         handle.detach()
     else:

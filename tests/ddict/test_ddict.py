@@ -556,6 +556,33 @@ def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
     assert d.stats()[0].used_bytes == before
 
 
+def test_a_rollback_removes_nothing_that_an_earlier_program_persisted(make: Make, tmpfs: Path) -> None:
+    named: dict[str, Any] = {
+        "name": "training",
+        "persister_class": PosixCheckpointPersister,
+        "persist_path": str(tmpfs),
+        "persist_count": -1,
+    }
+    with make(**named, persist_freq=1) as earlier:
+        for number in range(4):
+            earlier["key"] = number
+            earlier.checkpoint()
+            earlier.sync_to_newest_checkpoint()
+            earlier.checkpoint_id = number + 1
+        await_that(lambda: earlier.persisted_ids() == [0, 1, 2, 3])
+
+    dictionary = make(**named, working_set_size=4)
+    for _ in range(3):
+        dictionary["key"] = 0
+        dictionary.checkpoint()
+    dictionary.sync_to_newest_checkpoint()
+    dictionary.rollback(to=1)
+
+    assert dictionary.persisted_ids() == [0, 1, 2, 3]
+    dictionary.restore(3)
+    assert dictionary["key"] == 3
+
+
 def test_a_pickled_handle_is_another_one(d: DDict) -> None:
     d["key"] = 1
     again = pickle.loads(pickle.dumps(d))

@@ -6,9 +6,11 @@ is for it, and for `coordinator`, to say.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from ml_flashpoint.core.errors import ProtocolError
 from ml_flashpoint.ddict.errors import DDictWritesLostError
 
 
@@ -94,6 +96,39 @@ def writes_lost(manager: int, committed: int) -> DDictWritesLostError:
         checkpoint_id=to,
         hint=f"go back with rollback(to={to}) and write again from there",
     )
+
+
+def listed(needs: Needs) -> list[list[Any]]:
+    """As JSON can have it; `from_list` reads it."""
+    return [[manager, incarnation, need] for (manager, incarnation), need in needs.items()]
+
+
+def from_list(listed_needs: list[Any]) -> Needs:
+    """What `listed` made a list of.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    for each in listed_needs:
+        if not (isinstance(each, list) and [type(part) for part in each] == [int, str, int]):
+            raise ProtocolError("these are no needs")
+    return {(manager, incarnation): need for manager, incarnation, need in listed_needs}
+
+
+def writers_of(fields: Mapping[Any, Any]) -> dict[str, tuple[str, int | None]]:
+    """What `Attendance.writers` returned, after it has been JSON.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    for handle, told in fields.items():
+        if not (
+            isinstance(handle, str)
+            and isinstance(told, (list, tuple))
+            and [type(part) for part in told] in ([str, int], [str, type(None)])
+        ):
+            raise ProtocolError("these are no writers")
+    return {handle: (told[0], told[1]) for handle, told in fields.items()}
 
 
 def merge(needs: Needs, other: Needs) -> None:

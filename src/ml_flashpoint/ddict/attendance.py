@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ EXPECT_S = 20.0
 
 RETRY_S = 0.2
 
+_MOST_LEFT = 10_000
+
 
 class Attendance(ABC):
     """See the module. Thread-safe; the base of `Coordinator` and of nothing else.
@@ -31,14 +34,24 @@ class Attendance(ABC):
     Args:
         rules: of the dictionary.
         committed: checkpoint that was committed last, for one that takes over; -1: none.
-        expected: handles that wrote before, for one that takes over: nothing is committed before they have come back,
-            or for as long as `EXPECT_S`.
+        sealed: checkpoints, that one included, of which every manager has a snapshot.
+        expected: handles that wrote before, for one that takes over, with their leases: nothing is committed before
+            they have come back, or for as long as `EXPECT_S`.
         died: handles that wrote before, and whose processes are gone.
+        taken: what was committed before a rollback took that back, and may be lost: see `Writer.assumed`.
         settle_s: seconds to wait before committing anything, for others to come back.
     """
 
     def __init__(
-        self, rules: Rules, *, committed: int, expected: Collection[str], died: Collection[str], settle_s: float
+        self,
+        rules: Rules,
+        *,
+        committed: int,
+        sealed: Sequence[int],
+        expected: Mapping[str, str],
+        died: Collection[str],
+        taken: Needs,
+        settle_s: float,
     ) -> None:
         self._rules = rules
         self._changed = threading.Condition()
@@ -47,7 +60,10 @@ class Attendance(ABC):
         self._pids: dict[str, int | None] = {}
         self._departed = committed + 1
         self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
-        self._departed_wrote: Needs = {}
+        self._departed_wrote: Needs = dict(taken)
+        self._taken: Needs = dict(taken)
+        self._inherited: Needs = dict(taken)  # for each of the handles that are expected
+        self._left: OrderedDict[str, None] = OrderedDict()  # so that what was under way does not bring them back
         self._any_departed = committed >= 0  # one that takes over does not know
         self._came_back: dict[int, tuple[str, int]] = {}  # incarnation, and checkpoint that it came back at
         self._floor = committed  # newest that is known to be complete, whatever handles do now
@@ -57,9 +73,10 @@ class Attendance(ABC):
         self._oldest_told = 0
         self._committed = committed
         self._committing = -1
+        self._sealed = list(sealed)
         self._persisted_ids: set[int] = set()
         self._trouble = ""
-        self._expected = set(expected)
+        self._expected = dict(expected)
         self._settled_at = time.monotonic() + settle_s
         self._not_before = time.monotonic() + (max(settle_s, EXPECT_S) if expected else settle_s)
 
@@ -69,35 +86,54 @@ class Attendance(ABC):
 
     # ---- what handles say ---------------------------------------------------------------------------------
 
-    def _arrived(self, handle: str) -> None:
-        """A handle is there, or said that it will not be."""
+    def _arrived(self, handle: str) -> Needs:
+        """A handle is there, or said that it will not be. Returns what it may have lost for another's rollback."""
         self._died.pop(handle, None)
-        if handle in self._expected:
-            self._expected.remove(handle)
-            if not self._expected:
-                self._not_before = min(self._not_before, self._settled_at)
+        if self._expected.pop(handle, None) is None:
+            return {}
+        if not self._expected:
+            self._not_before = min(self._not_before, self._settled_at)
+        return dict(self._inherited)
 
-    def writers(self) -> dict[str, int | None]:
-        """Handles that write, each with its process if that is on this machine: for one that takes over."""
+    def _give_up_expected(self) -> None:
+        if self._expected and time.monotonic() >= self._not_before:
+            _log.warning("%d handle(s) did not come back to the main manager", len(self._expected))
+            self._died.update(dict.fromkeys(self._expected, self._committed + 1))
+            self._expected.clear()
+
+    def writers(self) -> dict[str, tuple[str, int | None]]:
+        """Handles that write, each with its lease and, if that is on this machine, its process: for one that takes
+        over."""
         with self._changed:
-            return {handle: self._pids.get(writer.lease) for handle, writer in self._writers.items()}
+            return {name: (writer.lease, self._pids.get(writer.lease)) for name, writer in self._writers.items()}
 
-    def lease_began(self, lease: str, holder: object, pid: int | None = None) -> None:
-        """A process has a connection that keeps its handles attached."""
+    def lease_began(
+        self, lease: str, holder: object, pid: int | None = None, handles: Collection[str] | None = None
+    ) -> None:
+        """A process has a connection that keeps its handles attached.
+
+        Args:
+            handles: all that it has, so that others of it are not waited for; None: not known.
+        """
         with self._changed:
             self._leases[lease] = holder
             self._pids[lease] = pid
+            if handles is not None:
+                for gone in [each for each, its in self._expected.items() if its == lease and each not in handles]:
+                    self._arrived(gone)
             self._changed.notify_all()
 
     def join(self, handle: str, lease: str, position: int, wrote: Sequence[Write]) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
         moved since this was sent."""
         with self._changed:
-            self._arrived(handle)
+            if handle in self._left:
+                return self._state()
+            assumed = self._arrived(handle)
             writer = self._writers.get(handle)
             if writer is None:
                 self._newest = max(self._newest, position)
-                self._writers[handle] = Writer(position, lease, self._newest, wrote=self._needs(wrote))
+                self._writers[handle] = Writer(position, lease, self._newest, wrote=self._needs(wrote), assumed=assumed)
                 self._changed.notify_all()
             else:
                 writer.lease = lease
@@ -143,7 +179,7 @@ class Attendance(ABC):
                 if lease not in self._leases:
                     raise DDictTimeoutError("the process of this handle is not attached")
                 # With all that it says, since it counts from now on: this may have to wait, and commits do not.
-                writer = Writer(position, lease, self._newest, wrote=self._needs(wrote))
+                writer = Writer(position, lease, self._newest, wrote=self._needs(wrote), assumed=self._arrived(handle))
                 self._writers[handle] = writer
             if writer.lost is not None:
                 raise writer.lost
@@ -161,8 +197,8 @@ class Attendance(ABC):
                     writer.moving_to = -1
                 raise
         with self._changed:
-            if handle not in self._writers and lease not in self._leases:
-                return self._state()  # its process is gone, or comes back with what it is told now
+            if handle in self._left or (handle not in self._writers and lease not in self._leases):
+                return self._state()  # it has left; or its process is gone, or comes back with what it is told now
             # It may have been removed meanwhile: its process lost the connection and has another by now.
             writer = self._writers.setdefault(handle, writer)
             self._arrived(handle)
@@ -211,17 +247,24 @@ class Attendance(ABC):
         if self._rules.wait_for_keys and position > self._newest:
             self._await_keys(retires, max(0.05, until - time.monotonic()))
 
-    def leave(self, handle: str, wrote: Sequence[Write]) -> None:
+    def leave(self, handle: str, position: int, wrote: Sequence[Write]) -> None:
         """A handle writes no more. What it wrote since it moved last can be lost like all the rest."""
         with self._changed:
+            if handle in self._left:
+                return
+            self._left[handle] = None
+            while len(self._left) > _MOST_LEFT:
+                self._left.popitem(last=False)
             self._arrived(handle)
             writer = self._writers.get(handle)
             if writer is not None:
                 writer.wrote = self._needs(wrote)
-            elif wrote:
+                self._remove(handle)
+            else:
+                # Its process had lost the connection, or this one took over meanwhile.
+                self._departed = max(self._departed, position)
                 merge(self._departed_wrote, self._needs(wrote))
                 self._any_departed = True
-            self._remove(handle)
             self._changed.notify_all()
 
     def lease_ended(self, lease: str, holder: object) -> None:
@@ -263,6 +306,12 @@ class Attendance(ABC):
         until = time.monotonic() + timeout_s
         with self._changed:
             self._check_whole()
+            # Before they are back it is not known what can be committed, nor that nobody writes.
+            while self._expected and (left := self._not_before - time.monotonic()) > 0:
+                if time.monotonic() >= until:
+                    raise DDictTimeoutError(f"{len(self._expected)} handle(s) are not back at the main manager yet")
+                self._changed.wait(max(0.0, min(left, until - time.monotonic())))
+            self._give_up_expected()
             wanted = self._target()
             # A rollback meanwhile can mean that less is to be committed than it was.
             while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
@@ -277,7 +326,7 @@ class Attendance(ABC):
 
     def _begin_anew(self) -> None:
         """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""
-        if not self._writers:
+        if not self._writers and not self._expected:
             self._died.clear()
             self._departed = self._newest = self._committed + 1
 
@@ -316,6 +365,7 @@ class Attendance(ABC):
 
     def _all_needs(self) -> Iterator[Needs]:
         yield self._departed_wrote
+        yield self._taken
         for writer in self._writers.values():
             yield writer.wrote
             yield writer.assumed
@@ -350,6 +400,8 @@ class Attendance(ABC):
         if self._rules.snapshots:
             redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
             oldest = min(oldest, max(self._committed, 0), *redone)
+            # Commits may have skipped it: who goes back to it then falls back to the one before, if a manager dies.
+            oldest = max((each for each in self._sealed if each <= oldest), default=oldest)
         return max(self._oldest_told, oldest)
 
     def _window(self) -> int:

@@ -256,8 +256,8 @@ class Lease:
         self._gone: queue.SimpleQueue[tuple[str, Callable[[], dict[str, Any]]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def add(self, handle: str, join: Callable[[], dict[str, Any]], until: float) -> None:
-        """Attach a handle.
+    def add(self, handle: str, join: Callable[[], dict[str, Any]], until: float) -> dict[str, Any]:
+        """Attach a handle. Returns where the dictionary is.
 
         Args:
             join: gives the fields of its request ``join`` at any time.
@@ -278,10 +278,10 @@ class Lease:
             raise DDictManagerLostError("the main manager is not there", manager=0)
         if self._closed.is_set():
             raise DDictDestroyedError("the dictionary was destroyed")
-        self._links.call(0, "join", join(), until=until)
+        return self._links.call(0, "join", join(), until=until).fields
 
     def remove(self, handle: str) -> None:
-        """Detach a handle, which told the main manager itself."""
+        """Detach a handle, which tells the main manager itself."""
         with self._lock:
             self._joins.pop(handle, None)
 
@@ -297,8 +297,12 @@ class Lease:
         while (gone := self._gone.get()) is not None:
             handle, leave = gone
             self.remove(handle)
-            with contextlib.suppress(FlashpointError):
+            try:
                 self._links.call(0, "leave", leave(), until=time.monotonic() + _LEAVE_S)
+            except FlashpointError:
+                pass  # it counts as long as the lease lasts
+            except Exception:  # without this thread, handles that are forgotten would hold up commits
+                _log.exception("a handle that is gone could not be detached")
 
     def _run(self) -> None:
         pause = 0.01
@@ -307,10 +311,10 @@ class Lease:
                 link = self._links.connect(0, 5.0)
                 try:
                     until = time.monotonic() + 60.0
-                    Exchange(link.connection, until).request("lease", {"lease": self.id})
                     with self._lock:
-                        joins = list(self._joins.values())
-                    for join in joins:
+                        joins = dict(self._joins)
+                    Exchange(link.connection, until).request("lease", {"lease": self.id, "handles": list(joins)})
+                    for join in joins.values():
                         Exchange(link.connection, until).request("join", join())
                     self._attached.set()
                     pause = 0.01

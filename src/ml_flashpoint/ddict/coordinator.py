@@ -18,16 +18,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import seal_deadline_s
-from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge
+from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, listed, merge
 from ml_flashpoint.ddict.attendance import RETRY_S, Attendance
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
+    DDictManagerLostError,
     DDictPersistError,
     DDictTimeoutError,
 )
@@ -50,9 +51,12 @@ class Coordinator(Attendance):
         unpersist: removes persisted checkpoints above one, which were rolled back.
         committed: checkpoint that was committed last, for one that takes over; -1: none.
         sealed: checkpoints, that one included, of which every manager has a snapshot.
-        expected: handles that wrote before, for one that takes over: it commits nothing before they have come back, or
-            for as long as `EXPECT_S`.
+        to_persist: of these, those that are due to be persisted and are not.
+        expected: handles that wrote before, for one that takes over, with their leases: it commits nothing before they
+            have come back, or for as long as `EXPECT_S`.
         died: handles that wrote before, and whose processes are gone.
+        taken: see `Attendance`.
+        takes_over: managers may have snapshots of later checkpoints, which not all of them have.
         settle_s: seconds to wait before committing anything, for others to come back.
     """
 
@@ -64,22 +68,34 @@ class Coordinator(Attendance):
         *,
         unpersist: Callable[[int], None] = lambda above: None,
         committed: int = -1,
-        sealed: tuple[int, ...] = (),
-        expected: Collection[str] = (),
+        sealed: Sequence[int] = (),
+        to_persist: Sequence[int] = (),
+        expected: Mapping[str, str] | None = None,
         died: Collection[str] = (),
+        taken: Needs | None = None,
+        takes_over: bool = False,
         settle_s: float = 0.0,
     ) -> None:
-        super().__init__(rules, committed=committed, expected=expected, died=died, settle_s=settle_s)
+        super().__init__(
+            rules,
+            committed=committed,
+            sealed=sealed,
+            expected=expected or {},
+            died=died,
+            taken=taken or {},
+            settle_s=settle_s,
+        )
         self._call = call
         self._persist = persist
         self._unpersist = unpersist
         self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
         self._tried = committed  # newest checkpoint that a manager may have a snapshot of
-        self._to_forget: int | None = None
-        self._sealed = list(sealed)
+        self._to_forget: int | None = committed if takes_over else None
+        self._to_unpersist: int | None = None
         self._snapshot = committed if sealed else -1  # of which managers hold a snapshot to be persisted
-        self._to_persist: list[int] = []
+        self._to_persist = list(to_persist)
         self._persisting = -1
+        self._persisting_off = False  # what is being persisted was rolled back
         self._persist_error: FlashpointError | None = None
         self._busy = False
         self._called_off = False  # the commit under way: somebody went back, and what it has is not what was written
@@ -113,10 +129,13 @@ class Coordinator(Attendance):
             oldest = self._oldest()  # managers may be about to hear of it
             if to < oldest:
                 raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
+            assumed = self._arrived(handle)
+            if lease is not None and handle not in self._left:
+                # Unknown, it is one that comes back; or its process died with this on the way.
+                self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
+                if lease in self._leases:
+                    self._writers.setdefault(handle, Writer(to, lease, assumed=assumed))
             writer = self._writers.get(handle)
-            self._arrived(handle)
-            if writer is None and lease is not None:
-                writer = self._writers[handle] = Writer(to, lease)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
@@ -128,13 +147,14 @@ class Coordinator(Attendance):
                 return self._state()
         with self._no_commits(until):
             with self._changed:
+                before = self._snapshot
                 if max(self._committed, self._tried) > to:
                     self._take_back(handle, to)
             # At once: a manager that dies later must not come back with what was rolled back.
             self._forget(max(0.1, until - time.monotonic()))
             with self._changed:
-                back_at = self._snapshot
-            if back_at >= 0:
+                is_lower, back_at = self._snapshot < before, self._snapshot
+            if is_lower and back_at >= 0:
                 # It may be persisted yet, and managers have let go of it. Those that are away do this as they recover.
                 with contextlib.suppress(FlashpointError):
                     self._prepare(back_at, max(0.1, until - time.monotonic()))
@@ -142,19 +162,29 @@ class Coordinator(Attendance):
 
     def _have_forgotten(self, above: int) -> None:
         self._to_forget = above if self._to_forget is None else min(above, self._to_forget)
+        self._to_unpersist = above if self._to_unpersist is None else min(above, self._to_unpersist)
         self._tried = min(self._tried, above)
 
     def _forget(self, timeout_s: float) -> None:
         """Have managers forget the snapshots that were taken back. Until they have, nothing can be committed."""
         with self._changed:
-            above = self._to_forget
-        if above is None:
-            return
-        self._all("forget", {"above": above}, timeout_s=timeout_s)
-        self._unpersist(above)
+            above, unpersist = self._to_forget, self._to_unpersist
+            taken = listed(self._taken)
+        if above is not None:
+            self._all("forget", {"above": above, "taken": taken}, timeout_s=timeout_s)
         with self._changed:
             if self._to_forget == above:
                 self._to_forget = None
+        if unpersist is None:
+            return
+        try:
+            self._unpersist(unpersist)
+        except Exception as error:  # the next one tries again: commits must not wait for a store that is away
+            _log.error("what was persisted above checkpoint %d and rolled back is still there: %s", unpersist, error)
+            return
+        with self._changed:
+            if self._to_unpersist == unpersist:
+                self._to_unpersist = None
 
     @contextlib.contextmanager
     def _no_commits(self, until: float) -> Iterator[None]:
@@ -184,6 +214,7 @@ class Coordinator(Attendance):
                 merge(writer.assumed, again)
         if self._any_departed:
             merge(self._departed_wrote, again)
+        merge(self._taken, again)
         self._have_forgotten(to)
         # All had moved past what was committed, so past this one too.
         self._floor = to if self._committed > to else min(self._floor, to)
@@ -194,8 +225,8 @@ class Coordinator(Attendance):
         self._departed = min(self._departed, to)
         self._died = {name: min(position, to) for name, position in self._died.items()}
         self._to_persist = [each for each in self._to_persist if each <= to]
-        if self._persisting > to:
-            self._persisting = -1
+        self._persisting_off = self._persisting_off or self._persisting > to
+        self._persist_error = None
 
     # ---- commits ------------------------------------------------------------------------------------------
 
@@ -211,16 +242,13 @@ class Coordinator(Attendance):
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closing and (
-                    (self._next() is None or not self._rules.snapshots) and self._oldest() == self._oldest_told
-                ):
+                while not self._closing:
+                    self._give_up_expected()
+                    if (self._rules.snapshots and self._next() is not None) or self._oldest() != self._oldest_told:
+                        break
                     self._changed.wait(RETRY_S if time.monotonic() < self._not_before else None)
                 if self._closing:
                     return
-                if self._expected and time.monotonic() >= self._not_before:
-                    _log.warning("%d handle(s) did not come back to the main manager", len(self._expected))
-                    self._died.update(dict.fromkeys(self._expected, self._committed + 1))
-                    self._expected.clear()
                 checkpoint_id = self._next() if self._rules.snapshots else None
                 self._committing = -1 if checkpoint_id is None else checkpoint_id
                 self._busy, self._called_off = True, False
@@ -285,16 +313,12 @@ class Coordinator(Attendance):
         """Let managers forget what is not needed any more."""
         with self._changed:
             oldest = self._oldest()
-            keep = {each for each in self._sealed if each >= oldest or each == self._committed}
-            # What a rollback to the oldest one goes back to, as commits may have skipped that.
-            keep.add(max((each for each in self._sealed if each <= oldest), default=self._committed))
-            keep.discard(-1)
+            keep = [each for each in self._sealed if each >= oldest or each == self._committed]
             pinned = [*self._to_persist, self._snapshot]
-            self._sealed = sorted(keep)
-        self._all(
-            "settle",
-            {"oldest": oldest, "keep": sorted(keep), "pinned": pinned, "committed": self._committed},
-        )
+            self._sealed = keep
+            fields = {"oldest": oldest, "keep": keep, "pinned": pinned, "committed": self._committed}
+            fields["taken"] = listed(self._taken)
+        self._all("settle", fields)
         with self._changed:
             self._oldest_told = max(self._oldest_told, oldest)
 
@@ -336,11 +360,13 @@ class Coordinator(Attendance):
                 if self._closing:
                     return
                 checkpoint_id = self._persisting = self._to_persist[0]
+                self._persisting_off = False
             failure = self._try_to_persist(checkpoint_id)
             with self._changed:
-                taken_back, self._persisting = self._persisting < 0, -1
+                taken_back = self._persisting_off
                 # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
                 if not taken_back:
+                    self._persisting = -1
                     self._to_persist.remove(checkpoint_id)
                     self._persist_error = failure
                     if failure is None:
@@ -349,11 +375,17 @@ class Coordinator(Attendance):
             if failure is not None and not taken_back:
                 _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
             if taken_back:
-                # The rollback has removed what was complete then. A later one sees this.
+                # The rollback has removed what was complete then, and this may have been completed after.
                 try:
                     self._unpersist(checkpoint_id - 1)
-                except Exception:  # the thread must go on
-                    _log.exception("checkpoint %d, which was rolled back, stays persisted", checkpoint_id)
+                except Exception:  # the thread must go on; the next rollback or commit tries again
+                    _log.exception("checkpoint %d, which was rolled back, is still persisted", checkpoint_id)
+                    with self._changed:
+                        above = checkpoint_id - 1
+                        self._to_unpersist = above if self._to_unpersist is None else min(above, self._to_unpersist)
+                with self._changed:
+                    self._persisting = -1
+                    self._changed.notify_all()
 
     def _try_to_persist(self, checkpoint_id: int) -> FlashpointError | None:
         try:
@@ -397,11 +429,12 @@ class Coordinator(Attendance):
         Raises:
             FlashpointError: a manager cannot read it; all is as before.
             DDictPersistError: a manager died when others had taken it up; nothing is committed until a restore works.
+            DDictTimeoutError: it was not done in time; or it was, but for the copies.
         """
         until = time.monotonic() + timeout_s
         with self._no_commits(until):
             with self._changed:
-                while self._to_persist:
+                while self._to_persist or self._persisting >= 0:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError("checkpoints are still being persisted")
@@ -428,18 +461,25 @@ class Coordinator(Attendance):
                 self._restored(checkpoint_id)
         # It was committed before it was persisted, so it is again: at once, which makes the copies there are none of.
         with self._changed:
-            self._changed.wait_for(
+            if not self._changed.wait_for(
                 lambda: self._committed >= checkpoint_id or self._closing, max(0.0, until - time.monotonic())
-            )
+            ):
+                raise DDictTimeoutError(
+                    f"checkpoint {checkpoint_id} is restored, but managers do not hold copies of it yet",
+                    checkpoint_id=checkpoint_id,
+                    hint="sync_to_newest_checkpoint() waits for them",
+                )
 
     def _commit_restored(self, fields: dict[str, Any], until: float) -> None:
         """Have managers take up what they have read, those too that died since, with what they read again."""
         while True:
             try:
-                self._all("restore_commit", fields)
+                self._all("restore_commit", fields, timeout_s=max(0.1, min(_CALL_S, until - time.monotonic())))
                 return
             except FlashpointError as error:
-                if until - time.monotonic() < RETRY_S:
+                # A manager that came back without its values says so for good.
+                is_final = isinstance(error, DDictManagerLostError) and not error.retryable
+                if is_final or until - time.monotonic() < RETRY_S:
                     raise
                 _log.warning("not all managers have taken up what is restored yet: %s", error)
             with self._changed:
@@ -456,8 +496,9 @@ class Coordinator(Attendance):
         self._departed, self._departed_wrote, self._died = checkpoint_id + 1, {}, {}
         self._newest = self._oldest_told = checkpoint_id
         self._persisted_ids = {checkpoint_id}
-        self._tried, self._to_forget = -1, None
+        self._tried, self._to_forget, self._to_unpersist = -1, None, None
         self._sealed, self._snapshot = [], -1
+        self._taken, self._inherited = {}, {}
         self._orphaned = None
 
     def close(self) -> None:

@@ -263,10 +263,10 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 
 @operation
 def _rollback(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Discard what ``w`` wrote above ``to``."""
+    """Discard what ``w`` wrote above ``to``. The main manager has agreed; this may come late."""
     manager.wait_until_ready(until_of(fields))
     with manager.changed:
-        manager.shard.rollback(text(fields, "w"), integer(fields, "to"))
+        manager.shard.rollback(text(fields, "w"), max(integer(fields, "to"), manager.shard.oldest))
         if manager.waiting:
             manager.changed.notify_all()
     return {}, ()

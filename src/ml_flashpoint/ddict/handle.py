@@ -44,6 +44,32 @@ class _Unsure:
     needs: dict[int, int | None] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Standing:
+    """What the main manager is told of a handle, also by others than the handle: when it is gone, or is held up.
+
+    Attributes:
+        checkpoint_id: that it is at.
+        unsure: its writes that may not be committed, by manager.
+        run: that they belong to; None: not known yet. Another one after a restore.
+    """
+
+    checkpoint_id: int
+    unsure: dict[int, _Unsure] = field(default_factory=dict)
+    run: str | None = None
+
+    def fields(self, handle_id: str, lease_id: str, checkpoint_id: int | None = None) -> dict[str, Any]:
+        """The fields of its requests. Without the lock, for the thread of the lease: it is asked while another thread
+        that has the lock waits for it."""
+        return {
+            "w": handle_id,
+            "lease": lease_id,
+            "c": self.checkpoint_id if checkpoint_id is None else checkpoint_id,
+            "wrote": _listed(self.unsure),
+            "run": self.run,
+        }
+
+
 class Handle:
     """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it.
 
@@ -55,24 +81,29 @@ class Handle:
 
     def __init__(self, configuration: Configuration, checkpoint_id: int, *, read_only: bool) -> None:
         self.configuration = configuration
-        self.checkpoint_id = checkpoint_id
+        self._standing = _Standing(checkpoint_id)
         self.read_only = read_only or configuration.read_only
         self.timeout_s = configuration.timeout_s
         self._begin()
         _handles.add(self)
 
+    @property
+    def checkpoint_id(self) -> int:
+        """The checkpoint that this handle is at."""
+        return self._standing.checkpoint_id
+
     def _begin(self) -> None:
         self.id = secrets.token_hex(8)
+        self._standing = _Standing(self._standing.checkpoint_id)
         self.client: Client = client_of(self.configuration)
         self._moving = threading.Lock()  # for as long as a move takes
         self._lock = threading.RLock()  # for what follows, and only for a moment
         self._joined = False
         self._closed = False
-        self._unsure: dict[int, _Unsure] = {}
         self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
         self._wrote_to: set[int] = set()
-        self._run: str | None = None  # another one after a restore
-        self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid(), self._unsure)
+        self._to_discard: dict[int, int] = {}  # managers that have not heard yet what was rolled back, and to where
+        self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid(), self._standing)
         self._finalizer.atexit = False
 
     def until(self, timeout_s: float | None = None) -> float:
@@ -112,6 +143,9 @@ class Handle:
         self.check_writable()
         if not lasting and not self._joined:
             self._join(until)
+        if self._to_discard:
+            with self._turn(until):
+                self._discard(until)
         with self._lock:
             checkpoint_id = self.checkpoint_id
             self._wrote_to.add(manager)  # also if no answer comes: a rollback must find it there
@@ -127,7 +161,7 @@ class Handle:
             unsure = self._unsure.setdefault(manager, _Unsure(incarnation))
             unsure.needs[checkpoint_id] = None
         if not self._joined:
-            self._note(self.client.links.call(0, "note", {"wrote": self._wrote()}, until=until).fields)
+            self._note(self.client.links.call(0, "note", self._fields(), until=until).fields)
         return result
 
     def _check_loss(self, manager: int, until: float) -> None:
@@ -153,8 +187,10 @@ class Handle:
             if self._joined:
                 return
             # The lease must not keep the handle: when it is forgotten, it has left.
-            me, own_id, lease_id = weakref.ref(self), self.id, self.client.lease.id
-            self.client.lease.add(own_id, lambda: _join_fields(me, own_id, lease_id), until)
+            standing, own_id, lease_id = self._standing, self.id, self.client.lease.id
+            state = self.client.lease.add(own_id, lambda: standing.fields(own_id, lease_id), until)
+            with self._lock:
+                self._note_run(state)
             self._joined = True
 
     # ---- checkpoints --------------------------------------------------------------------------------------
@@ -167,6 +203,7 @@ class Handle:
             DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
         """
         with self._turn(until):
+            self._discard(until)
             if self._joined:
                 fields = self._fields(checkpoint_id)
                 try:
@@ -175,10 +212,14 @@ class Handle:
                     with self._lock:
                         self._note_loss(error)
                     raise
-            self.checkpoint_id = checkpoint_id
+            self._standing.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
-        """Go back to a checkpoint, and discard what this handle wrote above it."""
+        """Go back to a checkpoint, and discard what this handle wrote above it.
+
+        If this fails when the main manager has been told, the handle is back there all the same, and whatever it does
+        next begins with discarding what is left.
+        """
         with self._turn(until):
             with self._lock:
                 left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
@@ -188,10 +229,13 @@ class Handle:
                 if not self._joined:
                     fields["lease"] = None
                 self.client.links.call(0, "go_back", fields, until=until)
-            if discard:
-                for manager in sorted(self._wrote_to):
-                    self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
             with self._lock:
+                if discard:
+                    self._to_discard = {
+                        manager: min(to, self._to_discard.get(manager, to)) for manager in sorted(self._wrote_to)
+                    }
+                # Before managers discard anything, so that a main manager that takes over meanwhile hears of it.
+                self._standing.checkpoint_id = to
                 # In place, and never empty meanwhile: others look at it without the lock.
                 for manager in list(self._unsure):
                     if manager in left:
@@ -199,7 +243,13 @@ class Handle:
                     else:
                         del self._unsure[manager]
                 self._lost = {manager: at for manager, at in self._lost.items() if to > at}
-                self.checkpoint_id = to
+            self._discard(until)
+
+    def _discard(self, until: float) -> None:
+        """Have managers discard what was rolled back, those that could not be reached before; in turn."""
+        for manager, to in list(self._to_discard.items()):
+            self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
+            del self._to_discard[manager]
 
     def _left_of(self, manager: int, to: int, discard: bool) -> _Unsure:
         """What is left of the writes to a manager, and can still be lost, after a rollback."""
@@ -221,15 +271,17 @@ class Handle:
         with self._lock:
             self._unsure.clear()
             self._lost.clear()
-            self._run = None
-            self.checkpoint_id = checkpoint_id
+            self._to_discard.clear()
+            self._standing.run = None
+            self._standing.checkpoint_id = checkpoint_id
 
     def _note_run(self, state: dict[str, Any]) -> None:
         """Another handle has restored a checkpoint, if the run is another: what was written before is of no account."""
-        if self._run is not None and self._run != state["run"]:
+        if self._standing.run is not None and self._standing.run != state["run"]:
             self._unsure.clear()
             self._lost.clear()
-        self._run = str(state["run"])
+            self._to_discard.clear()
+        self._standing.run = str(state["run"])
 
     def _note(self, state: dict[str, Any]) -> None:
         """Learn from the coordinator, having moved, what is committed."""
@@ -249,13 +301,12 @@ class Handle:
             if not unsure.needs:
                 del self._unsure[manager]
 
-    def _wrote(self) -> list[list[Any]]:
-        """The writes that may not be committed, see `accounts.Write`. Without the lock, for the thread of the lease:
-        it is asked while another thread that has the lock waits for it."""
-        return _listed(self._unsure)
+    @property
+    def _unsure(self) -> dict[int, _Unsure]:
+        return self._standing.unsure
 
-    def _fields(self, checkpoint_id: int) -> dict[str, Any]:
-        return {"w": self.id, "lease": self.client.lease.id, "c": checkpoint_id, "wrote": self._wrote()}
+    def _fields(self, checkpoint_id: int | None = None) -> dict[str, Any]:
+        return self._standing.fields(self.id, self.client.lease.id, checkpoint_id)
 
     @contextlib.contextmanager
     def _turn(self, until: float) -> Iterator[None]:
@@ -281,13 +332,16 @@ class Handle:
                 return
             self._closed = True
         self._finalizer.detach()
+        with contextlib.suppress(FlashpointError):
+            self._discard(until)
         if self._joined:
             self.client.lease.remove(self.id)
             with contextlib.suppress(FlashpointError):
-                self.client.links.call(0, "leave", {"w": self.id, "wrote": self._wrote()}, until=until)
+                self.client.links.call(0, "leave", self._fields(), until=until)
 
 
 def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
+    """Writes that may not be committed, see `accounts.Write`."""
     found: list[list[Any]] = []
     for manager, each in list(unsure.items()):
         for written_at, need in list(each.needs.items()):
@@ -295,18 +349,11 @@ def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
     return found
 
 
-def _join_fields(handle: weakref.ref[Handle], handle_id: str, lease_id: str) -> dict[str, Any]:
-    found = handle()
-    if found is None:
-        return {"w": handle_id, "lease": lease_id, "c": 0, "wrote": []}
-    return found._fields(found.checkpoint_id)
-
-
-def _forget_handle(client: Client, handle_id: str, pid: int, unsure: Mapping[int, _Unsure]) -> None:
+def _forget_handle(client: Client, handle_id: str, pid: int, standing: _Standing) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
     if pid != os.getpid():
         return
-    client.lease.forget(handle_id, lambda: {"w": handle_id, "wrote": _listed(unsure)})
+    client.lease.forget(handle_id, lambda: standing.fields(handle_id, client.lease.id))
 
 
 def checked_checkpoint_id(argument: str, value: object) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.errors import FlashpointError, ProtocolError
 from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.ddict import persisted_parts
+from ml_flashpoint.ddict.accounts import Needs, from_list, merge, writers_of
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.connection import Peer
@@ -104,8 +105,11 @@ class Manager:
         self._found = threading.Event()
         self._failure: FlashpointError | None = None
         self._recoverable: dict[int, Sequence[Entry]] = {}
-        self.writers: dict[str, int | None] = {}
-        """Handles that wrote at the last commit, as the main manager said."""
+        self.writers: dict[str, tuple[str, int | None]] = {}
+        """Handles that wrote at the last commit, as the main manager said: see `Attendance.writers`."""
+        self.taken: Needs = {}
+        """See `Attendance`, as the main manager said."""
+        self._restored_run = ""
         self._inline_bytes = 0
         self._stored: set[str] = set()
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
@@ -134,7 +138,7 @@ class Manager:
         if not self._restarted:
             self._found.set()
             if self.number == 0:
-                self.coordinator = self._new_coordinator(-1, ())
+                self.coordinator = self._new_coordinator()
             self._ready.set()
             return
         threading.Thread(target=self._recover, name="ddict-recover", daemon=True).start()
@@ -149,21 +153,36 @@ class Manager:
         self.persister.close()
         self.store.close()
 
-    def _new_coordinator(
-        self, committed: int, sealed: tuple[int, ...], expected: Collection[str] = (), died: Collection[str] = ()
-    ) -> Coordinator:
+    def _new_coordinator(self, **taken_over: Any) -> Coordinator:
         self.run.begin()
-        return Coordinator(
-            self.rules,
-            self._call,
-            self.run.complete,
-            unpersist=self.run.remove_above,
+        return Coordinator(self.rules, self._call, self.run.complete, unpersist=self.run.remove_above, **taken_over)
+
+    def _take_over(self, committed: int, sealed: Sequence[int]) -> Coordinator:
+        alive = {
+            handle: lease for handle, (lease, pid) in self.writers.items() if pid is None or psutil.pid_exists(pid)
+        }
+        coordinator = self._new_coordinator(
             committed=committed,
             sealed=sealed,
-            expected=expected,
-            died=died,
-            settle_s=_SETTLE_S if self._restarted else 0.0,
+            to_persist=self._due(sealed),
+            expected=alive,
+            died=self.writers.keys() - alive.keys(),
+            taken=self.taken,
+            takes_over=True,
+            settle_s=_SETTLE_S,
         )
+        coordinator.recovering(0, self.incarnation)
+        return coordinator
+
+    def _due(self, sealed: Sequence[int]) -> list[int]:
+        """What the main manager that died had not persisted yet."""
+        due = [each for each in sealed if self.rules.is_due(each)]
+        try:
+            newest = self.run.newest() if due else -1
+        except FlashpointError as error:
+            _log.error("what was due to be persisted when the main manager died is not: %s", error)
+            return []
+        return [each for each in due if each > newest]
 
     def wait_until_ready(self, until: float) -> None:
         """Wait for recovery to end.
@@ -182,12 +201,10 @@ class Manager:
             if not self.rules.replicated:
                 raise DDictManagerLostError("it died, and without replication its values are gone", manager=self.number)
             self._find_snapshots()
-            committed, common, writers = self._agree(until)
+            committed, common = self._agree(until)
             self._take_up(committed)
             if self.number == 0:
-                alive = {handle for handle, pid in writers.items() if pid is None or psutil.pid_exists(pid)}
-                self.coordinator = self._new_coordinator(committed, common, alive, writers.keys() - alive)
-                self.coordinator.recovering(0, self.incarnation)
+                self.coordinator = self._take_over(committed, common)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
             self._ready.set()
             self._make_up_copies()
@@ -211,24 +228,24 @@ class Manager:
         self._recoverable = {each.checkpoint_id: each.entries for each in found}
         self._found.set()
 
-    def _agree(self, until: float) -> tuple[int, tuple[int, ...], dict[str, int | None]]:
+    def _agree(self, until: float) -> tuple[int, tuple[int, ...]]:
         """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
-        every manager has, with all that they have, and with who wrote at the last commit."""
+        every manager has, with all that they have."""
         if self.number != 0:
             me = {"manager": self.number, "incarnation": self.incarnation}
             state = self.links.call(0, "recovering", me, until=until).fields
             self.frozen = bool(state["frozen"])
             self.run.use(str(state["run"]), state["restored"])
-            return int(state["committed"]), (), {}
+            return int(state["committed"]), ()
         common = set(self._recoverable)
-        writers: dict[str, int | None] = {}
         for manager in range(1, self.configuration.managers):
             answer = self.links.call(manager, "sealed", {}, until=until).fields
             common &= {int(each) for each in answer["ids"]}
             self.run.use(str(answer["run"]), answer["restored"])
             self.frozen = self.frozen or bool(answer["frozen"])
-            writers.update(answer["writers"])
-        return max(common, default=-1), tuple(sorted(common)), writers
+            self.writers.update(writers_of(answer["writers"]))
+            merge(self.taken, from_list(answer["taken"]))
+        return max(common, default=-1), tuple(sorted(common))
 
     def _take_up(self, committed: int) -> None:
         if committed < 0 and self.run.restored is not None:
@@ -479,8 +496,9 @@ class Manager:
                 self.arenas.release(entry.value)
 
     def restore_commit(self, checkpoint_id: int, run_id: str, restored: dict[str, Any]) -> None:
-        """Hold what was read, in place of everything else. Asked again, it was done."""
-        if self.run.run_id == run_id:
+        """Hold what was read, in place of everything else. If this process has done so, it does nothing."""
+        # Not the run that it is in: one that was started anew meanwhile has been told that, and holds what was before.
+        if self._restored_run == run_id:
             self.restore_abort()
             return
         with self.changed:
@@ -492,7 +510,9 @@ class Manager:
             self._count_values()
             self.changed.notify_all()
         self.forget(-1)
+        self.taken = {}
         self.run.use(run_id, restored)
+        self._restored_run = run_id
 
     def restore(self, checkpoint_id: int, until: float) -> None:
         """For the main manager: bring back a persisted checkpoint on all managers; see `Coordinator.restore`.

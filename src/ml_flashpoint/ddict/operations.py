@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ml_flashpoint.core.errors import ProtocolError
-from ml_flashpoint.ddict.accounts import Write
+from ml_flashpoint.ddict.accounts import Write, from_list, listed, writers_of
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.errors import (
     DDictPersistError,
@@ -66,6 +66,7 @@ def _sealed(manager: Manager, session: Session, fields: Fields, blobs: list[byte
         "ids": manager.sealed(until_of(fields)),
         "frozen": manager.frozen,
         "writers": manager.writers,
+        "taken": listed(manager.taken),
         **manager.run.fields(),
     }, ()
 
@@ -99,7 +100,7 @@ def _prepare(manager: Manager, session: Session, fields: Fields, blobs: list[byt
     writers = fields.get("writers")
     if not isinstance(writers, dict):
         raise ProtocolError("field 'writers' must name handles")
-    manager.writers = {str(handle): pid if type(pid) is int else None for handle, pid in writers.items()}
+    manager.writers = writers_of(writers)
     manager.prepare(integer(fields, "checkpoint_id"))
     return {"incarnation": manager.incarnation}, ()
 
@@ -121,6 +122,7 @@ def _abort(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _settle(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     manager.wait_until_ready(until_of(fields))
+    manager.taken = from_list(list_of(fields, "taken"))
     manager.settle(
         integer(fields, "oldest"), list_of(fields, "keep"), list_of(fields, "pinned"), integer(fields, "committed", -1)
     )
@@ -130,6 +132,7 @@ def _settle(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @operation
 def _forget(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     manager.wait_until_ready(until_of(fields))
+    manager.taken = from_list(list_of(fields, "taken"))
     manager.forget(integer(fields, "above", -1))
     return {}, ()
 
@@ -188,7 +191,8 @@ def _lease(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     """Keep the handles alive that join with this lease, for as long as this connection lasts."""
     coordinator = _coordinator(manager, fields)
     session.lease = text(fields, "lease")
-    coordinator.lease_began(session.lease, session, session.peer.pid)
+    handles = [str(each) for each in list_of(fields, "handles")]
+    coordinator.lease_began(session.lease, session, session.peer.pid, handles)
     return {}, ()
 
 
@@ -204,20 +208,21 @@ def _watch(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """A handle that has not joined wrote something."""
-    return {**_coordinator(manager, fields).note(_wrote(fields)), "run": manager.run.run_id}, ()
+    return {**_coordinator(manager, fields).note(_wrote(manager, fields)), "run": manager.run.run_id}, ()
 
 
 @operation
 def _join(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
-    return coordinator.join(text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(fields)), ()
+    state = coordinator.join(text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(manager, fields))
+    return {**state, "run": manager.run.run_id}, ()
 
 
 @operation
 def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
     state = coordinator.move(
-        text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(fields), left_of(fields)
+        text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(manager, fields), left_of(fields)
     )
     return {**state, "run": manager.run.run_id}, ()
 
@@ -226,12 +231,13 @@ def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 def _go_back(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
     lease = None if fields.get("lease") is None else text(fields, "lease")
-    return coordinator.rollback(text(fields, "w"), lease, integer(fields, "c"), _wrote(fields), left_of(fields)), ()
+    wrote = _wrote(manager, fields)
+    return coordinator.rollback(text(fields, "w"), lease, integer(fields, "c"), wrote, left_of(fields)), ()
 
 
 @operation
 def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    _coordinator(manager, fields).leave(text(fields, "w"), _wrote(fields))
+    _coordinator(manager, fields).leave(text(fields, "w"), integer(fields, "c"), _wrote(manager, fields))
     return {}, ()
 
 
@@ -283,7 +289,9 @@ def _coordinator(manager: Manager, fields: Fields) -> Coordinator:
     return manager.coordinator
 
 
-def _wrote(fields: Fields) -> list[Write]:
+def _wrote(manager: Manager, fields: Fields) -> list[Write]:
+    if fields.get("run") not in (None, manager.run.run_id):
+        return []  # the handle has not heard yet that what it wrote was replaced by a restore
     found = []
     for each in list_of(fields, "wrote"):
         if not (isinstance(each, list) and [type(part) for part in each] == [int, str, int, bool]):

@@ -1,0 +1,54 @@
+"""Fixtures of several files here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ml_flashpoint.ddict.accounts import Rules
+from ml_flashpoint.ddict.coordinator import Coordinator
+from tests.ddict.coordination import Make, Managers, Play
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Play] = []
+
+    def make_one(
+        managers: int = 2,
+        *,
+        committed: int = -1,
+        sealed: tuple[int, ...] = (),
+        expected: tuple[str, ...] = (),
+        died: tuple[str, ...] = (),
+        **rules: Any,
+    ) -> Play:
+        given = {
+            "working_set_size": 4,
+            "wait_for_keys": False,
+            "wait_for_writers": False,
+            "replicated": True,
+            "snapshots": True,
+            "persist_freq": 0,
+        }
+        played = Managers(managers)
+        coordinator = Coordinator(
+            Rules(managers=managers, **{**given, **rules}),
+            played.call,
+            played.persist,
+            unpersist=played.removed_above.append,
+            committed=committed,
+            sealed=sealed,
+            expected={name: f"lease of {name}" for name in expected},
+            died=died,
+        )
+        made.append(Play(coordinator, played))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        for gate in each.managers.gates.values():
+            gate.set()
+        each.coordinator.close()

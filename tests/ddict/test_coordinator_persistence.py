@@ -1,0 +1,174 @@
+"""What the coordinator persists and restores, and when. The managers are played by the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.ddict.errors import (
+    DDictError,
+    DDictManagerLostError,
+    DDictPersistError,
+    DDictTimeoutError,
+)
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, within
+from tests.support.dictionaries import await_that
+
+
+def test_persisting_without_anything_committed_says_so(make: Make) -> None:
+    assert make().coordinator.persist_newest(DEADLINE_S) == -1
+
+
+def test_a_checkpoint_is_persisted_once(make: Make) -> None:
+    play = make(replicated=False)
+    play.join("a")
+    play.move("a", 1)
+
+    assert [play.coordinator.persist_newest(DEADLINE_S) for _ in range(2)] == [0, 0]
+    assert play.managers.persisted == [0]
+
+
+def test_what_prevents_persisting_is_raised_and_it_can_be_tried_again(make: Make) -> None:
+    play = make(replicated=False)
+    failures = [DDictPersistError("the disk is full")]
+    play.managers.refusals["persist"] = lambda manager, fields: failures.pop() if failures else None
+    play.join("a")
+    play.move("a", 1)
+
+    with pytest.raises(DDictPersistError, match="the disk is full"):
+        play.coordinator.persist_newest(DEADLINE_S)
+
+    assert play.coordinator.persist_newest(DEADLINE_S) == 0
+
+
+def test_persisting_takes_no_longer_than_the_time_given(make: Make) -> None:
+    play = make(replicated=False)
+    play.managers.close_gate("persist")
+    play.join("a")
+    play.move("a", 1)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError):
+            play.coordinator.persist_newest(SHORT_S)
+
+    within(SHORT_S, wait)
+
+
+def test_what_was_rolled_back_is_persisted_anew(make: Make) -> None:
+    play = make(managers=1, replicated=False)
+    play.join("a")
+    for position in (1, 2):
+        play.move("a", position)
+        play.coordinator.persist_newest(DEADLINE_S)
+    play.rollback("a", 0)
+    play.move("a", 2)
+
+    assert play.coordinator.persist_newest(DEADLINE_S) == 1
+    assert play.managers.persisted == [0, 1, 1]
+    assert play.managers.removed_above == [0]
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_a_restored_checkpoint_is_the_newest_committed_one(make: Make, snapshots: bool) -> None:
+    play = make(snapshots=snapshots, replicated=snapshots)
+    play.join("a")
+    play.move("a", 9)
+    play.newest()
+
+    play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+
+    assert play.coordinator.state()["committed"] == 5
+    assert play.newest() == 5
+    play.move("a", 7)
+    assert play.newest() == 6
+
+
+def test_what_is_rolled_back_while_it_is_persisted_does_not_stay(make: Make) -> None:
+    play = make(working_set_size=4, persist_freq=2)
+    gate = play.managers.close_gate("persist")
+    play.join("a")
+    play.move("a", 2)
+    play.managers.await_asked("persist", 2)
+    play.rollback("a", 0)
+    before = len(play.managers.removed_above)
+
+    gate.set()
+
+    await_that(lambda: len(play.managers.removed_above) > before)
+    assert play.managers.removed_above[-1] == 0
+
+
+def test_what_is_committed_anew_while_it_is_persisted_in_vain_is_persisted_after_all(make: Make) -> None:
+    play = make(1, persist_freq=2)
+    gate = play.managers.close_gate("persist")
+    first = [DDictPersistError("nothing of the kind was prepared")]
+    play.managers.refusals["persist"] = lambda manager, fields: first.pop() if first else None
+    play.join("a")
+    play.move("a", 2)
+    play.managers.await_asked("persist")
+    play.rollback("a", 0)
+    play.move("a", 2)
+    assert play.newest() == 1
+
+    gate.set()
+
+    await_that(lambda: play.managers.persisted == [1])
+    assert play.coordinator.persist_newest(DEADLINE_S) == 1
+    assert play.managers.persisted == [1]
+
+
+def test_what_only_some_managers_have_restored_is_not_committed(make: Make) -> None:
+    play = make()
+    play.join("a")
+
+    def die(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
+        return DDictManagerLostError("away", manager=manager) if manager == 1 else None
+
+    play.managers.refusals["restore_commit"] = die
+    with pytest.raises(DDictPersistError, match="only some"):
+        play.coordinator.restore(5, {"checkpoint_id": 5}, SHORT_S)
+    with pytest.raises(DDictPersistError, match="only some"):
+        play.move("a", 1)
+    with pytest.raises(DDictPersistError, match="only some"):
+        play.newest()
+    assert not play.managers.of("prepare")
+
+    play.managers.refusals.clear()
+    play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+    play.move("a", 6)
+    assert play.newest() == 5
+
+
+def test_a_manager_that_cannot_read_what_is_to_be_restored_leaves_all_as_it_was(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 9)
+    assert play.newest() == 8
+    play.managers.refusals["restore_prepare"] = lambda manager, fields: (
+        DDictPersistError("damaged") if manager == 1 else None
+    )
+
+    with pytest.raises(DDictPersistError, match="damaged"):
+        play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+
+    assert not play.managers.of("restore_commit")
+    assert len(play.managers.of("restore_abort")) == 2
+    assert play.newest() == 8
+    play.move("a", 10)
+    assert play.newest() == 9
+
+
+def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) -> None:
+    play = make()
+    play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 3)
+    play.managers.await_asked("seal")
+
+    def wait() -> None:
+        with pytest.raises(DDictError):
+            play.coordinator.restore(1, {"checkpoint_id": 1}, SHORT_S)
+
+    within(SHORT_S, wait)

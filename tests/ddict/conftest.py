@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.accounts import Rules
+from ml_flashpoint.ddict.accounts import Needs, Rules
 from ml_flashpoint.ddict.coordinator import Coordinator
 from tests.ddict.coordination import Make, Managers, Play
 
@@ -23,6 +23,9 @@ def make() -> Iterator[Make]:
         sealed: tuple[int, ...] = (),
         expected: tuple[str, ...] = (),
         died: tuple[str, ...] = (),
+        to_persist: tuple[int, ...] = (),
+        taken: Needs | None = None,
+        takes_over: bool = False,
         **rules: Any,
     ) -> Play:
         given = {
@@ -43,6 +46,9 @@ def make() -> Iterator[Make]:
             sealed=sealed,
             expected={name: f"lease of {name}" for name in expected},
             died=died,
+            to_persist=to_persist,
+            taken=taken,
+            takes_over=takes_over,
         )
         made.append(Play(coordinator, played))
         return made[-1]

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.accounts import Write
+from ml_flashpoint.ddict.accounts import Write, from_list
 from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
+    DDictTimeoutError,
     DDictWritesLostError,
 )
-from tests.ddict.coordination import DEADLINE_S, Make
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, move_until_told
 from tests.support.dictionaries import await_that
 
 
@@ -152,3 +153,172 @@ def test_who_comes_back_too_late_is_told_what_was_lost(make: Make) -> None:
     with pytest.raises(DDictWritesLostError) as raised:
         play.move("c", 13, lost)
     assert raised.value.checkpoint_id == 4
+
+
+# ---- a main manager that takes over -----------------------------------------------------------------------
+
+
+def test_one_who_takes_over_says_where_the_dictionary_is_when_handles_are_back(make: Make) -> None:
+    play = make(committed=4, sealed=(4,), expected=("a", "b"))
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(play.newest()))
+    waiting.start()
+    play.join("a", 7)
+    assert not found
+    play.join("b", 7)
+    waiting.join(DEADLINE_S)
+    assert found == [6]
+
+
+def test_one_who_takes_over_does_not_wait_for_handles_that_their_process_has_no_more(make: Make) -> None:
+    play = make(committed=4, sealed=(4,), expected=("a", "b"))
+    play.coordinator.lease_began("lease of a", "connection", handles=["a"])
+    with pytest.raises(DDictTimeoutError, match="2 handle"):
+        play.newest(SHORT_S)
+    play.coordinator.lease_began("lease of b", "connection", handles=[])
+    play.join("a", 6)
+    assert play.newest() == 5
+
+
+def test_who_only_looks_does_not_end_what_a_process_died_in(make: Make) -> None:
+    play = make(working_set_size=4, committed=4, sealed=(4,), expected=("a",), died=("dead",))
+    looking = threading.Thread(target=play.newest)
+    looking.start()
+    play.join("a", 6)
+    looking.join(DEADLINE_S)
+    play.move("a", 7)
+    assert play.newest() == 4  # the dead one was in 5
+
+
+def test_what_a_rollback_took_back_can_still_be_lost_after_a_takeover(make: Make) -> None:
+    first = make(2)
+    first.join("a")
+    first.join("b")
+    for position in (1, 2):
+        wrote = first.write(0, position - 1)
+        first.move("a", position)
+        first.move("b", position, wrote)
+    assert first.newest() == 1
+    first.rollback("a", 0)
+    (told, _) = first.managers.of("forget")
+    taken = from_list(told["taken"])
+    assert taken == {(0, "first-0"): 1, (1, "first-1"): 1}
+
+    # The main manager dies, and comes back at checkpoint 0 without what b wrote at 1.
+    second = make(2, committed=0, sealed=(0,), expected=("a", "b"), taken=taken)
+    second.managers.incarnations = ["second-0", "first-1"]
+    second.join("a", 0)
+    second.join("b", 2)
+    second.move("a", 2)
+    with pytest.raises(DDictWritesLostError) as raised:
+        move_until_told(second, "b", 3)
+    assert raised.value.checkpoint_id == 0
+    assert second.coordinator.state()["committed"] == 0
+
+
+def test_what_was_taken_back_and_committed_anew_is_not_passed_on(make: Make) -> None:
+    play = make(1)
+    play.join("a")
+    play.move("a", 2)
+    assert play.newest() == 1
+    play.rollback("a", 0)
+    play.move("a", 3)
+    assert play.newest() == 2
+    await_that(lambda: play.managers.of("settle")[-1]["committed"] == 2)
+    assert play.managers.of("settle")[-1]["taken"] == []
+
+
+def test_one_who_takes_over_has_managers_forget_what_not_all_have_sealed(make: Make) -> None:
+    play = make(1, committed=4, sealed=(4,), takes_over=True)
+    play.join("a", 6)
+    assert play.newest() == 5
+    operations = [operation for _, operation, _ in play.managers.asked]
+    assert operations.index("forget") < operations.index("prepare")
+    assert play.managers.of("forget") == [{"above": 4, "taken": []}]
+    assert not play.managers.removed_above, "what is on disk stays"
+
+
+def test_one_who_takes_over_persists_what_was_due(make: Make) -> None:
+    play = make(1, persist_freq=2, committed=4, sealed=(3, 4), to_persist=(3,))
+    await_that(lambda: play.managers.persisted == [3])
+
+
+# ---- handles that leave -----------------------------------------------------------------------------------
+
+
+def test_what_a_handle_had_moved_past_counts_also_if_it_leaves_a_main_manager_that_does_not_know_it(make: Make) -> None:
+    play = make(committed=4, sealed=(4,), expected=("a",))
+    play.coordinator.leave("a", 7, [Write(0, play.managers.incarnations[0], 6)])
+    assert play.newest() == 6
+
+    play = make(committed=4, sealed=(4,), expected=("a",))
+    play.coordinator.leave("a", 7, [Write(0, "an incarnation that is gone", 6)])
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+
+
+def test_a_move_that_waits_does_not_bring_back_a_handle_that_has_left(make: Make) -> None:
+    play = make(working_set_size=1, wait_for_writers=True)
+    for handle in "ab":
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+    moving = threading.Thread(target=play.move, args=("a", 1))
+    moving.start()  # has to wait for b
+    await_that(lambda: play.coordinator._writers["a"].moving_to == 1)
+    play.coordinator.leave("a", 0, ())
+    play.move("b", 1)
+    moving.join(DEADLINE_S)
+    assert play.coordinator.writers().keys() == {"b"}
+    play.join("a", 0)  # sent before it left
+    assert play.coordinator.writers().keys() == {"b"}
+    play.move("b", 2, timeout_s=SHORT_S)
+
+
+# ---- a rollback to what was skipped -----------------------------------------------------------------------
+
+
+def test_a_loss_after_a_rollback_to_what_commits_skipped_can_be_gone_back_from(make: Make) -> None:
+    play = make(2, working_set_size=4)
+    play.join("a")
+    play.join("b")
+    for position in (4, 8):  # 3 and 7 are committed, what is between is not
+        play.move("a", position)
+        play.move("b", position)
+        assert play.newest() == position - 1
+    gate = play.managers.close_gate("prepare")
+    back = threading.Thread(target=play.rollback, args=("a", 6))
+    back.start()
+    await_that(lambda: play.coordinator.state()["committed"] == 3)
+    assert all(fields["oldest"] <= 3 for fields in play.managers.of("settle")), "managers cannot go back there"
+    play.coordinator.recovering(1, "second")
+    play.managers.incarnations[1] = "second"
+    gate.set()
+    back.join(DEADLINE_S)
+    play.move("a", 8)
+    with pytest.raises(DDictWritesLostError) as raised:
+        move_until_told(play, "b", 9)
+    assert raised.value.checkpoint_id == 3
+    play.rollback("b", 3)
+    play.rollback("a", 3)
+    for position in (4, 5):
+        play.move("a", position)
+        play.move("b", position)
+    assert play.newest() == 4
+
+
+def test_what_is_committed_is_not_prepared_again_for_a_rollback_above_it(make: Make) -> None:
+    play = make(1)
+    play.join("a")
+    play.join("b", 5)
+    play.move("a", 8)
+    assert play.newest() == 4
+    gate = play.managers.close_gate("seal")
+    play.move("b", 8)
+    await_that(lambda: play.managers.of("seal")[-1]["checkpoint_id"] == 7)
+    back = threading.Thread(target=play.rollback, args=("a", 6))
+    back.start()
+    await_that(lambda: play.coordinator._held_up > 0)
+    gate.set()
+    back.join(DEADLINE_S)
+    assert play.managers.of("forget")
+    assert [fields["checkpoint_id"] for fields in play.managers.of("prepare")].count(4) == 1

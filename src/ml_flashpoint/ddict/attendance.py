@@ -69,6 +69,7 @@ class Attendance(ABC):
         self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._orphaned: DDictWritesLostError | None = None
         self._torn: FlashpointError | None = None  # a restore that reached some managers only
+        self._restoring = False  # managers may hold what is restored, or what was before
         self._newest = committed + 1
         self._oldest_told = 0
         self._committed = committed
@@ -352,7 +353,7 @@ class Attendance(ABC):
         part in, and that is not decided yet, is off: this one will not have it."""
         with self._changed:
             self._came_back[manager] = (incarnation, self._committed)
-            return self._state()
+            return {**self._state(), "restoring": self._restoring}
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -445,6 +445,8 @@ class Coordinator(Attendance):
                 with contextlib.suppress(FlashpointError):
                     self._all("restore_abort", {})
                 raise
+            with self._changed:
+                self._restoring = True
             try:
                 self._commit_restored(fields, until)
             except FlashpointError as error:
@@ -500,6 +502,7 @@ class Coordinator(Attendance):
         self._sealed, self._snapshot = [], -1
         self._taken, self._inherited = {}, {}
         self._orphaned = None
+        self._restoring = False
 
     def close(self) -> None:
         """Stop committing."""

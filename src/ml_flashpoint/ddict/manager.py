@@ -201,8 +201,11 @@ class Manager:
             if not self.rules.replicated:
                 raise DDictManagerLostError("it died, and without replication its values are gone", manager=self.number)
             self._find_snapshots()
-            committed, common = self._agree(until)
-            self._take_up(committed)
+            committed, common, restored_only = self._agree(until)
+            if restored_only:
+                self._take_up_restored()
+            else:
+                self._take_up(committed)
             if self.number == 0:
                 self.coordinator = self._take_over(committed, common)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
@@ -228,28 +231,32 @@ class Manager:
         self._recoverable = {each.checkpoint_id: each.entries for each in found}
         self._found.set()
 
-    def _agree(self, until: float) -> tuple[int, tuple[int, ...]]:
+    def _agree(self, until: float) -> tuple[int, tuple[int, ...], bool]:
         """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
-        every manager has, with all that they have."""
+        every manager has, with all that they have. And whether that is what was restored, of which there may be no
+        copies yet but the persisted ones."""
         if self.number != 0:
             me = {"manager": self.number, "incarnation": self.incarnation}
             state = self.links.call(0, "recovering", me, until=until).fields
             self.frozen = bool(state["frozen"])
             self.run.use(str(state["run"]), state["restored"])
-            return int(state["committed"]), ()
+            committed = int(state["committed"])
+            return committed, (), self.run.restored is not None and (committed < 0 or bool(state["restoring"]))
+        runs = set()
         common = set(self._recoverable)
         for manager in range(1, self.configuration.managers):
             answer = self.links.call(manager, "sealed", {}, until=until).fields
             common &= {int(each) for each in answer["ids"]}
+            runs.add(str(answer["run"]))
             self.run.use(str(answer["run"]), answer["restored"])
             self.frozen = self.frozen or bool(answer["frozen"])
             self.writers.update(writers_of(answer["writers"]))
             merge(self.taken, from_list(answer["taken"]))
-        return max(common, default=-1), tuple(sorted(common))
+        if len(runs) > 1:
+            raise DDictManagerLostError("it died when not all managers held what was to be restored")
+        return max(common, default=-1), tuple(sorted(common)), self.run.restored is not None and not common
 
     def _take_up(self, committed: int) -> None:
-        if committed < 0 and self.run.restored is not None:
-            raise DDictManagerLostError("it died before what was restored had copies")
         if committed >= 0 and committed not in self._recoverable:
             causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
             raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")
@@ -263,6 +270,12 @@ class Manager:
         if self.persister.persists:
             for checkpoint_id in sorted(each for each in self._recoverable if each <= committed):
                 self.prepare(checkpoint_id)
+        self._recoverable = {}
+
+    def _take_up_restored(self) -> None:
+        assert self.run.restored is not None
+        self.restore_prepare(self.run.restored)
+        self._hold_restored()
         self._recoverable = {}
 
     def _make_up_copies(self) -> None:
@@ -503,16 +516,21 @@ class Manager:
             return
         with self.changed:
             restoring = self._restoring
-            if restoring is None or restoring[0].checkpoint_id != checkpoint_id:
-                raise DDictPersistError("this checkpoint was not read here", checkpoint_id=checkpoint_id)
-            self._restoring = None
-            self.shard.load([(checkpoint_id, restoring[1])])
-            self._count_values()
-            self.changed.notify_all()
-        self.forget(-1)
+        if restoring is None or restoring[0].checkpoint_id != checkpoint_id:
+            raise DDictPersistError("this checkpoint was not read here", checkpoint_id=checkpoint_id)
+        self._hold_restored()
         self.taken = {}
         self.run.use(run_id, restored)
         self._restored_run = run_id
+
+    def _hold_restored(self) -> None:
+        with self.changed:
+            assert self._restoring is not None  # asked for by the main manager only, one thing after the other
+            (checkpoint, entries), self._restoring = self._restoring, None
+            self.shard.load([(checkpoint.checkpoint_id, entries)])
+            self._count_values()
+            self.changed.notify_all()
+        self.forget(-1)
 
     def restore(self, checkpoint_id: int, until: float) -> None:
         """For the main manager: bring back a persisted checkpoint on all managers; see `Coordinator.restore`.

@@ -4,9 +4,9 @@ Owns the life of manager processes: fork, restart, orderly end, and the end of a
 It imports the managers' code once, so that a fork takes milliseconds; it stays free of threads, so that a fork
 is safe. What a manager does is an *entry*, a function that is named to it; the creator's side is `nursery_client`.
 
-Messages in both directions are lines of JSON. From the creator: ``start`` and ``stop`` of a *group*, the managers of
-one dictionary. To the creator: ``forked``, ``ready``, ``died`` and ``unforked`` (could not be forked again yet) of one
-manager; ``started`` or ``failed`` of a start, and ``stopped``, of a group.
+Messages in both directions are lines of JSON. From the creator: ``preload``, then ``start`` and ``stop`` of a *group*,
+the managers of one dictionary. To the creator: ``forked``, ``ready``, ``died`` and ``unforked`` (could not be forked
+again yet) of one manager; ``started`` or ``failed`` of a start, and ``stopped``, of a group.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds, stays down."""
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
-"""Seconds until a manager that could not be forked again is tried once more; twice as long each time, up to the
-second."""
+"""Seconds until a manager that could not be forked again is tried once more: twice as long each time, and at most."""
 
 _STOP = b"stop\n"
 _READY = b"ready"

@@ -116,7 +116,8 @@ def _main(folder: Path, keep_s: float, name: str) -> None:
     os.chdir("/")
     note = folder / f"janitor-{name}"
     noted = _replace(note)  # not before it is sure that this process is there: the predecessor's janitor lets go now
-    os.write(told, b"x")
+    with contextlib.suppress(OSError):  # nobody waits for this any more, but the folder is its own from now on
+        os.write(told, b"x")
     os.close(told)
     if os.read(0, 1):
         os.close(hold)  # before the end of this process closes the pipe

@@ -18,7 +18,9 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 
-# Most tests wait for processes more than they compute. A file's tests stay together, in their order.
+# Most tests wait for processes more than they compute. A file's tests stay together, in their order. Each worker has a
+# network of its own, with loopback only, where it may (as root; see tests/conftest.py): in `make check` and the unit tests
+# too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests run in the machine's network.
 TWO_AT_A_TIME ?= -n 2 --dist loadfile
 
 .PHONY: setup lint format check test test-units test-nemo demo bench clean distclean

@@ -25,7 +25,7 @@ settings.load_profile("repository")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives each worker of pytest-xdist a network of its own, if that is permitted."""
+    """Gives each worker of pytest-xdist a network of its own, if that can be done."""
     if hasattr(config, "workerinput"):
         own_network.enter()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support import own_network
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.cluster import Cluster, ClusterError, contiguous, run_ranks
 
@@ -45,6 +49,30 @@ def test_a_hang_is_raised_with_the_stacks_of_the_ranks(tmpfs: Path) -> None:
             cluster.wait(timeout_s=0.1)
     assert 'harness_probe.py", line' in str(caught.value)
     assert not _runs(child)
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("loopback", [True, False])
+def test_a_network_of_its_own_has_loopback_or_is_left_again(monkeypatch: pytest.MonkeyPatch, loopback: bool) -> None:
+    def no_loopback() -> None:
+        raise OSError("no such device")
+
+    if not loopback:
+        monkeypatch.setattr(own_network, "_start_loopback", no_loopback)
+    seen: list[object] = []
+
+    def enter() -> None:
+        before = os.readlink("/proc/thread-self/ns/net")
+        seen.append(own_network.enter())
+        seen.append(os.readlink("/proc/thread-self/ns/net") != before)
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 10):
+            seen.append("connected")
+
+    # A network is a thread's, so this one's is not touched.
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(60)
+    assert seen == [loopback, loopback, "connected"]
 
 
 def test_killed_node_is_gone_with_everything_on_it(tmpfs: Path) -> None:

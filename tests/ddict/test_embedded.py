@@ -294,29 +294,27 @@ def test_a_manager_that_cannot_be_forked_fails_the_start_and_nothing_else(tmpfs:
         assert psutil.pid_exists(other.pids()[0])
 
 
-def test_a_manager_that_cannot_be_forked_again_at_once_comes_back_later(
+def test_a_manager_that_cannot_be_forked_again_comes_back_when_it_can(
     tmpfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started(tmpfs, 2) as runtime:
         killed = runtime.pids()[1]
         with descriptors_left(runtime.nursery_pid, 0) as give_back:
             os.kill(killed, signal.SIGKILL)
-            wait_until(lambda: said_so_far(caplog, "could not be forked again") == 2, "two attempts")
+            # More often than it may die.
+            wait_until(
+                lambda: said_so_far(caplog, "could not be forked again") > MOST_DEATHS, "the attempts", DEADLINE_S
+            )
+            assert (runtime.down(), list(runtime.pids())) == ({}, [0])
             give_back()
             assert runtime.wait_until_ready(1, other_than=killed, timeout_s=DEADLINE_S) != killed
         assert seen_by(runtime, 1)["restarted"] is True
-
-
-def test_a_manager_that_can_never_be_forked_again_stays_down(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with started(tmpfs, 2) as runtime:
-        killed = runtime.pids()[0]
-        with descriptors_left(runtime.nursery_pid, 0):
+        assert said_so_far(caplog, f"(pid {killed})") == said_so_far(caplog, "is started again") == 1
+        # What could not be made has not died: the deaths that it may have are left.
+        for _ in range(MOST_DEATHS - 1):
+            killed = runtime.pids()[1]
             os.kill(killed, signal.SIGKILL)
-            with pytest.raises(DDictError, match="stays down: could not be forked again"):
-                runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
-        assert said_so_far(caplog, "is started again") == MOST_DEATHS
-        assert list(runtime.pids()) == [1]
-        assert psutil.pid_exists(runtime.pids()[1])
+            runtime.wait_until_ready(1, other_than=killed, timeout_s=DEADLINE_S)
 
 
 def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(

@@ -173,6 +173,69 @@ def test_a_dismissed_janitor_ends_and_leaves_the_folder(folder: Path) -> None:
     wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
 
 
+def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = join_folder(folder)
+    janitor = Janitor(folder, 600.0)
+    (process,) = janitors(folder)
+    process.suspend()
+    monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
+
+    hold.close()
+    janitor.dismiss()
+    assert not remove_now(folder)
+    process.resume()
+
+    wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
+
+
+def test_a_dismissed_janitor_that_wakes_up_late_leaves_a_folder_that_others_hold(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = join_folder(folder)
+    janitor = Janitor(folder, 600.0)
+    (process,) = janitors(folder)
+    process.suspend()
+    monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
+
+    janitor.dismiss()
+    process.resume()
+
+    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
+    assert hold.is_there()
+    hold.close()
+    assert remove_now(folder)
+
+
+@pytest.mark.parametrize("broken", ["fork", "rename"])
+def test_a_janitor_that_cannot_start_leaves_the_folder_to_its_predecessor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    end(held_by_another(folder, 600.0))
+    (before,) = janitors(folder)
+    noted = (folder / "janitor-0").stat().st_ino
+    hold = join_folder(folder)
+    script = folder.parent / "broken.py"
+    script.write_text(
+        "import os, runpy\n"
+        "def fail(*arguments): raise BlockingIOError\n"
+        f"os.{broken} = fail\n"
+        f"runpy.run_path({folder_janitor.__file__!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(folder_janitor, "__file__", str(script))
+
+    with pytest.raises(subprocess.CalledProcessError):
+        Janitor(folder, 600.0)
+    monkeypatch.undo()
+    hold.close()
+
+    assert (folder / "janitor-0").stat().st_ino == noted, "else the one before lets go"
+    assert not remove_now(folder)
+    assert janitors(folder) == [before]
+    before.kill()
+
+
 def test_many_make_the_same_folder_while_others_sweep(folder: Path) -> None:
     failures: list[BaseException] = []
     together = threading.Barrier(9)

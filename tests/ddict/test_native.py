@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.ddict import native_processes
+from ml_flashpoint.ddict import native_barrier, native_processes
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     Barrier,
@@ -438,6 +438,57 @@ def test_an_abort_does_not_wait_for_the_action() -> None:
         assert barrier.broken
 
 
+def test_a_late_failure_of_an_action_does_not_break_what_was_reset_meanwhile() -> None:
+    begun, is_reset, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def act() -> None:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(DEADLINE_S)
+            raise ValueError("too late")
+
+    with barrier_of(2, action=act) as barrier:
+
+        def wait_or_reset(index: int) -> object:
+            if index < 4:
+                assert index < 2 or is_reset.wait(DEADLINE_S)
+                return barrier.wait(timeout=DEADLINE_S)
+            assert begun.wait(DEADLINE_S)
+            barrier.reset()
+            is_reset.set()
+            wait_until(lambda: barrier.n_waiting == 2, "two who come after the reset")
+            return go_on.set()
+
+        *results, _ = in_threads(5, wait_or_reset)
+        assert [type(result) for result in results[:2]] == [BarrierBrokenError] * 2
+        assert sorted(results[2:4]) == [0, 1]
+        assert not barrier.broken
+
+
+def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with barrier_elsewhere(tmp_path) as (maker, barrier):
+
+        def meet() -> None:
+            other = threading.Thread(target=barrier.wait, args=(DEADLINE_S,))
+            other.start()
+            assert barrier.wait(DEADLINE_S) in (0, 1)
+            other.join(DEADLINE_S)
+
+        meet()  # so this thread's line is one that has waited
+        maker.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr(native_barrier, "_REPLY_S", 0.1)
+            for ask in (lambda: barrier.n_waiting, lambda: barrier.broken, barrier.reset):
+                with pytest.raises(DDictTimeoutError, match="did not answer"):
+                    ask()
+        maker.send_signal(signal.SIGCONT)
+        assert (barrier.n_waiting, barrier.broken) == (0, False)
+        meet()
+        # Its end without a farewell is still noticed.
+        barrier._line().close()
+        wait_until(lambda: barrier.broken, "the end of the line to be heard")
+
+
 def test_a_barrier_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     with barrier_elsewhere(tmp_path) as (maker, barrier):
         assert barrier.n_waiting == 0
@@ -452,13 +503,13 @@ def test_strangers_and_nonsense_disturb_nobody() -> None:
     with barrier_of(2) as barrier:
         for greeting in (b"wrong\n", b'{"op": "abort"}\n', bytes(10_000), b"\n" * 100):
             with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(barrier._path)
+                stranger.connect(barrier._address)
                 with contextlib.suppress(OSError):
                     stranger.sendall(greeting)
                     stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(100) == b""
         with socket.socket(socket.AF_UNIX) as confused:
-            confused.connect(barrier._path)
+            confused.connect(barrier._address)
             confused.sendall(barrier._token.encode() + b"\n[]\n")
             assert confused.recv(100) == b""
         assert not barrier.broken

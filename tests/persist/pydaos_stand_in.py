@@ -24,6 +24,8 @@ class DDict:
         self.puts_left: int | None = None
         """If set, later puts fail. Some of a put that fails may have been done, here all of it if `half_done`."""
         self.half_done = False
+        self.late: dict[str, bytes] = {}
+        """What puts that failed for lack of space or an answer were for: they may be done later."""
 
     def put(self, key: str, value: bytes | None) -> None:
         self.bput({key: value})
@@ -40,6 +42,8 @@ class DDict:
         if self.fails:
             raise PyDError("no target is up")
         refused = self.puts_left == 0 and None not in values.values()
+        if refused:
+            self.late.update((key, value) for key, value in values.items() if value)
         if refused and not self.half_done:
             raise PyDError("no space")
         if self.puts_left:

@@ -236,6 +236,11 @@ class EmbeddedRuntime:
             self._ready[message["manager"]] = message["pid"]
         elif event == "died":
             self._note_death(message["manager"], message)
+        elif event == "unforked":
+            _log.warning(
+                "manager %d of %s could not be forked again, and is tried once more in %g s: %s",
+                *(message["manager"], self.base, message["retry_s"], message["error"]),
+            )
         elif event == "started":
             self._started = True
         elif event == "failed":

@@ -21,6 +21,8 @@ LOCK = "owner"
 """File in the folder that those who use it have a shared lock of."""
 
 _LOOK_EVERY_S = 0.1
+_START_S = 30.0
+_END_S = 5.0
 
 
 class Janitor:
@@ -54,18 +56,15 @@ class Janitor:
             os.close(reader)
 
     def dismiss(self) -> None:
-        """End it: nothing is left to be done. It holds the folder no more on return."""
+        """End it: nothing is left to be done. On return it holds the folder no more, or else removes it in the end."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"x")
-        # An error on this end of the pipe says that the other one is closed, which it is after the lock.
+        # An error on this end of the pipe says that the other one is closed, which it is after the lock. One that does
+        # not get to run for so long removes the folder itself when it does.
         poll = select.poll()
         poll.register(self._writer, 0)
         poll.poll(_END_S * 1000)
         os.close(self._writer)
-
-
-_START_S = 30.0
-_END_S = 5.0
 
 
 def remove_now(folder: Path) -> bool:
@@ -108,14 +107,22 @@ def is_file(path: Path, descriptor: int) -> bool:
 def _main(folder: Path, keep_s: float, name: str) -> None:
     hold = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    note = folder / f"janitor-{name}"
-    noted = _replace(note)
+    ready, told = os.pipe2(os.O_CLOEXEC)
     if os.fork():
-        os._exit(0)
+        os.close(told)
+        os._exit(0 if os.read(ready, 1) else 1)
+    os.close(ready)
     os.setsid()
     os.chdir("/")
+    note = folder / f"janitor-{name}"
+    noted = _replace(note)  # not before it is sure that this process is there: the predecessor's janitor lets go now
+    with contextlib.suppress(OSError):  # nobody waits for this any more, but the folder is its own from now on
+        os.write(told, b"x")
+    os.close(told)
     if os.read(0, 1):
         os.close(hold)  # before the end of this process closes the pipe
+        if _is_hung_up(0):
+            remove_now(folder)  # whoever dismissed this one waits no more, and has found the folder held
         return
     give_up = time.monotonic() + keep_s
     # Another file by the note's name is a successor's janitor, which has its own hold.
@@ -123,6 +130,12 @@ def _main(folder: Path, keep_s: float, name: str) -> None:
         time.sleep(_LOOK_EVERY_S)
     os.close(hold)
     remove_now(folder)
+
+
+def _is_hung_up(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
 
 
 def _replace(path: Path) -> int:

@@ -70,7 +70,7 @@ class Barrier:
         self._timeout = timeout
         self._server: _Server | None = None
         self._actor: Any = None
-        self._path = self._token = ""
+        self._address = self._token = ""
         self._local = threading.local()
         if native_ray.is_on_ray():
             if action is not None:
@@ -78,14 +78,14 @@ class Barrier:
             self._actor = native_ray.make_barrier(parties)
             return
         self._server = server = _Server(parties, action)
-        self._path, self._token = server.path, server.token
+        self._address, self._token = server.address, server.token
         weakref.finalize(self, server.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         travelling = _travelling.get()
         if travelling is not None:
             travelling.append(self)
-        return _handle, (self._path, self._token, self._actor, self._parties, self._timeout)
+        return _handle, (self._address, self._token, self._actor, self._parties, self._timeout)
 
     @property
     def parties(self) -> int:
@@ -159,15 +159,15 @@ class Barrier:
         # One for each thread, since each waits for itself, and for each process, since lines do not survive a fork.
         line: _Line | None = getattr(self._local, "line", None)
         if line is None or line.pid != os.getpid():
-            line = self._local.line = _Line(self._path, self._token)
+            line = self._local.line = _Line(self._address, self._token)
         return line
 
 
-def _handle(path: str, token: str, actor: Any, parties: int, timeout: float | None) -> Barrier:
+def _handle(address: str, token: str, actor: Any, parties: int, timeout: float | None) -> Barrier:
     barrier = object.__new__(Barrier)
     barrier._actor = actor
     barrier._parties, barrier._timeout, barrier._server = parties, timeout, None
-    barrier._path, barrier._token, barrier._local = path, token, threading.local()
+    barrier._address, barrier._token, barrier._local = address, token, threading.local()
     return barrier
 
 
@@ -190,38 +190,63 @@ def barriers_in_pickles() -> Iterator[list[Barrier]]:
 class _Line:
     """A thread's connection to a barrier, made when it is first used."""
 
-    def __init__(self, path: str, token: str) -> None:
+    def __init__(self, address: str, token: str) -> None:
         self.pid = os.getpid()
-        self._path, self._token = path, token
+        self._address, self._token = address, token
         self._socket: socket.socket | None = None
+        self._received = b""
+        self._owed = 0
+        """Replies to come. All but the last are to questions whose time ran out, and for nobody."""
 
     def ask(self, message: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        waits = message["op"] == "wait"
         try:
-            connection = self._connected()
-            connection.settimeout(_SEND_TIMEOUT_S)
-            connection.sendall(json.dumps(message).encode() + b"\n")
-            received = b""
-            while not received.endswith(b"\n"):
-                connection.settimeout(None if give_up is None else max(1e-6, give_up - time.monotonic()))
-                data = connection.recv(_RECEIVED)
+            with self._closed_on(BaseException):
+                self._send(message)
+            # Who waits and gives up hangs up without a farewell: that breaks the barrier for all. Any other question's
+            # line stays: its end would do the same, and after a farewell this process's death would not.
+            with self._closed_on(BaseException if waits else ConnectionError):
+                return self._hear(give_up)
+        except TimeoutError as error:
+            what = "not all came to the barrier" if waits else "the barrier did not answer"
+            raise DDictTimeoutError(f"{what} within {timeout_s} s") from error
+        except OSError as error:
+            raise DDictDestroyedError(f"the barrier is gone: {error}") from error
+
+    @contextlib.contextmanager
+    def _closed_on(self, kind: type[BaseException]) -> Iterator[None]:
+        try:
+            yield
+        except kind:
+            self.close()
+            raise
+
+    def _send(self, message: dict[str, Any]) -> None:
+        connection = self._connected()
+        connection.settimeout(_SEND_TIMEOUT_S)
+        connection.sendall(json.dumps(message).encode() + b"\n")
+        self._owed += 1
+
+    def _hear(self, give_up: float | None) -> dict[str, Any]:
+        assert self._socket is not None
+        while self._owed:
+            while b"\n" not in self._received:
+                self._socket.settimeout(None if give_up is None else max(1e-6, give_up - time.monotonic()))
+                data = self._socket.recv(_RECEIVED)
                 if not data:
                     raise ConnectionError("it was closed")
-                received += data
-        except TimeoutError as error:
-            self.close()  # without a farewell while it waits: that breaks the barrier for all
-            raise DDictTimeoutError(f"not all came to the barrier within {timeout_s} s") from error
-        except OSError as error:
-            self.close()
-            raise DDictDestroyedError(f"the barrier is gone: {error}") from error
-        reply: dict[str, Any] = json.loads(received)
+                self._received += data
+            line, _, self._received = self._received.partition(b"\n")
+            self._owed -= 1
+        reply: dict[str, Any] = json.loads(line)
         return reply
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(_SEND_TIMEOUT_S)
-            self._socket.connect(self._path)
+            self._socket.connect(self._address)
             if not _is_this_user(self._socket):
                 raise ConnectionError("another user has its address")
             self._socket.sendall(self._token.encode() + b"\n")
@@ -231,6 +256,7 @@ class _Line:
 
     def close(self, farewell: bool = False) -> None:
         connection, self._socket = self._socket, None
+        self._received, self._owed = b"", 0
         if connection is not None:
             if farewell:
                 with contextlib.suppress(OSError):
@@ -259,7 +285,7 @@ class _Server:
 
     def __init__(self, parties: int, action: Callable[[], object] | None) -> None:
         self.token = secrets.token_hex(16)
-        self.path = f"\0mlf-barrier-{secrets.token_hex(16)}"
+        self.address = f"\0mlf-barrier-{secrets.token_hex(16)}"
         self._parties, self._action = parties, action
         self._broken = ""
         self._waiting: list[_Peer] = []
@@ -271,7 +297,7 @@ class _Server:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
+        self._listener.bind(self.address)
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._awake, self._waker = socket.socketpair()
@@ -406,10 +432,12 @@ class _Server:
             failure = f"its action failed: {type(error).__name__}: {error}"
         with self._lock:
             self._acting = False
-            if failure:
-                self._break(failure)
-            elif self._passing is passing:  # else it was broken meanwhile, and they know
-                self._release()
+            # Else it was broken meanwhile, and they know. It may be whole again, for others than these.
+            if self._passing is passing:
+                if failure:
+                    self._break(failure)
+                else:
+                    self._release()
             # Others may have come meanwhile.
             self._pass_if_all_are_here()
 

@@ -4,8 +4,9 @@ Owns the life of manager processes: fork, restart, orderly end, and the end of a
 It imports the managers' code once, so that a fork takes milliseconds; it stays free of threads, so that a fork
 is safe. What a manager does is an *entry*, a function that is named to it; the creator's side is `nursery_client`.
 
-Messages in both directions are lines of JSON. From the creator: ``start`` and ``stop`` of a *group*, the managers of
-one dictionary. To the creator: ``forked``, ``ready`` and ``died`` of one manager, ``failed`` of a start, ``stopped``.
+Messages in both directions are lines of JSON. From the creator: ``preload``, then ``start`` and ``stop`` of a *group*,
+the managers of one dictionary. To the creator: ``forked``, ``ready``, ``died`` and ``unforked`` (could not be forked
+again yet) of one manager; ``started`` or ``failed`` of a start, and ``stopped``, of a group.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ END_GRACE_S = 10.0
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds, stays down."""
 
-_FIRST_RETRY_S = 0.25
-"""Seconds until a manager that could not be forked is forked again; twice as long each time."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
+"""Seconds until a manager that could not be forked again is tried once more: twice as long each time, and at most."""
 
 _STOP = b"stop\n"
 _READY = b"ready"
@@ -254,10 +255,10 @@ class Nursery:
         try:
             self._fork(group, manager, restarted=True)
         except OSError as error:
-            # As if it had died at once; but what the system lacks now, it may have in a moment.
-            if self._note_death(group, manager, f"could not be forked again: {error}"):
-                manager.fork_at = time.monotonic() + manager.retry_s
-                manager.retry_s *= 2
+            # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
+            self._tell("unforked", group.name, manager=manager.number, error=str(error), retry_s=manager.retry_s)
+            manager.fork_at = time.monotonic() + manager.retry_s
+            manager.retry_s = min(2 * manager.retry_s, _LONGEST_RETRY_S)
         else:
             manager.retry_s = _FIRST_RETRY_S
 

@@ -85,7 +85,8 @@ class RayManager:
                 }
             )
         except BaseException:
-            # What is in the folder is for the next one that comes back; the janitor sees to its end.
+            # What is in the folder is for the next one that comes back. The janitor sees to its end: this one's or, if
+            # there is none yet, that of the process before, or else a sweep does.
             if not restarted:
                 self._leave_folder()
             raise

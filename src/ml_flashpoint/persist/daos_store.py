@@ -98,9 +98,11 @@ class DaosStore(DurableStore):
         with self._lock, self._calling(name, SaveError):
             files, store = self._open()
             before = _head(files, name)
-            with _dropped_on_error(files, store, name, upload) as written:
+            with _dropped_on_error(store, upload) as written:
                 size = written.put_all(chunks)
-                files.put(name, json.dumps({"upload": upload, "size": size}).encode())
+            # From here on they stay, whatever happens: a put that fails may be done all the same, even later, and the
+            # file would be one without its chunks.
+            files.put(name, json.dumps({"upload": upload, "size": size}).encode())
             if before is not None:
                 self._drop_file(store, before, name)
         return size
@@ -155,7 +157,8 @@ class DaosStore(DurableStore):
                 self._drop_file(store, before, name)
 
     def remove_folder(self, folder: str) -> None:
-        """See `DurableStore.remove_folder`. Chunks that a killed writer left belong to no file, and stay."""
+        """See `DurableStore.remove_folder`. Chunks of a writer that was killed, or whose last call failed,
+        may belong to no file, and stay."""
         split_name(folder)
         with self._lock, self._calling(folder, SaveError):
             found = [key for key in self._open()[0] if key.startswith(folder + "/")]
@@ -205,17 +208,13 @@ class _Upload:
 
 
 @contextlib.contextmanager
-def _dropped_on_error(files: Any, store: Any, name: str, upload: str) -> Iterator[_Upload]:
+def _dropped_on_error(store: Any, upload: str) -> Iterator[_Upload]:
     written = _Upload(store, upload)
     try:
         yield written
     except BaseException:
-        # As far as the container lets us. An error does not say that nothing was done: if the file has these chunks,
-        # or if that cannot be known, they stay.
-        with contextlib.suppress(Exception):
-            head = _head(files, name)
-            if head is None or upload.encode() not in head:
-                _drop_chunks(store, upload, written.count)
+        with contextlib.suppress(Exception):  # as far as the container lets us
+            _drop_chunks(store, upload, written.count)
         raise
 
 

@@ -97,8 +97,8 @@ Call = Callable[[DDict], object]
 
 @pytest.mark.parametrize("then", [DDict.checkpoint, lambda handle: handle.put("key", 1), DDict.detach])
 def test_a_rollback_that_does_not_reach_a_manager_is_finished_before_anything_else(then: Call) -> None:
-    with DDict(2, 1, 64 << 20, working_set_size=8, timeout=DEADLINE_S) as dictionary:
-        keys = [keys_of(dictionary, manager)[0] for manager in range(2)]
+    with DDict(3, 1, 64 << 20, working_set_size=8, timeout=DEADLINE_S) as dictionary:
+        keys = [keys_of(dictionary, manager)[0] for manager in range(3)]
         dictionary["key"] = 0  # and stays at 0, so that nothing is committed
         handle = DDict.attach(dictionary.serialize(), timeout=1.0)
         for number in range(4):
@@ -112,4 +112,4 @@ def test_a_rollback_that_does_not_reach_a_manager_is_finished_before_anything_el
         then(handle)
 
         dictionary.checkpoint_id = 3
-        assert [dictionary[key] for key in keys] == [1, 1]
+        assert [dictionary[key] for key in keys] == [1, 1, 1]

@@ -191,7 +191,8 @@ class DDict(Mapped):
         Other handles must not be writing, and go to it themselves (`sync_to_newest_checkpoint`).
 
         Raises:
-            DDictPersistError: there is no such checkpoint.
+            DDictPersistError: there is no such checkpoint; or a manager died and could not take it up.
+            DDictTimeoutError: not in time. If the message says that it is restored, only copies of it are missing.
             DamagedError: it is not what was written.
         """
         checked_checkpoint_id("checkpoint_id", checkpoint_id)

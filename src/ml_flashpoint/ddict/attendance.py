@@ -366,7 +366,6 @@ class Attendance(ABC):
 
     def _all_needs(self) -> Iterator[Needs]:
         yield self._departed_wrote
-        yield self._taken
         for writer in self._writers.values():
             yield writer.wrote
             yield writer.assumed

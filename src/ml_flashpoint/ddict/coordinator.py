@@ -300,6 +300,8 @@ class Coordinator(Attendance):
                 # Not what a handle that came back meanwhile wrote to a process that is gone: it is told next.
                 for place in [p for p, need in needs.items() if need <= checkpoint_id and incarnations[p[0]] == p[1]]:
                     del needs[place]
+            # Whoever had lost some of it was told before this could be committed.
+            self._taken = {place: need for place, need in self._taken.items() if need > checkpoint_id}
             if self._rules.is_due(checkpoint_id) and checkpoint_id not in self._persisted_ids:
                 self._to_persist.append(checkpoint_id)
             self._changed.notify_all()

@@ -26,6 +26,7 @@ def make() -> Iterator[Make]:
         to_persist: tuple[int, ...] = (),
         taken: Needs | None = None,
         takes_over: bool = False,
+        restored: int | None = None,
         **rules: Any,
     ) -> Play:
         given = {
@@ -49,6 +50,7 @@ def make() -> Iterator[Make]:
             to_persist=to_persist,
             taken=taken,
             takes_over=takes_over,
+            restored=restored,
         )
         made.append(Play(coordinator, played))
         return made[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -172,3 +173,38 @@ def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) 
             play.coordinator.restore(1, {"checkpoint_id": 1}, SHORT_S)
 
     within(SHORT_S, wait)
+
+
+def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None:
+    stored: set[int] = set()
+    is_away = threading.Event()
+
+    def persist(checkpoint_id: int, receipts: list[str]) -> None:
+        if is_away.is_set():
+            raise DDictPersistError("the store is away")
+        stored.add(checkpoint_id)
+
+    def remove(above: int) -> None:
+        if is_away.is_set():
+            raise DDictPersistError("the store is away")
+        stored.difference_update([each for each in stored if each > above])
+
+    play = make(1, persist_freq=1)
+    play.coordinator._persist, play.coordinator._unpersist = persist, remove
+    play.join("a")
+    for position in range(1, 6):
+        play.move("a", position)
+        play.newest()
+    await_that(lambda: stored == {0, 1, 2, 3, 4})
+    is_away.set()
+    play.rollback("a", 3)
+    play.move("a", 5)
+    assert play.newest() == 4
+    await_that(lambda: not play.coordinator._to_persist)
+    is_away.clear()
+
+    assert play.coordinator.persist_newest(DEADLINE_S) == 4
+    play.move("a", 6)
+    assert play.coordinator.persist_newest(DEADLINE_S) == 5
+
+    assert stored == {0, 1, 2, 3, 4, 5}

@@ -10,6 +10,7 @@ import pytest
 
 from ml_flashpoint.ddict.accounts import Write, from_list
 from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
     DDictManagerLostError,
     DDictTimeoutError,
     DDictWritesLostError,
@@ -324,3 +325,73 @@ def test_what_is_committed_is_not_prepared_again_for_a_rollback_above_it(make: M
     back.join(DEADLINE_S)
     assert play.managers.of("forget")
     assert [fields["checkpoint_id"] for fields in play.managers.of("prepare")].count(4) == 1
+
+
+def test_who_goes_back_before_its_process_is_attached_is_asked_for_what_is_left_then(make: Make) -> None:
+    play = make(1, working_set_size=1, committed=4, sealed=(4,), expected=("slow", "fast"))
+    refused: list[BaseException] = []
+
+    def go_back() -> None:
+        try:
+            play.rollback("slow", 4)
+        except DDictCheckpointRetiredError as error:
+            refused.append(error)
+
+    back = threading.Thread(target=go_back)
+    back.start()
+    play.join("fast", 6)
+    assert play.coordinator.state()["committed"] == 4, "it is expected as long as it is not attached"
+    play.coordinator.lease_began("lease of slow", "connection")
+    back.join(DEADLINE_S)
+    assert not refused
+    assert play.coordinator.state()["committed"] == 4
+    assert play.coordinator.writers().keys() == {"slow", "fast"}
+
+
+def test_a_handle_that_has_left_does_not_move(make: Make) -> None:
+    play = make(1)
+    play.coordinator.lease_began("lease of a", "connection")
+    play.join("a")
+    play.coordinator.leave("a", 0, ())
+    play.move("a", 3)
+    assert not play.coordinator.writers()
+
+
+def test_what_was_restored_before_a_takeover_is_committed_by_who_takes_over(make: Make) -> None:
+    play = make(1, takes_over=True, restored=50)
+    assert play.newest() == 50
+    play.join("a", 50)
+    play.move("a", 51)
+    assert play.newest() == 50
+
+
+def test_a_manager_that_comes_back_before_what_was_restored_is_committed_has_it(make: Make) -> None:
+    play = make(2)
+    gate = play.managers.close_gate("seal")
+    restoring = threading.Thread(target=play.coordinator.restore, args=(50, {"checkpoint_id": 50}, DEADLINE_S))
+    restoring.start()
+    play.managers.await_asked("seal", 2)
+    play.join("a", 50)
+    lost = play.write(1, 50)
+    play.coordinator.recovering(1, "second")
+    play.managers.incarnations[1] = "second"
+    gate.set()
+    restoring.join(DEADLINE_S)
+    play.move("a", 51, lost)
+    with pytest.raises(DDictWritesLostError) as raised:
+        move_until_told(play, "a", 52, lost)
+    assert raised.value.checkpoint_id == 50
+    play.rollback("a", 50)
+    play.move("a", 51)
+    assert play.newest() == 50
+
+
+def test_nothing_retires_before_there_is_something_to_fall_back_to(make: Make) -> None:
+    play = make(1, working_set_size=3)
+    play.join("a")
+    play.move("a", 3)
+    assert play.newest() == 2
+    assert play.coordinator.state()["oldest"] == 0
+    play.move("a", 5)
+    assert play.newest() == 4
+    assert play.coordinator.state()["oldest"] == 2

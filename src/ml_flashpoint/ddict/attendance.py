@@ -69,6 +69,7 @@ class Attendance(ABC):
         self._floor = committed  # newest that is known to be complete, whatever handles do now
         self._orphaned: DDictWritesLostError | None = None
         self._torn: FlashpointError | None = None  # a restore that reached some managers only
+        self._restored_at = -1  # is as good as committed, although there are no copies yet
         self._restoring = False  # managers may hold what is restored, or what was before
         self._newest = committed + 1
         self._oldest_told = 0
@@ -175,6 +176,8 @@ class Attendance(ABC):
             self._check_whole()
             # Unknown, it is one that comes back; or its process died with this on the way.
             self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
+            if handle in self._left:
+                return self._state()
             writer = self._writers.get(handle)
             if writer is None:
                 if lease not in self._leases:
@@ -352,12 +355,13 @@ class Attendance(ABC):
         """A manager came back, and goes on from what is committed. A commit that another incarnation of it has taken
         part in, and that is not decided yet, is off: this one will not have it."""
         with self._changed:
-            self._came_back[manager] = (incarnation, self._committed)
+            self._came_back[manager] = (incarnation, self._safe())
             return {**self._state(), "restoring": self._restoring}
 
     def _state(self) -> dict[str, Any]:
         return {
             "committed": self._committed,
+            "safe": self._safe(),
             "fixed": self._fixed(),
             "newest": self._newest,
             "oldest": self._oldest(),
@@ -381,15 +385,19 @@ class Attendance(ABC):
             for manager, incarnation in list(self._departed_wrote):
                 if incarnations[manager] != incarnation:
                     _log.warning("manager %d lost uncommitted writes of handles that are gone", manager)
-                    self._orphaned = writes_lost(manager, self._committed)
+                    self._orphaned = writes_lost(manager, self._safe())
                     del self._departed_wrote[manager, incarnation]
             self._changed.notify_all()
             return self._orphaned is not None or any(writer.lost is not None for writer in self._writers.values())
 
     def _back_at(self, manager: int, incarnation: str) -> int:
         """Where a manager came back: what is committed, but for handles that told too late what they had there."""
-        known, at = self._came_back.get(manager, (incarnation, self._committed))
-        return min(at, self._committed) if known == incarnation else self._committed
+        known, at = self._came_back.get(manager, (incarnation, self._safe()))
+        return min(at, self._safe()) if known == incarnation else self._safe()
+
+    def _safe(self) -> int:
+        """The newest checkpoint that a manager that comes back has."""
+        return max(self._committed, self._restored_at)
 
     # ---- what may be committed ----------------------------------------------------------------------------
 
@@ -401,7 +409,7 @@ class Attendance(ABC):
             redone = [writer.position for writer in self._writers.values() if not self._is_out(writer)]
             oldest = min(oldest, max(self._committed, 0), *redone)
             # Commits may have skipped it: who goes back to it then falls back to the one before, if a manager dies.
-            oldest = max((each for each in self._sealed if each <= oldest), default=oldest)
+            oldest = max((each for each in self._sealed if each <= oldest), default=0)
         return max(self._oldest_told, oldest)
 
     def _window(self) -> int:

@@ -281,7 +281,7 @@ class Lease:
         return self._links.call(0, "join", join(), until=until).fields
 
     def remove(self, handle: str) -> None:
-        """Detach a handle, which tells the main manager itself."""
+        """Detach a handle, which has told the main manager."""
         with self._lock:
             self._joins.pop(handle, None)
 
@@ -296,13 +296,17 @@ class Lease:
     def _run_leaving(self) -> None:
         while (gone := self._gone.get()) is not None:
             handle, leave = gone
+            # Until the main manager has heard of it, also one that takes over has to: of what it wrote.
+            while not self._closed.is_set():
+                try:
+                    self._links.call(0, "leave", leave(), until=time.monotonic() + _LEAVE_S)
+                    break
+                except FlashpointError:
+                    self._closed.wait(_LONGEST_PAUSE_S)
+                except Exception:  # without this thread, handles that are forgotten would hold up commits
+                    _log.exception("a handle that is gone could not be detached")
+                    break
             self.remove(handle)
-            try:
-                self._links.call(0, "leave", leave(), until=time.monotonic() + _LEAVE_S)
-            except FlashpointError:
-                pass  # it counts as long as the lease lasts
-            except Exception:  # without this thread, handles that are forgotten would hold up commits
-                _log.exception("a handle that is gone could not be detached")
 
     def _run(self) -> None:
         pause = 0.01
@@ -314,8 +318,12 @@ class Lease:
                     with self._lock:
                         joins = dict(self._joins)
                     Exchange(link.connection, until).request("lease", {"lease": self.id, "handles": list(joins)})
-                    for join in joins.values():
+                    for handle, join in joins.items():
                         Exchange(link.connection, until).request("join", join())
+                        with self._lock:
+                            has_left = handle not in self._joins
+                        if has_left:  # meanwhile, and another main manager may have heard of that
+                            Exchange(link.connection, until).request("leave", join())
                     self._attached.set()
                     pause = 0.01
                     while not self._closed.is_set():

@@ -57,6 +57,8 @@ class Coordinator(Attendance):
         died: handles that wrote before, and whose processes are gone.
         taken: see `Attendance`.
         takes_over: managers may have snapshots of later checkpoints, which not all of them have.
+        restored: checkpoint that was restored, of which there are no snapshots yet; None: there are, or it was not.
+        incarnations: of the managers.
         settle_s: seconds to wait before committing anything, for others to come back.
     """
 
@@ -74,6 +76,8 @@ class Coordinator(Attendance):
         died: Collection[str] = (),
         taken: Needs | None = None,
         takes_over: bool = False,
+        restored: int | None = None,
+        incarnations: Mapping[int, str] | None = None,
         settle_s: float = 0.0,
     ) -> None:
         super().__init__(
@@ -88,7 +92,7 @@ class Coordinator(Attendance):
         self._call = call
         self._persist = persist
         self._unpersist = unpersist
-        self._incarnations: dict[int, str] = {}  # of the managers, at the last commit
+        self._incarnations = dict(incarnations or {})  # of the managers, at the last commit
         self._tried = committed  # newest checkpoint that a manager may have a snapshot of
         self._to_forget: int | None = committed if takes_over else None
         self._to_unpersist: int | None = None
@@ -101,6 +105,8 @@ class Coordinator(Attendance):
         self._called_off = False  # the commit under way: somebody went back, and what it has is not what was written
         self._held_up = 0
         self._closing = False
+        if restored is not None:
+            self._restored(restored)
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
         self._threads = [
             threading.Thread(target=self._run, name="ddict-coordinator", daemon=True),
@@ -126,15 +132,19 @@ class Coordinator(Attendance):
         """
         until = time.monotonic() + timeout_s
         with self._changed:
+            if lease is not None:
+                # Unknown, it is one that comes back; or its process died with this on the way.
+                self._changed.wait_for(
+                    lambda: handle in self._writers or lease in self._leases or handle in self._left, timeout_s
+                )
+                if handle not in self._writers and lease not in self._leases:
+                    raise DDictTimeoutError("the process of this handle is not attached")
             oldest = self._oldest()  # managers may be about to hear of it
             if to < oldest:
                 raise DDictCheckpointRetiredError(f"checkpoint {to} has left the working set", checkpoint_id=oldest)
             assumed = self._arrived(handle)
             if lease is not None and handle not in self._left:
-                # Unknown, it is one that comes back; or its process died with this on the way.
-                self._changed.wait_for(lambda: handle in self._writers or lease in self._leases, timeout_s)
-                if lease in self._leases:
-                    self._writers.setdefault(handle, Writer(to, lease, assumed=assumed))
+                self._writers.setdefault(handle, Writer(to, lease, assumed=assumed))
             writer = self._writers.get(handle)
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
@@ -168,22 +178,28 @@ class Coordinator(Attendance):
     def _forget(self, timeout_s: float) -> None:
         """Have managers forget the snapshots that were taken back. Until they have, nothing can be committed."""
         with self._changed:
-            above, unpersist = self._to_forget, self._to_unpersist
+            above = self._to_forget
             taken = listed(self._taken)
         if above is not None:
             self._all("forget", {"above": above, "taken": taken}, timeout_s=timeout_s)
         with self._changed:
             if self._to_forget == above:
                 self._to_forget = None
-        if unpersist is None:
-            return
         try:
-            self._unpersist(unpersist)
-        except Exception as error:  # the next one tries again: commits must not wait for a store that is away
-            _log.error("what was persisted above checkpoint %d and rolled back is still there: %s", unpersist, error)
-            return
+            self._remove_rolled_back()
+        except Exception as error:  # whoever persists next tries again: commits must not wait for a store that is away
+            _log.error("what was persisted and rolled back is still there: %s", error)
+
+    def _remove_rolled_back(self) -> None:
+        """Remove what was persisted above a checkpoint that somebody went back to. Nothing is committed meanwhile, or
+        nothing persisted, so that it takes nothing newer away."""
         with self._changed:
-            if self._to_unpersist == unpersist:
+            above = self._to_unpersist
+        if above is None:
+            return
+        self._unpersist(above)
+        with self._changed:
+            if self._to_unpersist == above:
                 self._to_unpersist = None
 
     @contextlib.contextmanager
@@ -244,7 +260,10 @@ class Coordinator(Attendance):
             with self._changed:
                 while not self._closing:
                     self._give_up_expected()
-                    if (self._rules.snapshots and self._next() is not None) or self._oldest() != self._oldest_told:
+                    if self._rules.snapshots and self._next() is not None:
+                        break
+                    # Not while one goes back or restores: managers must not hear of what was before after that.
+                    if not self._held_up and self._oldest() != self._oldest_told:
                         break
                     self._changed.wait(RETRY_S if time.monotonic() < self._not_before else None)
                 if self._closing:
@@ -317,11 +336,11 @@ class Coordinator(Attendance):
             oldest = self._oldest()
             keep = [each for each in self._sealed if each >= oldest or each == self._committed]
             pinned = [*self._to_persist, self._snapshot]
-            self._sealed = keep
             fields = {"oldest": oldest, "keep": keep, "pinned": pinned, "committed": self._committed}
             fields["taken"] = listed(self._taken)
         self._all("settle", fields)
         with self._changed:
+            self._sealed = [each for each in self._sealed if each in keep]
             self._oldest_told = max(self._oldest_told, oldest)
 
     def _await_keys(self, checkpoint_id: int, timeout_s: float) -> None:
@@ -378,20 +397,24 @@ class Coordinator(Attendance):
                 _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
             if taken_back:
                 # The rollback has removed what was complete then, and this may have been completed after.
+                with self._changed:
+                    above = checkpoint_id - 1
+                    self._to_unpersist = above if self._to_unpersist is None else min(above, self._to_unpersist)
                 try:
-                    self._unpersist(checkpoint_id - 1)
-                except Exception:  # the thread must go on; the next rollback or commit tries again
+                    self._remove_rolled_back()
+                except Exception:  # the thread must go on; nothing is persisted before this has been done
                     _log.exception("checkpoint %d, which was rolled back, is still persisted", checkpoint_id)
-                    with self._changed:
-                        above = checkpoint_id - 1
-                        self._to_unpersist = above if self._to_unpersist is None else min(above, self._to_unpersist)
                 with self._changed:
                     self._persisting = -1
                     self._changed.notify_all()
 
     def _try_to_persist(self, checkpoint_id: int) -> FlashpointError | None:
         try:
+            self._remove_rolled_back()
             written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
+            with self._changed:
+                if self._persisting_off:
+                    return None  # its parts may be of before and after
             self._persist(checkpoint_id, [str(answer["receipt"]) for answer in written])
         except FlashpointError as error:
             return error
@@ -496,7 +519,7 @@ class Coordinator(Attendance):
             writer.position, writer.wrote, writer.assumed, writer.lost = checkpoint_id, {}, {}, None
             writer.since = checkpoint_id
         self._committed = -1 if self._rules.snapshots else checkpoint_id
-        self._floor = checkpoint_id
+        self._floor = self._restored_at = checkpoint_id
         self._departed, self._departed_wrote, self._died = checkpoint_id + 1, {}, {}
         self._newest = self._oldest_told = checkpoint_id
         self._persisted_ids = {checkpoint_id}

@@ -153,7 +153,7 @@ class DDict(Mapped):
         if self._batch is not None:
             self._batch.drop()
         self._handle.rollback(to, discard=discard, until=self._handle.until())
-        return to
+        return self.checkpoint_id
 
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is

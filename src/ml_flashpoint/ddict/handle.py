@@ -21,6 +21,7 @@ from ml_flashpoint.ddict.accounts import writes_lost
 from ml_flashpoint.ddict.client import Client, client_of
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
     DDictDestroyedError,
     DDictReadOnlyError,
     DDictTimeoutError,
@@ -102,6 +103,7 @@ class Handle:
         self._closed = False
         self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
         self._wrote_to: set[int] = set()
+        self._going_back: tuple[int, bool] | None = None  # the main manager may have heard of this rollback, or not
         self._to_discard: dict[int, int] = {}  # managers that have not heard yet what was rolled back, and to where
         self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid(), self._standing)
         self._finalizer.atexit = False
@@ -143,9 +145,9 @@ class Handle:
         self.check_writable()
         if not lasting and not self._joined:
             self._join(until)
-        if self._to_discard:
+        if self._going_back is not None or self._to_discard:
             with self._turn(until):
-                self._discard(until)
+                self._finish_rollback(until)
         with self._lock:
             checkpoint_id = self.checkpoint_id
             self._wrote_to.add(manager)  # also if no answer comes: a rollback must find it there
@@ -174,7 +176,7 @@ class Handle:
             self._note_run(state)
             self._forget_committed(committed)
             if manager in self._unsure:
-                error = writes_lost(manager, committed)
+                error = writes_lost(manager, int(state["safe"]))
                 self._note_loss(error)
                 raise error
 
@@ -203,7 +205,7 @@ class Handle:
             DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
         """
         with self._turn(until):
-            self._discard(until)
+            self._finish_rollback(until)
             if self._joined:
                 fields = self._fields(checkpoint_id)
                 try:
@@ -217,39 +219,54 @@ class Handle:
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
         """Go back to a checkpoint, and discard what this handle wrote above it.
 
-        If this fails when the main manager has been told, the handle is back there all the same, and whatever it does
-        next begins with discarding what is left.
+        If a manager cannot be reached, whatever the handle does next begins with finishing this.
         """
         with self._turn(until):
-            with self._lock:
-                left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
-                left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
-            if self._wrote_to:
-                fields = {**self._fields(to), "wrote": _listed(left)}
-                if not self._joined:
-                    fields["lease"] = None
+            self._finish_rollback(until)
+            if to <= self.checkpoint_id:
+                self._go_back(to, discard, until)
+
+    def _finish_rollback(self, until: float) -> None:
+        if self._going_back is not None:
+            self._go_back(*self._going_back, until)
+        self._discard(until)
+
+    def _go_back(self, to: int, discard: bool, until: float) -> None:
+        with self._lock:
+            left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
+            left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
+        if self._wrote_to:
+            fields = {**self._fields(to), "wrote": _listed(left)}
+            if not self._joined:
+                fields["lease"] = None
+            self._going_back = to, discard
+            try:
                 self.client.links.call(0, "go_back", fields, until=until)
-            with self._lock:
-                if discard:
-                    self._to_discard = {
-                        manager: min(to, self._to_discard.get(manager, to)) for manager in sorted(self._wrote_to)
-                    }
-                # Before managers discard anything, so that a main manager that takes over meanwhile hears of it.
-                self._standing.checkpoint_id = to
-                # In place, and never empty meanwhile: others look at it without the lock.
-                for manager in list(self._unsure):
-                    if manager in left:
-                        self._unsure[manager] = left[manager]
-                    else:
-                        del self._unsure[manager]
-                self._lost = {manager: at for manager, at in self._lost.items() if to > at}
-            self._discard(until)
+            except (DDictCheckpointRetiredError, DDictDestroyedError):
+                self._going_back = None
+                raise
+        with self._lock:
+            if discard:
+                self._to_discard = {
+                    manager: min(to, self._to_discard.get(manager, to)) for manager in sorted(self._wrote_to)
+                }
+            # Before managers discard anything, so that a main manager that takes over meanwhile hears of it.
+            self._standing.checkpoint_id = to
+            # In place, and never empty meanwhile: others look at it without the lock.
+            for manager in list(self._unsure):
+                if manager in left:
+                    self._unsure[manager] = left[manager]
+                else:
+                    del self._unsure[manager]
+            self._lost = {manager: at for manager, at in self._lost.items() if to > at}
+            self._going_back = None
+        self._discard(until)
 
     def _discard(self, until: float) -> None:
         """Have managers discard what was rolled back, those that could not be reached before; in turn."""
         for manager, to in list(self._to_discard.items()):
             self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
-            del self._to_discard[manager]
+            self._to_discard.pop(manager, None)
 
     def _left_of(self, manager: int, to: int, discard: bool) -> _Unsure:
         """What is left of the writes to a manager, and can still be lost, after a rollback."""
@@ -272,6 +289,7 @@ class Handle:
             self._unsure.clear()
             self._lost.clear()
             self._to_discard.clear()
+            self._going_back = None
             self._standing.run = None
             self._standing.checkpoint_id = checkpoint_id
 
@@ -281,6 +299,7 @@ class Handle:
             self._unsure.clear()
             self._lost.clear()
             self._to_discard.clear()
+            self._going_back = None
         self._standing.run = str(state["run"])
 
     def _note(self, state: dict[str, Any]) -> None:
@@ -333,11 +352,14 @@ class Handle:
             self._closed = True
         self._finalizer.detach()
         with contextlib.suppress(FlashpointError):
-            self._discard(until)
+            now = time.monotonic()
+            self._finish_rollback(now + max(0.0, until - now) / 2)  # and the other half for what follows
         if self._joined:
-            self.client.lease.remove(self.id)
-            with contextlib.suppress(FlashpointError):
+            try:
                 self.client.links.call(0, "leave", self._fields(), until=until)
+                self.client.lease.remove(self.id)
+            except FlashpointError:
+                self.client.lease.forget(self.id, self._fields)
 
 
 def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:

@@ -110,6 +110,7 @@ class Manager:
         self.taken: Needs = {}
         """See `Attendance`, as the main manager said."""
         self._restored_run = ""
+        self._incarnations = {number: incarnation}
         self._inline_bytes = 0
         self._stored: set[str] = set()
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
@@ -157,7 +158,7 @@ class Manager:
         self.run.begin()
         return Coordinator(self.rules, self._call, self.run.complete, unpersist=self.run.remove_above, **taken_over)
 
-    def _take_over(self, committed: int, sealed: Sequence[int]) -> Coordinator:
+    def _take_over(self, committed: int, sealed: Sequence[int], restored_only: bool) -> Coordinator:
         alive = {
             handle: lease for handle, (lease, pid) in self.writers.items() if pid is None or psutil.pid_exists(pid)
         }
@@ -167,8 +168,10 @@ class Manager:
             to_persist=self._due(sealed),
             expected=alive,
             died=self.writers.keys() - alive.keys(),
-            taken=self.taken,
+            taken={place: need for place, need in self.taken.items() if need > committed},
             takes_over=True,
+            restored=self.run.restored.checkpoint_id if restored_only and self.run.restored is not None else None,
+            incarnations=self._incarnations,
             settle_s=_SETTLE_S,
         )
         coordinator.recovering(0, self.incarnation)
@@ -207,7 +210,7 @@ class Manager:
             else:
                 self._take_up(committed)
             if self.number == 0:
-                self.coordinator = self._take_over(committed, common)
+                self.coordinator = self._take_over(committed, common, restored_only)
             _log.warning("manager %d is back at checkpoint %d", self.number, committed)
             self._ready.set()
             self._make_up_copies()
@@ -242,11 +245,13 @@ class Manager:
             self.run.use(str(state["run"]), state["restored"])
             committed = int(state["committed"])
             return committed, (), self.run.restored is not None and (committed < 0 or bool(state["restoring"]))
-        runs = set()
+        runs, known = set(), set(self._recoverable)
         common = set(self._recoverable)
         for manager in range(1, self.configuration.managers):
-            answer = self.links.call(manager, "sealed", {}, until=until).fields
+            told = self.links.call(manager, "sealed", {}, until=until)
+            answer, self._incarnations[manager] = told.fields, told.incarnation
             common &= {int(each) for each in answer["ids"]}
+            known.update(int(each) for each in answer["ids"])
             runs.add(str(answer["run"]))
             self.run.use(str(answer["run"]), answer["restored"])
             self.frozen = self.frozen or bool(answer["frozen"])
@@ -254,9 +259,14 @@ class Manager:
             merge(self.taken, from_list(answer["taken"]))
         if len(runs) > 1:
             raise DDictManagerLostError("it died when not all managers held what was to be restored")
-        return max(common, default=-1), tuple(sorted(common)), self.run.restored is not None and not common
+        restored = self.run.restored
+        # Not if there has been anything since: then it is lost what all had last.
+        restored_only = restored is not None and not common and known <= {restored.checkpoint_id}
+        return max(common, default=-1), tuple(sorted(common)), restored_only
 
     def _take_up(self, committed: int) -> None:
+        if committed < 0 and self.run.restored is not None:
+            raise DDictManagerLostError("not all managers have a whole copy of any checkpoint since the restore")
         if committed >= 0 and committed not in self._recoverable:
             causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
             raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")

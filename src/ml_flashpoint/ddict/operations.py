@@ -214,7 +214,8 @@ def _note(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 @operation
 def _join(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
-    state = coordinator.join(text(fields, "w"), text(fields, "lease"), integer(fields, "c"), _wrote(manager, fields))
+    position = _position(manager, fields)
+    state = coordinator.join(text(fields, "w"), text(fields, "lease"), position, _wrote(manager, fields))
     return {**state, "run": manager.run.run_id}, ()
 
 
@@ -237,7 +238,7 @@ def _go_back(manager: Manager, session: Session, fields: Fields, blobs: list[byt
 
 @operation
 def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    _coordinator(manager, fields).leave(text(fields, "w"), integer(fields, "c"), _wrote(manager, fields))
+    _coordinator(manager, fields).leave(text(fields, "w"), _position(manager, fields), _wrote(manager, fields))
     return {}, ()
 
 
@@ -289,9 +290,20 @@ def _coordinator(manager: Manager, fields: Fields) -> Coordinator:
     return manager.coordinator
 
 
+def _is_of_before(manager: Manager, fields: Fields) -> bool:
+    """Whether the handle has not heard yet that what it wrote was replaced by a restore."""
+    return fields.get("run") not in (None, manager.run.run_id)
+
+
+def _position(manager: Manager, fields: Fields) -> int:
+    position = integer(fields, "c")
+    restored = manager.run.restored
+    return restored.checkpoint_id if restored is not None and _is_of_before(manager, fields) else position
+
+
 def _wrote(manager: Manager, fields: Fields) -> list[Write]:
-    if fields.get("run") not in (None, manager.run.run_id):
-        return []  # the handle has not heard yet that what it wrote was replaced by a restore
+    if _is_of_before(manager, fields):
+        return []
     found = []
     for each in list_of(fields, "wrote"):
         if not (isinstance(each, list) and [type(part) for part in each] == [int, str, int, bool]):

@@ -583,6 +583,22 @@ def test_a_rollback_removes_nothing_that_an_earlier_program_persisted(make: Make
     assert dictionary["key"] == 3
 
 
+def test_a_reader_that_goes_says_nothing_of_what_is_finished(make: Make) -> None:
+    dictionary = make(2, 1)
+    reader, writer = other(dictionary), other(dictionary)
+    writer["key"] = 2
+    reader.checkpoint_id = 5
+
+    del reader
+    gc.collect()
+    del writer  # their process tells of them one after the other
+    gc.collect()
+    await_that(lambda: dictionary._access.ask_main("state")["writers"] == 0)
+
+    assert dictionary.sync_to_newest_checkpoint() == 0
+    assert dictionary.committed_checkpoint_id == -1
+
+
 def test_a_pickled_handle_is_another_one(d: DDict) -> None:
     d["key"] = 1
     again = pickle.loads(pickle.dumps(d))

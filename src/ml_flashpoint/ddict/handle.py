@@ -53,11 +53,13 @@ class _Standing:
         checkpoint_id: that it is at.
         unsure: its writes that may not be committed, by manager.
         run: that they belong to; None: not known yet. Another one after a restore.
+        joined: whether it counts as writing: only then does it matter where it is, and that it leaves.
     """
 
     checkpoint_id: int
     unsure: dict[int, _Unsure] = field(default_factory=dict)
     run: str | None = None
+    joined: bool = False
 
     def fields(self, handle_id: str, lease_id: str, checkpoint_id: int | None = None) -> dict[str, Any]:
         """The fields of its requests. Without the lock, for the thread of the lease: it is asked while another thread
@@ -99,7 +101,6 @@ class Handle:
         self.client: Client = client_of(self.configuration)
         self._moving = threading.Lock()  # for as long as a move takes
         self._lock = threading.RLock()  # for what follows, and only for a moment
-        self._joined = False
         self._closed = False
         self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
         self._wrote_to: set[int] = set()
@@ -193,7 +194,7 @@ class Handle:
             state = self.client.lease.add(own_id, lambda: standing.fields(own_id, lease_id), until)
             with self._lock:
                 self._note_run(state)
-            self._joined = True
+            standing.joined = True
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
@@ -321,6 +322,10 @@ class Handle:
                 del self._unsure[manager]
 
     @property
+    def _joined(self) -> bool:
+        return self._standing.joined
+
+    @property
     def _unsure(self) -> dict[int, _Unsure]:
         return self._standing.unsure
 
@@ -373,7 +378,7 @@ def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
 
 def _forget_handle(client: Client, handle_id: str, pid: int, standing: _Standing) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
-    if pid != os.getpid():
+    if pid != os.getpid() or not standing.joined:
         return
     client.lease.forget(handle_id, lambda: standing.fields(handle_id, client.lease.id))
 

@@ -215,7 +215,8 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
         assert output.index("is started again") < output.index(f"Epoch [{EPOCHS}/{EPOCHS}]"), "too late"
     assert sorted(set(epochs_of(output))) == list(range(1, EPOCHS + 1)), "an epoch was left out"
     for earlier, later in zip(epochs_of(output), epochs_of(output)[1:], strict=False):
-        assert later >= earlier, "it went back by more than the epoch that was under way"
+        # Commits are a working set and two behind at most: of the epochs that were printed, the last four can be lost.
+        assert later >= earlier - 3, "it went back by more than commits may be behind"
     assert_same_bits(saved(tmp_path), uninterrupted)
 
 

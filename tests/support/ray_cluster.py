@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 STORE_BYTES = 80 << 20
+NODE_BYTES = 6 << 30  # what Ray may give away on a node: the same on all, whatever else the machine does meanwhile
 START_S = 120.0
 
 # A node is known to be lost after about 2 s, not after 15.
@@ -50,7 +51,7 @@ class RayCluster:
             raise
 
     def _add(self, **options: Any) -> None:
-        self._cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES, **options)
+        self._cluster.add_node(num_cpus=2, memory=NODE_BYTES, object_store_memory=STORE_BYTES, **options)
 
     @property
     def address(self) -> str:

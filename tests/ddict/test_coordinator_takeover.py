@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
-from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, move_until_told
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, move_until_told, within
 from tests.support.dictionaries import await_that
 
 
@@ -395,3 +396,18 @@ def test_nothing_retires_before_there_is_something_to_fall_back_to(make: Make) -
     play.move("a", 5)
     assert play.newest() == 4
     assert play.coordinator.state()["oldest"] == 2
+
+
+def test_one_who_takes_over_does_not_wait_for_processes_that_end_meanwhile(make: Make) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    assert process.pid is not None
+    play = make(1, committed=4, sealed=(4,), expected=("a",), pids={"a": process.pid})
+    with pytest.raises(DDictTimeoutError, match="1 handle"):
+        play.newest(SHORT_S)
+    process.kill()
+    process.join(DEADLINE_S)
+
+    within(5.0, play.newest)
+
+    assert play.coordinator.state()["committed"] == 4

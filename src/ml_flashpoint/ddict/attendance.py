@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import psutil
+
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge, writes_lost
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
@@ -37,6 +39,7 @@ class Attendance(ABC):
         sealed: checkpoints, that one included, of which every manager has a snapshot.
         expected: handles that wrote before, for one that takes over, with their leases: nothing is committed before
             they have come back, or for as long as `EXPECT_S`.
+        pids: processes of these, of which it is enough that they end.
         died: handles that wrote before, and whose processes are gone.
         taken: what was committed before a rollback took that back, and may be lost: see `Writer.assumed`.
         settle_s: seconds to wait before committing anything, for others to come back.
@@ -49,6 +52,7 @@ class Attendance(ABC):
         committed: int,
         sealed: Sequence[int],
         expected: Mapping[str, str],
+        pids: Mapping[str, int],
         died: Collection[str],
         taken: Needs,
         settle_s: float,
@@ -70,7 +74,7 @@ class Attendance(ABC):
         self._orphaned: DDictWritesLostError | None = None
         self._torn: FlashpointError | None = None  # a restore that reached some managers only
         self._restored_at = -1  # is as good as committed, although there are no copies yet
-        self._restoring = False  # managers may hold what is restored, or what was before
+        self._restoring: Any = None  # checkpoint that managers may hold already, or yet what was before
         self._newest = committed + 1
         self._oldest_told = 0
         self._committed = committed
@@ -79,6 +83,7 @@ class Attendance(ABC):
         self._persisted_ids: set[int] = set()
         self._trouble = ""
         self._expected = dict(expected)
+        self._expected_pids = dict(pids)
         self._settled_at = time.monotonic() + settle_s
         self._not_before = time.monotonic() + (max(settle_s, EXPECT_S) if expected else settle_s)
 
@@ -98,6 +103,10 @@ class Attendance(ABC):
         return dict(self._inherited)
 
     def _give_up_expected(self) -> None:
+        pids = self._expected_pids
+        for gone in [each for each in self._expected if each in pids and not psutil.pid_exists(pids[each])]:
+            self._arrived(gone)
+            self._died[gone] = self._committed + 1
         if self._expected and time.monotonic() >= self._not_before:
             _log.warning("%d handle(s) did not come back to the main manager", len(self._expected))
             self._died.update(dict.fromkeys(self._expected, self._committed + 1))
@@ -312,9 +321,10 @@ class Attendance(ABC):
             self._check_whole()
             # Before they are back it is not known what can be committed, nor that nobody writes.
             while self._expected and (left := self._not_before - time.monotonic()) > 0:
+                self._give_up_expected()
                 if time.monotonic() >= until:
                     raise DDictTimeoutError(f"{len(self._expected)} handle(s) are not back at the main manager yet")
-                self._changed.wait(max(0.0, min(left, until - time.monotonic())))
+                self._changed.wait(max(0.0, min(left, until - time.monotonic(), RETRY_S)))
             self._give_up_expected()
             wanted = self._target()
             # A rollback meanwhile can mean that less is to be committed than it was.

@@ -54,6 +54,7 @@ class Coordinator(Attendance):
         to_persist: of these, those that are due to be persisted and are not.
         expected: handles that wrote before, for one that takes over, with their leases: it commits nothing before they
             have come back, or for as long as `EXPECT_S`.
+        pids: processes of these, as far as they are on this machine.
         died: handles that wrote before, and whose processes are gone.
         taken: see `Attendance`.
         takes_over: managers may have snapshots of later checkpoints, which not all of them have.
@@ -73,6 +74,7 @@ class Coordinator(Attendance):
         sealed: Sequence[int] = (),
         to_persist: Sequence[int] = (),
         expected: Mapping[str, str] | None = None,
+        pids: Mapping[str, int] | None = None,
         died: Collection[str] = (),
         taken: Needs | None = None,
         takes_over: bool = False,
@@ -85,6 +87,7 @@ class Coordinator(Attendance):
             committed=committed,
             sealed=sealed,
             expected=expected or {},
+            pids=pids or {},
             died=died,
             taken=taken or {},
             settle_s=settle_s,
@@ -471,7 +474,7 @@ class Coordinator(Attendance):
                     self._all("restore_abort", {})
                 raise
             with self._changed:
-                self._restoring = True
+                self._restoring = fields.get("checkpoint")
             try:
                 self._commit_restored(fields, until)
             except FlashpointError as error:
@@ -527,7 +530,7 @@ class Coordinator(Attendance):
         self._sealed, self._snapshot = [], -1
         self._taken, self._inherited = {}, {}
         self._orphaned = None
-        self._restoring = False
+        self._restoring = None
 
     def close(self) -> None:
         """Stop committing."""

@@ -110,6 +110,7 @@ class Manager:
         self.taken: Needs = {}
         """See `Attendance`, as the main manager said."""
         self._restored_run = ""
+        self._again: PersistedCheckpoint | None = None
         self._incarnations = {number: incarnation}
         self._inline_bytes = 0
         self._stored: set[str] = set()
@@ -167,6 +168,7 @@ class Manager:
             sealed=sealed,
             to_persist=self._due(sealed),
             expected=alive,
+            pids={handle: pid for handle, (_, pid) in self.writers.items() if handle in alive and pid is not None},
             died=self.writers.keys() - alive.keys(),
             taken={place: need for place, need in self.taken.items() if need > committed},
             takes_over=True,
@@ -244,7 +246,10 @@ class Manager:
             self.frozen = bool(state["frozen"])
             self.run.use(str(state["run"]), state["restored"])
             committed = int(state["committed"])
-            return committed, (), self.run.restored is not None and (committed < 0 or bool(state["restoring"]))
+            # The main manager may not have taken up itself what it has others take up.
+            again = state["restoring"]
+            self._again = PersistedCheckpoint.from_fields(again) if again is not None else self.run.restored
+            return committed, (), again is not None or (self._again is not None and committed < 0)
         runs, known = set(), set(self._recoverable)
         common = set(self._recoverable)
         for manager in range(1, self.configuration.managers):
@@ -261,6 +266,7 @@ class Manager:
             raise DDictManagerLostError("it died when not all managers held what was to be restored")
         restored = self.run.restored
         # Not if there has been anything since: then it is lost what all had last.
+        self._again = restored
         restored_only = restored is not None and not common and known <= {restored.checkpoint_id}
         return max(common, default=-1), tuple(sorted(common)), restored_only
 
@@ -283,8 +289,8 @@ class Manager:
         self._recoverable = {}
 
     def _take_up_restored(self) -> None:
-        assert self.run.restored is not None
-        self.restore_prepare(self.run.restored)
+        assert self._again is not None
+        self.restore_prepare(self._again)
         self._hold_restored()
         self._recoverable = {}
 

@@ -14,6 +14,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
+from ml_flashpoint.core import checkpoint_saver
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import CapacityError, DeadlineError, SaveError
@@ -173,6 +174,28 @@ def test_a_save_given_up_while_it_commits_leaves_nothing(
     saver.fail(ticket, caught.value)
     assert list_versions(tmpfs) == []
     assert store_of(saver).resident_bytes()[0] == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, process_of = threading.Semaphore(0), NoticeBoard.process_of
+
+    def noting(board: NoticeBoard, attempt: str) -> int | None:
+        looked.release()
+        return process_of(board, attempt)
+
+    monkeypatch.setattr(NoticeBoard, "process_of", noting)
+    saver.save(version(tmpfs, 1), TENSORS)
+    pending = saver.hand_off().ticket.pending
+    assert pending is not None
+    for _ in range(3):
+        assert looked.acquire(timeout=10)
+    assert not pending.resolved.is_set()
+    monkeypatch.setattr(checkpoint_saver, "_TAKE_UP_S", 0.0)
+    assert pending.settled.wait(10)
+    assert "its process is gone" in str(pending.error)
 
 
 def test_what_a_saving_process_published_before_it_died_is_withdrawn(

@@ -53,6 +53,9 @@ _SAVES_OF_A_SAVER = 10**9
 _FAULT_RATE = 1 << 30
 _NOTICE_POLL_S = 0.002
 _ABANDONED_POLL_S = 0.1
+_TAKE_UP_S = 10.0
+"""Seconds that a process may need from the hand-off of a save until it signs for it, or can be seen to exist: it is
+pickled before its process is there, if that is started for it."""
 
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
@@ -335,6 +338,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         with self._lock:
             if self._notices is None:
                 self._notices = NoticeBoard()
+            ticket.handed_off_at = time.monotonic()
             self._handed_off[ticket.attempt] = ticket
             return HandOff(self.rank, self.world_size, self.node, ticket, self._notices)
 
@@ -354,7 +358,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     def _look_for_notice(self, ticket: SaveTicket) -> float:
         assert self._notices is not None
         answered = not self._is_worked_on(ticket)
-        alive = _is_alive(self._notices.process_of(ticket.attempt))
+        pid = self._notices.process_of(ticket.attempt)
+        alive = _is_alive(pid) or (pid is None and time.monotonic() < ticket.handed_off_at + _TAKE_UP_S)
         # Asked last: a notice posted just before the answer or the end is not missed.
         notice = self._notices.take(ticket.attempt)
         if notice is None and alive and not answered:

@@ -41,6 +41,7 @@ class SaveTicket:
         others: keys of tensors that the plan leaves to other ranks, so that they need not be staged the next
             time; None while unknown. Set by the door.
         worker: the thread that writes and seals the save, if the door says so. Once it is gone, so is the save.
+        handed_off_at: when it was handed to another process, in seconds of the monotonic clock.
         abandoned: nobody can write the save any more, although it was staged and offered.
         given_back: its arenas are no longer its own, because it failed.
         taking: it is about to take an arena, or has and is filling it.
@@ -57,6 +58,7 @@ class SaveTicket:
     spare_path: Path | None = None
     pending: PendingSave | None = field(default=None, repr=False)
     worker: threading.Thread | None = field(default=None, repr=False)
+    handed_off_at: float = 0.0
     abandoned: bool = False
     given_back: bool = False
     taking: bool = False
@@ -74,6 +76,7 @@ class SaveTicket:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.attempt, self.sequence, self.staged, self.error, self.spare_path = state
         self.spare = self.version = self.filled = self.others = self.pending = self.worker = None
+        self.handed_off_at = 0.0
         self.abandoned = self.given_back = self.taking = False
 
 

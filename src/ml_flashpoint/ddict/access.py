@@ -70,11 +70,10 @@ class Access:
         flags: int = 0,
         *,
         sequence: int | None = None,
-        until: float | None = None,
+        until: float,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
         handle = self.handle
-        deadline = handle.until() if until is None else until
         fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id}
         if flags:
             fields["f"] = flags
@@ -82,21 +81,21 @@ class Access:
             fields["x"] = sequence
 
         def send(incarnation: str | None) -> tuple[bool, str]:
-            written = self.client.put(manager, key, encoded, fields, until=deadline, expected=incarnation)
+            written = self.client.put(manager, key, encoded, fields, until=until, expected=incarnation)
             return written.done, written.incarnation
 
-        return handle.write(manager, send, deadline, lasting=bool(flags & PERSISTENT))
+        return handle.write(manager, send, until, lasting=bool(flags & PERSISTENT))
 
-    def delete(self, manager: int, key: bytes, *, sequence: int | None = None, until: float | None = None) -> bool:
+    def delete(self, manager: int, key: bytes, *, sequence: int | None = None, until: float) -> bool:
         """Delete a key at one manager; ``sequence`` as for :meth:`write`."""
         fields: dict[str, Any] = {} if sequence is None else {"x": sequence}
         # Not twice: the second time, the key would not be there.
         return bool(self._change(manager, "delete", fields, (key,), again=False, until=until)["ok"])
 
-    def add(self, manager: int, key: bytes, amount: float, default: float) -> float:
+    def add(self, manager: int, key: bytes, amount: float, default: float, *, until: float) -> float:
         """Add to a number at one manager; returns what it was before."""
         fields = {"amount": amount, "default": default}
-        before: float = self._change(manager, "add", fields, (key,), again=False)["before"]
+        before: float = self._change(manager, "add", fields, (key,), again=False, until=until)["before"]
         return before
 
     def clear(self, manager: int, *, until: float) -> None:
@@ -111,19 +110,18 @@ class Access:
         blobs: tuple[bytes, ...],
         *,
         again: bool,
-        until: float | None = None,
+        until: float,
     ) -> dict[str, Any]:
         handle = self.handle
-        deadline = handle.until() if until is None else until
         fields = {**fields, "c": handle.checkpoint_id, "w": handle.id}
 
         def send(incarnation: str | None) -> tuple[dict[str, Any], str]:
             answer = self.client.links.call(
-                manager, operation, fields, blobs, until=deadline, again=again, expected=incarnation
+                manager, operation, fields, blobs, until=until, again=again, expected=incarnation
             )
             return answer.fields, answer.incarnation
 
-        return handle.write(manager, send, deadline)
+        return handle.write(manager, send, until)
 
     def ask(self, manager: int, operation: str, key: bytes, *, until: float, **fields: Any) -> dict[str, Any]:
         """Ask a manager something about a key."""
@@ -137,9 +135,8 @@ class Access:
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
-    def keys(self, managers: Iterable[int]) -> Iterator[Any]:
+    def keys(self, managers: Iterable[int], until: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
-        until = self.handle.until()
         for key in [key for manager in managers for key in self._encoded_keys(manager, until)]:
             yield decode_key(key)
 
@@ -153,10 +150,9 @@ class Access:
             at = end
         return found
 
-    def count(self, managers: Iterable[int]) -> int:
+    def count(self, managers: Iterable[int], until: float) -> int:
         """Number of keys of these managers."""
         fields = {"c": self.handle.checkpoint_id, "once": self.only is None}
-        until = self.handle.until()
         call = self.client.links.call
         return sum(int(call(manager, "length", dict(fields), until=until).fields["n"]) for manager in managers)
 

@@ -24,11 +24,12 @@ class Batch:
         self._items: dict[int, dict[bytes, bytes]] = {}
         self._bytes: dict[int, int] = {}
 
-    def add(self, manager: int, key: bytes, inline: bytes) -> None:
+    def add(self, manager: int, key: bytes, inline: bytes, until: float) -> None:
         """Collect a write; sends what there is for this manager if that is much.
 
         Args:
             inline: the value, by `values.to_inline`.
+            until: when sending must end, in seconds of the monotonic clock.
 
         Raises:
             FlashpointError: what was sent could not be written.
@@ -37,13 +38,13 @@ class Batch:
         items[key] = inline
         self._bytes[manager] = self._bytes.get(manager, 0) + len(key) + len(inline)
         if len(items) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
-            self._send(manager)
+            self._send(manager, until)
 
     def discard(self, manager: int, key: bytes) -> None:
         """Forget a write that a later one, which does not wait, has overtaken."""
         self._items.get(manager, {}).pop(key, None)
 
-    def flush(self, until: float | None = None) -> None:
+    def flush(self, until: float) -> None:
         """Send everything.
 
         Raises:
@@ -57,18 +58,17 @@ class Batch:
         self._items.clear()
         self._bytes.clear()
 
-    def _send(self, manager: int, until: float | None = None) -> None:
+    def _send(self, manager: int, until: float) -> None:
         items = list(self._items.get(manager, {}).items())
         if not items:
             return
         handle = self._handle
-        deadline = handle.until() if until is None else until
         fields = {"c": handle.checkpoint_id, "w": handle.id}
 
         def send(incarnation: str | None) -> tuple[None, str]:
-            return None, handle.client.put_many(manager, items, fields, until=deadline, expected=incarnation)
+            return None, handle.client.put_many(manager, items, fields, until=until, expected=incarnation)
 
-        handle.write(manager, send, deadline)
+        handle.write(manager, send, until)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)

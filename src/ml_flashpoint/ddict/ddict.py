@@ -182,7 +182,10 @@ class DDict(Mapped):
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
-        return [int(each) for each in self._access.ask_main("persisted_ids")["ids"]]
+        return self._persisted_ids(self._handle.until())
+
+    def _persisted_ids(self, until: float) -> list[int]:
+        return [int(each) for each in self._access.ask_main("persisted_ids", until=until)["ids"]]
 
     def restore(self, checkpoint_id: int) -> None:
         """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
@@ -196,9 +199,12 @@ class DDict(Mapped):
             DamagedError: it is not what was written.
         """
         checked_checkpoint_id("checkpoint_id", checkpoint_id)
+        self._restore(checkpoint_id, self._handle.until())
+
+    def _restore(self, checkpoint_id: int, until: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        self._access.ask_main("restore", checkpoint_id=checkpoint_id)
+        self._access.ask_main("restore", until=until, checkpoint_id=checkpoint_id)
         self._handle.restored(checkpoint_id)
 
     def advance(self) -> int:
@@ -207,10 +213,11 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: this is the last.
         """
-        later = [each for each in self.persisted_ids() if each > self.checkpoint_id]
+        until = self._handle.until()
+        later = [each for each in self._persisted_ids(until) if each > self.checkpoint_id]
         if not later:
             raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
-        self.restore(later[0])
+        self._restore(later[0], until)
         return later[0]
 
     # ---- managers -----------------------------------------------------------------------------------------

@@ -74,9 +74,9 @@ class Mapped(MutableMapping[Any, Any]):
 
     def bput(self, key: Any, value: Any) -> None:
         """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
-        self._flush()
-        encoded_key, encoded = encode_key(key), values.encode(value)
         until = self._handle.until()
+        self._flush(until)
+        encoded_key, encoded = encode_key(key), values.encode(value)
         for manager in self._access.managers:
             self._access.write(manager, encoded_key, encoded, BROADCAST, until=until)
 
@@ -99,22 +99,24 @@ class Mapped(MutableMapping[Any, Any]):
         assert lost is not None
         raise lost
 
-    def _put(self, key: Any, value: Any, flags: int = 0) -> None:
+    def _put(self, key: Any, value: Any, flags: int = 0, *, until: float | None = None) -> None:
+        until = self._handle.until() if until is None else until
         encoded_key, encoded = encode_key(key), values.encode(value)
         manager = self._access.manager_of(encoded_key)
         if self._batch is not None:
             if encoded.nbytes < INLINE_LIMIT and not flags:
                 self._handle.check_writable()
-                self._batch.add(manager, encoded_key, values.to_inline(encoded))
+                self._batch.add(manager, encoded_key, values.to_inline(encoded), until)
                 return
             self._batch.discard(manager, encoded_key)
-        self._access.write(manager, encoded_key, encoded, flags)
+        self._access.write(manager, encoded_key, encoded, flags, until=until)
 
     def __delitem__(self, key: Any) -> None:
-        self._flush()
+        until = self._handle.until()
+        self._flush(until)
         encoded = encode_key(key)
         try:
-            self._access.delete(self._access.manager_of(encoded), encoded)
+            self._access.delete(self._access.manager_of(encoded), encoded, until=until)
         except DDictKeyError as error:
             raise _key_error(key, error) from None
 
@@ -128,10 +130,13 @@ class Mapped(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
-        encoded = encode_key(key)
-        manager = self._access.manager_of(encoded)
         until = self._handle.until()
         self._flush(until)
+        return self._pop(key, default, until)
+
+    def _pop(self, key: Any, default: Any, until: float) -> Any:
+        encoded = encode_key(key)
+        manager = self._access.manager_of(encoded)
         try:
             while True:
                 found = self._access.get(manager, encoded, copy=True, until=until)
@@ -150,14 +155,15 @@ class Mapped(MutableMapping[Any, Any]):
         """
         none: Any = object()
         until = self._handle.until()
+        self._flush(until)
         while True:
-            for key in self:
-                value = self.pop(key, none)
+            for key in self._access.keys(self._access.managers, until):
+                value = self._pop(key, none, until)
                 if value is not none:
                     return key, value
                 if time.monotonic() >= until:
                     raise DDictTimeoutError("others were always faster")
-            if not len(self):
+            if not self._access.count(self._access.managers, until):
                 raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -184,9 +190,10 @@ class Mapped(MutableMapping[Any, Any]):
         for argument, number in (("amount", amount), ("default", default)):
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
-        self._flush()
+        until = self._handle.until()
+        self._flush(until)
         encoded = encode_key(key)
-        return self._access.add(self._access.manager_of(encoded), encoded, amount, default)
+        return self._access.add(self._access.manager_of(encoded), encoded, amount, default, until=until)
 
     def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
         """Wait until a key has a value, and return it.
@@ -217,18 +224,19 @@ class Mapped(MutableMapping[Any, Any]):
 
     def update(self, other: Any = (), /, **named: Any) -> None:
         """Write many keys; small values travel together."""
+        until = self._handle.until()
         items = other.items() if isinstance(other, Mapping) else other
         nested = self._batch is not None
         self.start_batch_put()
         try:
             for key, value in itertools.chain(items, named.items()):
-                self._put(key, value)
+                self._put(key, value, until=until)
         except BaseException:
             if not nested:
                 self._batch = None
             raise
         if not nested:
-            self.end_batch_put()
+            self._end_batch(until)
 
     def start_batch_put(self) -> None:
         """Collect small values from now on, and send them together: when there are many, and at `end_batch_put`.
@@ -244,19 +252,22 @@ class Mapped(MutableMapping[Any, Any]):
         Raises:
             FlashpointError: some of it could not be written.
         """
+        self._end_batch(self._handle.until())
+
+    def _end_batch(self, until: float) -> None:
         batch, self._batch = self._batch, None
         if batch is not None:
-            batch.flush(self._handle.until())
+            batch.flush(until)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._access.keys(self._access.managers)
+        yield from self._access.keys(self._access.managers, self._handle.until())
 
     def __len__(self) -> int:
-        return self._access.count(self._access.managers)
+        return self._access.count(self._access.managers, self._handle.until())
 
     def keys(self) -> list[Any]:  # type: ignore[override]
         """All keys at the checkpoint of this handle."""
-        return list(self)
+        return list(iter(self))  # or `list` would ask for the length, too
 
     def values(self) -> list[Any]:  # type: ignore[override]
         """All values at the checkpoint of this handle."""
@@ -280,7 +291,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
-        return list(self._access.keys(self._access.local))
+        return list(self._access.keys(self._access.local, self._handle.until()))
 
     def local_values(self) -> list[Any]:
         """Values that managers on this node have."""
@@ -292,9 +303,9 @@ class Mapped(MutableMapping[Any, Any]):
 
     def local_length(self) -> int:
         """Number of keys that managers on this node have."""
-        return self._access.count(self._access.local)
+        return self._access.count(self._access.local, self._handle.until())
 
-    def _flush(self, until: float | None = None) -> None:
+    def _flush(self, until: float) -> None:
         if self._batch is not None:
             self._batch.flush(until)
 

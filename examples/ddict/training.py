@@ -99,6 +99,8 @@ def training_fn(ddict: DDict, restart: bool, options: argparse.Namespace) -> Non
         dist.barrier()
         ddict.checkpoint()
         if rank == 0:
+            # What is said to be finished is not lost again, whatever is.
+            ddict.wait_for_commit()
             print(f"Epoch [{epoch + 1}/{options.epochs}], Loss: {loss.item():.4f}", flush=True)
 
     if options.save and rank == 0:

@@ -144,6 +144,26 @@ def test_the_newest_is_awaited_no_longer_than_the_time_given(make: Make) -> None
     assert within(SHORT_S, wait) >= SHORT_S
 
 
+def test_a_checkpoint_is_awaited_until_it_is_committed_and_no_longer_than_the_time_given(make: Make) -> None:
+    play = make()
+    gate = play.managers.close_gate("seal")
+    play.join("a")
+    play.move("a", 1)
+
+    def wait() -> None:
+        with pytest.raises(DDictTimeoutError) as raised:
+            play.coordinator.await_commit("a", 0, SHORT_S)
+        assert raised.value.checkpoint_id == 0
+
+    assert within(SHORT_S, wait) >= SHORT_S
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(play.coordinator.await_commit("a", 0, 60.0)["committed"]))
+    waiting.start()
+    gate.set()
+    waiting.join(DEADLINE_S)
+    assert found == [0]
+
+
 def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come(make: Make) -> None:
     play = make()
     play.join("a")

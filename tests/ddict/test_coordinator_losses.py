@@ -36,6 +36,50 @@ def test_a_handle_is_told_when_a_manager_comes_back_without_its_writes(make: Mak
     assert play.newest() == 1
 
 
+def test_a_handle_that_waits_for_its_commit_is_told_of_a_loss_at_once(make: Make) -> None:
+    play = make()
+    play.join("a")
+    gate = play.managers.close_gate("prepare")
+    play.move("a", 1, play.write(1, 0))
+    play.managers.incarnations[1] = "second"
+    told: list[DDictWritesLostError] = []
+
+    def wait() -> None:
+        with pytest.raises(DDictWritesLostError) as raised:
+            play.coordinator.await_commit("a", 0, 10 * DEADLINE_S)
+        told.append(raised.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    gate.set()
+    waiting.join(DEADLINE_S)
+    assert [error.manager for error in told] == [1]
+
+
+@pytest.mark.parametrize("waits", ["a writer", "a reader"])
+def test_who_waits_for_a_commit_is_told_of_lost_writes_of_handles_that_are_gone(make: Make, waits: str) -> None:
+    play = make()
+    for handle in ("gone", "a writer"):
+        play.join(handle)
+        play.move(handle, 1)
+    assert play.newest() == 0
+    gate = play.managers.close_gate("prepare")
+    play.move("gone", 2, play.write(0, 1, fresh=False))
+    play.coordinator.leave("gone", 2, [play.write(0, 1, fresh=False)])
+    play.managers.incarnations[0] = "second"
+    play.move("a writer", 2)
+    gate.set()
+
+    with pytest.raises(DDictWritesLostError):
+        play.coordinator.await_commit(waits, 1, DEADLINE_S)
+
+    if waits == "a writer":  # then nothing is committed before it has done what it was told
+        assert play.newest() == 0
+        play.rollback(waits, 0)
+        play.move(waits, 3)
+        assert play.newest() == 2
+
+
 def test_a_handle_is_told_until_it_has_gone_back_far_enough(make: Make) -> None:
     play = make()
     play.join("a")

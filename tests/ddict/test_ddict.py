@@ -727,6 +727,29 @@ def test_the_newest_committed_checkpoint_is_what_all_writers_have_moved_past(d: 
     assert slow["fast"] == 0
 
 
+def test_a_commit_is_waited_for(d: DDict) -> None:
+    colleague, start = other(d), d.checkpoint_id
+    d["mine"], colleague["theirs"] = 1, 1
+    with pytest.raises(InvalidArgumentError, match="checkpoint_id"):
+        d.wait_for_commit(start)
+    d.checkpoint()
+    with pytest.raises(DDictTimeoutError) as raised:
+        d.wait_for_commit(timeout=0.1)
+    assert raised.value.checkpoint_id == start
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(d.wait_for_commit)
+        colleague.checkpoint()
+        assert waiting.result(DEADLINE_S) == start
+    assert other(d).wait_for_commit(start) == start
+    assert not d._handle._unsure
+    colleague.detach()
+    for timeout in (0, -1, "soon", True):
+        with pytest.raises(InvalidArgumentError, match="timeout"):
+            d.wait_for_commit(timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="timeout"):
+            d.wait_for("mine", timeout=timeout)  # type: ignore[arg-type]
+
+
 def test_a_reader_does_not_hold_up_commits(d: DDict) -> None:
     start = d.checkpoint_id
     reader = other(d)
@@ -1048,6 +1071,7 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
         calls |= {
             "sync": lambda handle: handle.sync_to_newest_checkpoint(),
             "committed": lambda handle: handle.committed_checkpoint_id,
+            "wait_for_commit": lambda handle: handle.wait_for_commit(0),
             "frozen": lambda handle: handle.is_frozen,
             "persisted": lambda handle: handle.persisted_ids(),
             "attach": lambda handle: DDict.attach(handle.serialize(), timeout=timeout_s),

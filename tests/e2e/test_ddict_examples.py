@@ -213,10 +213,11 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
         output = program.end()
         assert re.search(rf"manager {manager} of \S+ \(pid {lost}\) was killed by SIGKILL and is started again", output)
         assert output.index("is started again") < output.index(f"Epoch [{EPOCHS}/{EPOCHS}]"), "too late"
-    assert sorted(set(epochs_of(output))) == list(range(1, EPOCHS + 1)), "an epoch was left out"
-    for earlier, later in zip(epochs_of(output), epochs_of(output)[1:], strict=False):
-        # Commits are a working set and two behind at most: of the epochs that were printed, the last four can be lost.
-        assert later >= earlier - 3, "it went back by more than commits may be behind"
+    finished = epochs_of(output)
+    assert finished == sorted(set(finished)), "an epoch that was finished was trained again"
+    went_on_with = [int(epoch) for epoch in re.findall(r"^Rank 0 goes on with epoch (\d+)$", output, re.MULTILINE)]
+    for epoch in set(range(1, EPOCHS + 1)) - set(finished):
+        assert epoch + 1 in went_on_with, "an epoch was left out"  # else its rank ended before it could print
     assert_same_bits(saved(tmp_path), uninterrupted)
 
 

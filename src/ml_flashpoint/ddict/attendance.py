@@ -338,6 +338,32 @@ class Attendance(ABC):
             self._begin_anew()
             return self._state()
 
+    def await_commit(self, handle: str, checkpoint_id: int, timeout_s: float) -> dict[str, Any]:
+        """Wait until a checkpoint is committed, for a handle that may be one that writes.
+
+        Raises:
+            DDictWritesLostError: what :meth:`move` would raise.
+            DDictTimeoutError: it was not in time.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while self._committed < checkpoint_id:
+                self._check_whole()
+                writer = self._writers.get(handle)
+                if writer is not None:
+                    if writer.lost is not None:
+                        raise writer.lost
+                    writer.told = writer.told or self._orphaned is not None
+                self._raise_orphaned()
+                left = until - time.monotonic()
+                if left <= 0:
+                    why = f": {self._trouble}" if self._trouble else ""
+                    raise DDictTimeoutError(
+                        f"checkpoint {checkpoint_id} is not committed yet{why}", checkpoint_id=checkpoint_id
+                    )
+                self._changed.wait(left)
+            return self._state()
+
     def _begin_anew(self) -> None:
         """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""
         if not self._writers and not self._expected:

@@ -163,6 +163,25 @@ class DDict(Mapped):
         self._handle.sync(until)
         return self.checkpoint_id
 
+    def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
+        """Wait until a checkpoint is committed, and can be gone back to whatever is lost; returns the newest that is.
+
+        Args:
+            checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last.
+            timeout: seconds; None: the dictionary's.
+
+        Raises:
+            InvalidArgumentError: this handle still writes there.
+            DDictWritesLostError: a manager came back without what this handle wrote, so it will not be.
+            DDictTimeoutError: it was not in time: others have not moved past it, or have no copies of it.
+        """
+        if checkpoint_id is None:
+            checkpoint_id = self.checkpoint_id - 1
+        else:
+            checked_checkpoint_id("checkpoint_id", checkpoint_id)
+        until = self._handle.until(None if timeout is None else checked_timeout(timeout))
+        return self._handle.await_commit(checkpoint_id, until)
+
     @property
     def committed_checkpoint_id(self) -> int:
         """The newest committed checkpoint; -1: none yet."""

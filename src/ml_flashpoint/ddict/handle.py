@@ -185,6 +185,15 @@ class Handle:
         if error.manager is not None and error.checkpoint_id is not None:
             self._lost[error.manager] = error.checkpoint_id
 
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except DDictWritesLostError as error:
+            with self._lock:
+                self._note_loss(error)
+            raise
+
     def _join(self, until: float) -> None:
         with self._turn(until):
             if self._joined:
@@ -209,12 +218,8 @@ class Handle:
             self._finish_rollback(until)
             if self._joined:
                 fields = self._fields(checkpoint_id)
-                try:
+                with self._noting_loss():
                     self._note(self.client.links.call(0, "move", fields, until=until).fields)
-                except DDictWritesLostError as error:
-                    with self._lock:
-                        self._note_loss(error)
-                    raise
             self._standing.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
@@ -276,6 +281,31 @@ class Handle:
             return _Unsure(unsure.incarnation)  # the loss was told, and this is the answer to it
         kept = {each: need for each, need in unsure.needs.items() if each <= to or not discard}
         return _Unsure(unsure.incarnation, kept)
+
+    def await_commit(self, checkpoint_id: int, until: float) -> int:
+        """Wait until a checkpoint is committed. Returns the newest that is.
+
+        Raises:
+            InvalidArgumentError: this handle writes there, or below, so it would wait for itself.
+            DDictWritesLostError: a manager came back without what this handle wrote.
+            DDictTimeoutError: it was not in time.
+        """
+        with self._turn(until):
+            self._finish_rollback(until)
+            if self._joined and checkpoint_id >= self.checkpoint_id:
+                raise InvalidArgumentError(
+                    f"is not behind this handle, which is at {self.checkpoint_id}",
+                    argument="checkpoint_id",
+                    value=checkpoint_id,
+                    hint="checkpoint() first",
+                )
+        fields = {"w": self.id, "checkpoint_id": checkpoint_id}
+        with self._noting_loss():
+            state = self.client.links.call(0, "await_commit", fields, until=until).fields
+        with self._lock:
+            self._note_run(state)
+            self._forget_committed(int(state["committed"]))
+        return int(state["committed"])
 
     def sync(self, until: float) -> None:
         """Go to the newest committed checkpoint."""

@@ -18,6 +18,7 @@ from ml_flashpoint.ddict.access import Access
 from ml_flashpoint.ddict.batch import Batch
 from ml_flashpoint.ddict.client import INLINE_LIMIT
 from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.creation import checked_timeout
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import encode_key
@@ -200,14 +201,14 @@ class Mapped(MutableMapping[Any, Any]):
 
         Args:
             value: what it must be equal to, or a function that says whether it will do; nothing: anything.
-            timeout: seconds; None: the dictionary's.
+            timeout: seconds, more than 0; None: the dictionary's.
 
         Raises:
             DDictTimeoutError: it did not come in time.
         """
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
-        until = self._handle.until(timeout)
+        until = self._handle.until(None if timeout is None else checked_timeout(timeout))
         seen = 0
         while True:
             if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen)["ok"]:

@@ -248,6 +248,13 @@ def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 
 
 @operation
+def _await_commit(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    coordinator = _coordinator(manager, fields)
+    state = coordinator.await_commit(text(fields, "w"), integer(fields, "checkpoint_id", -1), left_of(fields))
+    return {**state, "run": manager.run.run_id}, ()
+
+
+@operation
 def _state(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     state = _coordinator(manager, fields).state()
     return {**state, "frozen": manager.frozen, **manager.run.fields()}, ()

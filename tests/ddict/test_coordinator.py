@@ -269,6 +269,20 @@ def test_after_the_death_of_all_one_goes_on_from_what_all_had_finished(make: Mak
     assert play.newest() == 4  # what died before does not hold up those who go on
 
 
+def test_a_death_that_is_only_about_to_be_noticed_counts_for_who_goes_on(make: Make) -> None:
+    play = make()
+    for handle in "ab":
+        play.coordinator.lease_began(f"lease of {handle}", handle, is_gone=lambda: True)
+        play.join(handle)
+        play.move(handle, 3)
+
+    assert play.newest() == 2
+
+    play.join("c", 3)
+    play.move("c", 4)
+    assert play.newest() == 3
+
+
 def test_a_handle_that_left_counts_no_more(make: Make) -> None:
     play = make()
     play.join("a")

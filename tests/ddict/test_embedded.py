@@ -26,7 +26,7 @@ from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTim
 from ml_flashpoint.ddict.nursery import MOST_DEATHS
 from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
 from tests.support.forked import wait_until
-from tests.support.processes import child_environment
+from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_entries
 
 pytestmark = pytest.mark.slow
@@ -392,7 +392,7 @@ def test_managers_end_when_the_nursery_is_killed_and_the_creator_notices(tmpfs: 
 
 def test_a_stopped_manager_without_a_nursery_is_killed(tmpfs: Path) -> None:
     with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
-        os.kill(runtime.pids()[0], signal.SIGSTOP)
+        suspend(runtime.pids()[0])
         os.kill(runtime.nursery_pid, signal.SIGKILL)
         runtime.stop(timeout_s=0.3)
         assert watch.alive() == []
@@ -404,7 +404,7 @@ def test_a_nursery_that_does_not_answer_is_killed_with_its_managers(tmpfs: Path)
     with started(tmpfs, 2, "deaf") as runtime:
         nursery = runtime.nursery_pid
         with watching(nursery, *runtime.pids().values()) as watch:
-            os.kill(nursery, signal.SIGSTOP)
+            suspend(nursery)
             runtime.stop(timeout_s=0.1)
             assert watch.alive() == []
     assert list(tmpfs.iterdir()) == []
@@ -412,7 +412,7 @@ def test_a_nursery_that_does_not_answer_is_killed_with_its_managers(tmpfs: Path)
 
 def test_managers_remove_the_folder_when_creator_and_nursery_are_killed(tmpfs: Path) -> None:
     with creator(tmpfs, 3) as one, watching(*one.managers) as watch:
-        os.kill(one.nursery, signal.SIGSTOP)  # so that it does nothing between the two
+        suspend(one.nursery)  # so that it does nothing between the two
         one.process.kill()
         one.process.wait(DEADLINE_S)
         os.kill(one.nursery, signal.SIGKILL)
@@ -424,7 +424,7 @@ def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
     with creator(tmpfs, 2) as one, started(tmpfs, 1) as in_use:
         with watching(one.nursery, *one.managers) as watch:
             for pid in (one.nursery, one.process.pid, *one.managers):
-                os.kill(pid, signal.SIGSTOP)
+                suspend(pid)
             for pid in (one.process.pid, one.nursery, *one.managers):
                 os.kill(pid, signal.SIGKILL)
             watch.await_end()

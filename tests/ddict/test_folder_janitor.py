@@ -18,6 +18,7 @@ from ml_flashpoint.ddict import folder_janitor
 from ml_flashpoint.ddict.folder_janitor import Janitor, remove_now
 from ml_flashpoint.ddict.runtime_folder import FolderHold, join_folder, sweep
 from tests.support.forked import wait_until
+from tests.support.processes import suspend
 
 DEADLINE_S = 20.0
 
@@ -26,6 +27,7 @@ import sys, time
 from pathlib import Path
 from ml_flashpoint.ddict.folder_janitor import Janitor
 from ml_flashpoint.ddict.runtime_folder import join_folder
+
 hold = join_folder(Path(sys.argv[1]))
 janitor = Janitor(hold.folder, float(sys.argv[2]), sys.argv[3])
 print("held", flush=True)
@@ -179,7 +181,7 @@ def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder(
     hold = join_folder(folder)
     janitor = Janitor(folder, 600.0)
     (process,) = janitors(folder)
-    process.suspend()
+    suspend(process.pid)
     monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
 
     hold.close()
@@ -196,7 +198,7 @@ def test_a_dismissed_janitor_that_wakes_up_late_leaves_a_folder_that_others_hold
     hold = join_folder(folder)
     janitor = Janitor(folder, 600.0)
     (process,) = janitors(folder)
-    process.suspend()
+    suspend(process.pid)
     monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
 
     janitor.dismiss()

@@ -35,7 +35,7 @@ from ml_flashpoint.ddict.native import (
     this_process,
 )
 from tests.support.forked import wait_until
-from tests.support.processes import child_environment
+from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_members
 
 pytestmark = pytest.mark.slow
@@ -202,7 +202,7 @@ def test_a_member_that_does_not_heed_is_killed(tmp_path: Path, monkeypatch: pyte
 def test_the_others_end_although_a_barrier_does_not_answer(tmp_path: Path) -> None:
     with barrier_elsewhere(tmp_path) as (maker, barrier):
         assert barrier.n_waiting == 0
-        maker.send_signal(signal.SIGSTOP)
+        suspend(maker.pid)
         with group_of(2, ddict_members.hang, str(tmp_path), False, barrier) as group:
             lost = group.puids[0]
             os.kill(group.pids[lost], signal.SIGKILL)
@@ -475,7 +475,7 @@ def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, mon
             other.join(DEADLINE_S)
 
         meet()  # so this thread's line is one that has waited
-        maker.send_signal(signal.SIGSTOP)
+        suspend(maker.pid)
         with monkeypatch.context() as patched:
             patched.setattr(native_barrier, "_REPLY_S", 0.1)
             for ask in (lambda: barrier.n_waiting, lambda: barrier.broken, barrier.reset):

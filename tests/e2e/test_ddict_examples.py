@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.support.cluster import REPOSITORY
-from tests.support.processes import CapturedProcess, kill_marked, marked_processes
+from tests.support.processes import CapturedProcess, kill_marked, marked_processes, suspend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -225,7 +225,7 @@ def lose_node(program: Program, lost: int, tmpfs: Path, manager: int) -> None:
     """A manager and all that it has in memory, gone before anything starts it again."""
     nursery = psutil.Process(lost).parent()
     assert nursery is not None
-    nursery.suspend()
+    suspend(nursery.pid)
     try:
         os.kill(lost, signal.SIGKILL)
         (base,) = tmpfs.iterdir()

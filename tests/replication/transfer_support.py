@@ -9,7 +9,6 @@ import contextlib
 import json
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from ml_flashpoint.core.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.replication.channel import Channel, connect
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
+from tests.support.processes import suspend
 
 SECRET = b"the secret of the job that tests"
 VERSION = "step-5_ckpt"
@@ -283,7 +283,7 @@ class PeerProcess:
 
     def stop(self) -> None:
         """Freeze it: it stays connected and does nothing."""
-        self._process.send_signal(signal.SIGSTOP)
+        suspend(self._process.pid)
 
     def tell(self) -> Any:
         """The next thing that it says."""

@@ -19,6 +19,7 @@ import psutil
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+from tests.support.processes import suspend
 
 DEADLINE_S = 30.0
 
@@ -52,8 +53,7 @@ def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) ->
     pid = pid_of(dictionary, manager)
     with contextlib.suppress(ProcessLookupError):
         if lose_node:
-            os.kill(pid, signal.SIGSTOP)  # its successor, which comes at once, must not find anything
-            await_that(lambda: psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
+            suspend(pid)  # its successor, which comes at once, must not find anything
             node = dictionary._configuration.node_folder(manager)
             shutil.rmtree(node, ignore_errors=True)
         os.kill(pid, signal.SIGKILL)
@@ -63,7 +63,7 @@ def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) ->
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process that does nothing meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         yield
     finally:

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.processes import suspend
+
 DEADLINE_S = 60.0
 
 _PRELOADED = [
@@ -137,7 +139,7 @@ class Child:
 
     def stop(self) -> None:
         """SIGSTOP: it hangs, with its sockets open."""
-        os.kill(self.pid, signal.SIGSTOP)
+        suspend(self.pid)
 
     def go_on(self) -> None:
         """SIGCONT."""

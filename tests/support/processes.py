@@ -28,6 +28,23 @@ def child_environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
+def suspend(pid: int) -> None:
+    """SIGSTOP; on return the process does nothing any more, or has ended."""
+    os.kill(pid, signal.SIGSTOP)
+    give_up = time.monotonic() + KILL_DEADLINE_S
+    while not all(_is_still(task) for task in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < give_up, f"{pid} does not stop"
+        time.sleep(0.001)  # the kernel tells only the parent
+
+
+def _is_still(stat: Path) -> bool:
+    try:
+        state = stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "TtZX"
+
+
 class CapturedProcess:
     """A child in a session of its own, with stdout and stderr collected together, line by line.
 

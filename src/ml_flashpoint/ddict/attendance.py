@@ -11,7 +11,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -28,6 +29,15 @@ EXPECT_S = 20.0
 RETRY_S = 0.2
 
 _MOST_LEFT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """A connection that keeps a process's handles attached, see `Attendance.lease_began`."""
+
+    holder: object
+    pid: int | None
+    is_gone: Callable[[], bool]
 
 
 class Attendance(ABC):
@@ -60,8 +70,7 @@ class Attendance(ABC):
         self._rules = rules
         self._changed = threading.Condition()
         self._writers: dict[str, Writer] = {}
-        self._leases: dict[str, object] = {}
-        self._pids: dict[str, int | None] = {}
+        self._leases: dict[str, _Lease] = {}
         self._departed = committed + 1
         self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
         self._departed_wrote: Needs = dict(taken)
@@ -116,19 +125,25 @@ class Attendance(ABC):
         """Handles that write, each with its lease and, if that is on this machine, its process: for one that takes
         over."""
         with self._changed:
-            return {name: (writer.lease, self._pids.get(writer.lease)) for name, writer in self._writers.items()}
+            pids = {lease: its.pid for lease, its in self._leases.items()}
+            return {name: (writer.lease, pids.get(writer.lease)) for name, writer in self._writers.items()}
 
     def lease_began(
-        self, lease: str, holder: object, pid: int | None = None, handles: Collection[str] | None = None
+        self,
+        lease: str,
+        holder: object,
+        pid: int | None = None,
+        handles: Collection[str] | None = None,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         """A process has a connection that keeps its handles attached.
 
         Args:
             handles: all that it has, so that others of it are not waited for; None: not known.
+            is_gone: whether the connection has ended, although nobody has said so yet.
         """
         with self._changed:
-            self._leases[lease] = holder
-            self._pids[lease] = pid
+            self._leases[lease] = _Lease(holder, pid, is_gone)
             if handles is not None:
                 for gone in [each for each, its in self._expected.items() if its == lease and each not in handles]:
                     self._arrived(gone)
@@ -283,9 +298,10 @@ class Attendance(ABC):
     def lease_ended(self, lease: str, holder: object) -> None:
         """The process that held a lease is gone, and so are its handles; unless it has another connection by now."""
         with self._changed:
-            if self._leases.get(lease) is not holder:
+            its = self._leases.get(lease)
+            if its is None or its.holder is not holder:
                 return
-            del self._leases[lease], self._pids[lease]
+            del self._leases[lease]
             for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
                 self._died[handle] = self._writers[handle].position
                 self._remove(handle)
@@ -326,6 +342,10 @@ class Attendance(ABC):
                     raise DDictTimeoutError(f"{len(self._expected)} handle(s) are not back at the main manager yet")
                 self._changed.wait(max(0.0, min(left, until - time.monotonic(), RETRY_S)))
             self._give_up_expected()
+            # Whoever asks may know already of processes that died, and must not find them writing.
+            for lease, its in list(self._leases.items()):
+                if its.is_gone():
+                    self.lease_ended(lease, its.holder)
             wanted = self._target()
             # A rollback meanwhile can mean that less is to be committed than it was.
             while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:

@@ -192,7 +192,7 @@ def _lease(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     coordinator = _coordinator(manager, fields)
     session.lease = text(fields, "lease")
     handles = [str(each) for each in list_of(fields, "handles")]
-    coordinator.lease_began(session.lease, session, session.peer.pid, handles)
+    coordinator.lease_began(session.lease, session, session.peer.pid, handles, session.peer.is_gone)
     return {}, ()
 
 

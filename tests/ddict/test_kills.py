@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -57,13 +57,13 @@ class Writer:
         self.told = 0
         self.slowest_s = 0.0
         self.failure: BaseException | None = None
-        self._stop = threading.Event()
+        self._last: int | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while self._last is None or self.handle.checkpoint_id < self._last:
                 try:
                     self._step()
                 except DDictWritesLostError as error:
@@ -99,13 +99,25 @@ class Writer:
         if self.failure is not None:
             raise self.failure
 
-    def end(self) -> None:
-        """Stop after the step that is under way; fails if there was an error other than the documented ones."""
-        self._stop.set()
+    def end_at(self, checkpoint_id: int) -> None:
+        """Stop at this checkpoint."""
+        self._last = checkpoint_id
+
+    def await_end(self) -> None:
+        """Fails if there was an error other than the documented ones."""
         self._thread.join(3 * DEADLINE_S)
         assert not self._thread.is_alive(), "a call hangs"
         self.check()
         assert self.slowest_s < TIMEOUT_S + 1.0
+
+
+def end_all(writers: Collection[Writer]) -> None:
+    """Have writers stop, all at the same checkpoint: one that went on alone would wait for the others in vain."""
+    last = max(writer.handle.checkpoint_id for writer in writers) + 10
+    for writer in writers:
+        writer.end_at(last)
+    for writer in writers:
+        writer.await_end()
 
 
 def check_committed(dictionary: DDict, writers: dict[str, Writer], *, at_least: int) -> int:
@@ -152,8 +164,7 @@ def test_killed_managers_cost_nothing_that_was_committed(nodes: int, kills: int)
             # One at a time: when something was committed since, there are copies again.
             runtime_of(dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)
             committed = await_committed(dictionary, committed + 2, writers)
-        for writer in writers.values():
-            writer.end()
+        end_all(writers.values())
         check_committed(dictionary, writers, at_least=committed)
         pids = list(runtime_of(dictionary).pids().values())
     assert not files_in(base)
@@ -215,7 +226,7 @@ def test_killed_writers_cost_nothing_that_was_committed(seed: int) -> None:
             await_committed(dictionary, first + 1, {"survivor": survivor})
             for number in read_committed(dictionary, [*((name, number) for number in range(4)), (name, "big")]):
                 assert first <= number
-        survivor.end()
+        end_all([survivor])
         check_committed(dictionary, {"survivor": survivor}, at_least=0)
         before = sum(each.used_bytes for each in dictionary.stats())
         assert before < 64 << 20, "what killed writers had begun takes memory for ever"

@@ -1,7 +1,8 @@
 """One manager: its share of the keys, their values, and what it does for the others.
 
-Owns the lock around the shard, the memory that values may take, and a manager's life: fresh, recovering, lost. What
-requests mean is `operations`'. It knows neither how its process was started nor how peers find it: that is given to it.
+Owns the lock around the shard, the memory that values may take, and what checkpoints hold of it. What requests mean is
+`operations`', coming back from a death `manager_recovery`'s. It knows neither how its process was started nor how peers
+find it: that is given to it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.errors import FlashpointError, ProtocolError
 from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.ddict import persisted_parts
-from ml_flashpoint.ddict.accounts import Needs, from_list, merge, writers_of
+from ml_flashpoint.ddict.accounts import Needs
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.connection import Peer
@@ -28,10 +27,11 @@ from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError
 from ml_flashpoint.ddict.links import Links, Locate
+from ml_flashpoint.ddict.manager_recovery import ManagerRecovery
 from ml_flashpoint.ddict.persisted_run import PersistedRun
 from ml_flashpoint.ddict.room import Room
 from ml_flashpoint.ddict.shard import Shard
-from ml_flashpoint.ddict.snapshots import Pin, SnapshotRecord, Snapshots
+from ml_flashpoint.ddict.snapshots import Pin, Snapshots
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PEER_S = 10.0
-_RECOVERY_S = 60.0
-_SETTLE_S = 2.0
+PEER_S = 10.0
+"""Seconds that a question to another manager may take."""
+
 _ROOM_S = 0.5
 _LOOK_S = 1.0
 _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
@@ -100,18 +100,11 @@ class Manager:
         self.links = Links(locate, configuration.secret)
         self.run = PersistedRun(configuration, is_main=number == 0)
         self.persister = self.run.persister
-        self._restarted = restarted
-        self._ready = threading.Event()
-        self._found = threading.Event()
-        self._failure: FlashpointError | None = None
-        self._recoverable: dict[int, Sequence[Entry]] = {}
         self.writers: dict[str, tuple[str, int | None]] = {}
         """Handles that wrote at the last commit, as the main manager said: see `Attendance.writers`."""
         self.taken: Needs = {}
         """See `Attendance`, as the main manager said."""
         self._restored_run = ""
-        self._again: PersistedCheckpoint | None = None
-        self._incarnations = {number: incarnation}
         self._inline_bytes = 0
         self._stored: set[str] = set()
         self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
@@ -130,6 +123,8 @@ class Manager:
             incarnation=self.incarnation,
             host=host,
         )
+        self.recovery = ManagerRecovery(self) if restarted else None
+        self._started = threading.Event()  # requests may come before
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -137,13 +132,11 @@ class Manager:
         """Begin to serve; recovery, if there is anything to recover, goes on in the background."""
         if self.rules.replicated:
             self.snapshots.start()
-        if not self._restarted:
-            self._found.set()
-            if self.number == 0:
-                self.coordinator = self._new_coordinator()
-            self._ready.set()
-            return
-        threading.Thread(target=self._recover, name="ddict-recover", daemon=True).start()
+        if self.recovery is not None:
+            self.recovery.start()
+        elif self.number == 0:
+            self.coordinator = self.new_coordinator()
+        self._started.set()
 
     def close(self) -> None:
         """End. Files stay where they are."""
@@ -155,154 +148,35 @@ class Manager:
         self.persister.close()
         self.store.close()
 
-    def _new_coordinator(self, **taken_over: Any) -> Coordinator:
+    def new_coordinator(self, **taken_over: Any) -> Coordinator:
+        """What makes this one the main manager; see `Coordinator` for what one is told that takes over."""
         self.run.begin()
         return Coordinator(self.rules, self._call, self.run.complete, unpersist=self.run.remove_above, **taken_over)
 
-    def _take_over(self, committed: int, sealed: Sequence[int], restored_only: bool) -> Coordinator:
-        alive = {
-            handle: lease for handle, (lease, pid) in self.writers.items() if pid is None or psutil.pid_exists(pid)
-        }
-        coordinator = self._new_coordinator(
-            committed=committed,
-            sealed=sealed,
-            to_persist=self._due(sealed),
-            expected=alive,
-            pids={handle: pid for handle, (_, pid) in self.writers.items() if handle in alive and pid is not None},
-            died=self.writers.keys() - alive.keys(),
-            taken={place: need for place, need in self.taken.items() if need > committed},
-            takes_over=True,
-            restored=self.run.restored.checkpoint_id if restored_only and self.run.restored is not None else None,
-            incarnations=self._incarnations,
-            settle_s=_SETTLE_S,
-        )
-        coordinator.recovering(0, self.incarnation)
-        return coordinator
-
-    def _due(self, sealed: Sequence[int]) -> list[int]:
-        """What the main manager that died had not persisted yet."""
-        due = [each for each in sealed if self.rules.is_due(each)]
-        try:
-            newest = self.run.newest() if due else -1
-        except FlashpointError as error:
-            _log.error("what was due to be persisted when the main manager died is not: %s", error)
-            return []
-        return [each for each in due if each > newest]
-
     def wait_until_ready(self, until: float) -> None:
-        """Wait for recovery to end.
+        """Wait until this manager has begun, and recovered if there is something to recover from.
 
         Raises:
-            DDictManagerLostError: it did not, or there is nothing to recover from.
+            DDictManagerLostError: not in time; or what there was cannot be recovered.
         """
-        if not self._ready.wait(max(0.0, until - time.monotonic())):
-            raise DDictManagerLostError("the manager is still recovering", manager=self.number)
-        if self._failure is not None:
-            raise self._failure
+        if not self._started.wait(max(0.0, until - time.monotonic())):
+            raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
+        if self.recovery is not None:
+            self.recovery.wait(until)
 
-    def _recover(self) -> None:
-        until = time.monotonic() + _RECOVERY_S
-        try:
-            if not self.rules.replicated:
-                raise DDictManagerLostError("it died, and without replication its values are gone", manager=self.number)
-            self._find_snapshots()
-            committed, common, restored_only = self._agree(until)
-            if restored_only:
-                self._take_up_restored()
-            else:
-                self._take_up(committed)
-            if self.number == 0:
-                self.coordinator = self._take_over(committed, common, restored_only)
-            _log.warning("manager %d is back at checkpoint %d", self.number, committed)
-            self._ready.set()
-            self._make_up_copies()
-        except FlashpointError as error:
-            _log.error("manager %d cannot recover: %s", self.number, error)
-            self._failure = DDictManagerLostError(
-                f"manager {self.number} came back without its values: {error.message}",
-                manager=self.number,
-                hint="make the dictionary anew, and restore() what was persisted",
-            )
-            self._failure.retryable = False
-        except Exception as error:  # lost with its thread, it would leave every client waiting
-            _log.exception("manager %d cannot recover", self.number)
-            self._failure = DDictManagerLostError(f"cannot recover: {error}", manager=self.number)
-        finally:
-            self._found.set()
-            self._ready.set()
+    def sealed(self, until: float) -> list[int]:
+        """Checkpoints that this manager has a snapshot of, once it knows."""
+        found = [] if self.recovery is None else self.recovery.sealed(until)
+        return sorted(set(found) or set(self.snapshots.sealed()))
 
-    def _find_snapshots(self) -> None:
-        found = self.snapshots.recover(self._ask_holder)
-        self._recoverable = {each.checkpoint_id: each.entries for each in found}
-        self._found.set()
-
-    def _agree(self, until: float) -> tuple[int, tuple[int, ...], bool]:
-        """The checkpoint to go on from: what the coordinator says; for the coordinator itself, the newest one that
-        every manager has, with all that they have. And whether that is what was restored, of which there may be no
-        copies yet but the persisted ones."""
-        if self.number != 0:
-            me = {"manager": self.number, "incarnation": self.incarnation}
-            state = self.links.call(0, "recovering", me, until=until).fields
-            self.frozen = bool(state["frozen"])
-            self.run.use(str(state["run"]), state["restored"])
-            committed = int(state["committed"])
-            # The main manager may not have taken up itself what it has others take up.
-            again = state["restoring"]
-            self._again = PersistedCheckpoint.from_fields(again) if again is not None else self.run.restored
-            return committed, (), again is not None or (self._again is not None and committed < 0)
-        runs, known = set(), set(self._recoverable)
-        common = set(self._recoverable)
-        for manager in range(1, self.configuration.managers):
-            told = self.links.call(manager, "sealed", {}, until=until)
-            answer, self._incarnations[manager] = told.fields, told.incarnation
-            common &= {int(each) for each in answer["ids"]}
-            known.update(int(each) for each in answer["ids"])
-            runs.add(str(answer["run"]))
-            self.run.use(str(answer["run"]), answer["restored"])
-            self.frozen = self.frozen or bool(answer["frozen"])
-            self.writers.update(writers_of(answer["writers"]))
-            merge(self.taken, from_list(answer["taken"]))
-        if len(runs) > 1:
-            raise DDictManagerLostError("it died when not all managers held what was to be restored")
-        restored = self.run.restored
-        # Not if there has been anything since: then it is lost what all had last.
-        self._again = restored
-        restored_only = restored is not None and not common and known <= {restored.checkpoint_id}
-        return max(common, default=-1), tuple(sorted(common)), restored_only
-
-    def _take_up(self, committed: int) -> None:
-        if committed < 0 and self.run.restored is not None:
-            raise DDictManagerLostError("not all managers have a whole copy of any checkpoint since the restore")
-        if committed >= 0 and committed not in self._recoverable:
-            causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
-            raise DDictManagerLostError(f"no whole copy of checkpoint {committed} is left. {causes}")
+    def load(self, checkpoints: Sequence[tuple[int, Sequence[Entry]]]) -> None:
+        """Hold these, and nothing else, of what was found after a death."""
         with self.changed:
-            self.shard.load([(each, entries) for each, entries in self._recoverable.items() if each <= committed])
+            self.shard.load(checkpoints)
             for value in self.shard.values():
                 if isinstance(value, StoredValue):
                     self.arenas.count(value)
             self._count_values()
-        self.snapshots.forget_after(committed)
-        if self.persister.persists:
-            for checkpoint_id in sorted(each for each in self._recoverable if each <= committed):
-                self.prepare(checkpoint_id)
-        self._recoverable = {}
-
-    def _take_up_restored(self) -> None:
-        assert self._again is not None
-        self.restore_prepare(self._again)
-        self._hold_restored()
-        self._recoverable = {}
-
-    def _make_up_copies(self) -> None:
-        """Have copies again where this manager's death has cost some, before the next loss: its own at those who hold
-        them, if they were away too, and here those of others."""
-        self.replicate()
-        for owner in self.snapshots.held:
-            try:
-                self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
-            except FlashpointError as error:
-                _log.warning("manager %d was not asked for new copies: %s", owner, error)
 
     def replicate(self) -> None:
         """Push what holders lack of the snapshots here."""
@@ -310,12 +184,6 @@ class Manager:
             self.snapshots.replicate(seal_deadline_s())
         except FlashpointError as error:
             _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
-
-    def sealed(self, until: float) -> list[int]:
-        """Checkpoints that this manager has a snapshot of, once it knows."""
-        if not self._found.wait(max(0.0, until - time.monotonic())):
-            raise DDictManagerLostError("the manager is still recovering", manager=self.number)
-        return sorted(set(self._recoverable) or set(self.snapshots.sealed()))
 
     # ---- requests -----------------------------------------------------------------------------------------
 
@@ -349,18 +217,14 @@ class Manager:
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:
         try:
-            found = self.links.call(manager, "hello", {}, until=time.monotonic() + _PEER_S).fields["transfers"]
+            found = self.links.call(manager, "hello", {}, until=time.monotonic() + PEER_S).fields["transfers"]
         except FlashpointError:
             return None
         return None if found is None else (str(found[0]), int(found[1]))
 
     def _tell_holder(self, holder: int, keep: list[str], before: str) -> None:
         fields = {"of": self.number, "keep": keep, "before": before}
-        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + _PEER_S)
-
-    def _ask_holder(self, holder: int) -> list[SnapshotRecord]:
-        answer = self.links.call(holder, "inventory", {"of": self.number}, until=time.monotonic() + _RECOVERY_S / 2)
-        return [SnapshotRecord.from_json(each) for each in answer.fields["records"]]
+        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + PEER_S)
 
     # ---- values -------------------------------------------------------------------------------------------
 
@@ -525,7 +389,7 @@ class Manager:
                 self.arenas.release(entry.value)
 
     def restore_commit(self, checkpoint_id: int, run_id: str, restored: dict[str, Any]) -> None:
-        """Hold what was read, in place of everything else. If this process has done so, it does nothing."""
+        """`hold_restored`, unless this process has done so."""
         # Not the run that it is in: one that was started anew meanwhile has been told that, and holds what was before.
         if self._restored_run == run_id:
             self.restore_abort()
@@ -534,12 +398,13 @@ class Manager:
             restoring = self._restoring
         if restoring is None or restoring[0].checkpoint_id != checkpoint_id:
             raise DDictPersistError("this checkpoint was not read here", checkpoint_id=checkpoint_id)
-        self._hold_restored()
+        self.hold_restored()
         self.taken = {}
         self.run.use(run_id, restored)
         self._restored_run = run_id
 
-    def _hold_restored(self) -> None:
+    def hold_restored(self) -> None:
+        """Hold what was read, in place of everything else."""
         with self.changed:
             assert self._restoring is not None  # asked for by the main manager only, one thing after the other
             (checkpoint, entries), self._restoring = self._restoring, None

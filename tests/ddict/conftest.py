@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,8 @@ def make() -> Iterator[Make]:
         taken: Needs | None = None,
         takes_over: bool = False,
         restored: int | None = None,
+        persist: Callable[[int, list[str]], None] | None = None,
+        remove_above: Callable[[int], None] | None = None,
         **rules: Any,
     ) -> Play:
         given = {
@@ -42,8 +44,8 @@ def make() -> Iterator[Make]:
         coordinator = Coordinator(
             Rules(managers=managers, **{**given, **rules}),
             played.call,
-            played.persist,
-            unpersist=played.removed_above.append,
+            persist or played.persist,
+            unpersist=remove_above or played.removed_above.append,
             committed=committed,
             sealed=sealed,
             expected={name: f"lease of {name}" for name in expected},

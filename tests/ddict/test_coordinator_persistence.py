@@ -189,8 +189,7 @@ def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None
             raise DDictPersistError("the store is away")
         stored.difference_update([each for each in stored if each > above])
 
-    play = make(1, persist_freq=1)
-    play.coordinator._persist, play.coordinator._unpersist = persist, remove
+    play = make(1, persist_freq=1, persist=persist, remove_above=remove)
     play.join("a")
     for position in range(1, 6):
         play.move("a", position)
@@ -200,7 +199,7 @@ def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None
     play.rollback("a", 3)
     play.move("a", 5)
     assert play.newest() == 4
-    await_that(lambda: not play.coordinator._to_persist)
+    await_that(lambda: not play.coordinator._persisting.waiting)
     is_away.clear()
 
     assert play.coordinator.persist_newest(DEADLINE_S) == 4

@@ -89,7 +89,6 @@ class Attendance(ABC):
         self._committed = committed
         self._committing = -1
         self._sealed = list(sealed)
-        self._persisted_ids: set[int] = set()
         self._trouble = ""
         self._expected = dict(expected)
         self._expected_pids = dict(pids)

@@ -1,8 +1,8 @@
 """Which checkpoints are committed and which retire. Owned by the main manager, which runs one of these.
 
-Owns the order in which managers are asked to take a snapshot, to seal it, to persist it, and to let older ones go. Who
-writes, and what may be committed for that, is `attendance`'s. What a manager does is its own matter; how it is reached,
-the caller's.
+Owns the order in which managers are asked to take a snapshot, to seal it, and to let older ones go. Who writes, and
+what may be committed for that, is `attendance`'s; what is persisted, `persisting`'s. What a manager does is its own
+matter; how it is reached, the caller's.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
 sealed it with verified copies. A handle whose process has died still counts, until the others have left its checkpoint
@@ -32,6 +32,7 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
+from ml_flashpoint.ddict.persisting import Persisting
 
 _log = logging.getLogger(__name__)
 
@@ -93,30 +94,22 @@ class Coordinator(Attendance):
             settle_s=settle_s,
         )
         self._call = call
-        self._persist = persist
-        self._unpersist = unpersist
         self._incarnations = dict(incarnations or {})  # of the managers, at the last commit
         self._tried = committed  # newest checkpoint that a manager may have a snapshot of
         self._to_forget: int | None = committed if takes_over else None
-        self._to_unpersist: int | None = None
         self._snapshot = committed if sealed else -1  # of which managers hold a snapshot to be persisted
-        self._to_persist = list(to_persist)
-        self._persisting = -1
-        self._persisting_off = False  # what is being persisted was rolled back
-        self._persist_error: FlashpointError | None = None
         self._busy = False
         self._called_off = False  # the commit under way: somebody went back, and what it has is not what was written
         self._held_up = 0
         self._closing = False
+        self._persisting = Persisting(
+            self._changed, write=self._write_parts, complete=persist, remove_above=unpersist, due=to_persist
+        )
         if restored is not None:
             self._restored(restored)
         self._pool = ThreadPoolExecutor(max_workers=min(32, rules.managers), thread_name_prefix="ddict-commit")
-        self._threads = [
-            threading.Thread(target=self._run, name="ddict-coordinator", daemon=True),
-            threading.Thread(target=self._run_persisting, name="ddict-persist", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="ddict-coordinator", daemon=True)
+        self._thread.start()
 
     # ---- rollback -----------------------------------------------------------------------------------------
 
@@ -175,7 +168,7 @@ class Coordinator(Attendance):
 
     def _have_forgotten(self, above: int) -> None:
         self._to_forget = above if self._to_forget is None else min(above, self._to_forget)
-        self._to_unpersist = above if self._to_unpersist is None else min(above, self._to_unpersist)
+        self._persisting.remove_later(above)
         self._tried = min(self._tried, above)
 
     def _forget(self, timeout_s: float) -> None:
@@ -189,21 +182,9 @@ class Coordinator(Attendance):
             if self._to_forget == above:
                 self._to_forget = None
         try:
-            self._remove_rolled_back()
+            self._persisting.remove_rolled_back()
         except Exception as error:  # whoever persists next tries again: commits must not wait for a store that is away
             _log.error("what was persisted and rolled back is still there: %s", error)
-
-    def _remove_rolled_back(self) -> None:
-        """Remove what was persisted above a checkpoint that somebody went back to. Nothing is committed meanwhile, or
-        nothing persisted, so that it takes nothing newer away."""
-        with self._changed:
-            above = self._to_unpersist
-        if above is None:
-            return
-        self._unpersist(above)
-        with self._changed:
-            if self._to_unpersist == above:
-                self._to_unpersist = None
 
     @contextlib.contextmanager
     def _no_commits(self, until: float) -> Iterator[None]:
@@ -240,12 +221,9 @@ class Coordinator(Attendance):
         self._sealed = [each for each in self._sealed if each <= to]
         self._committed = min(self._committed, max(self._sealed, default=-1) if self._rules.snapshots else to)
         self._snapshot = min(self._snapshot, self._committed)
-        self._persisted_ids = {each for each in self._persisted_ids if each <= to}
         self._departed = min(self._departed, to)
         self._died = {name: min(position, to) for name, position in self._died.items()}
-        self._to_persist = [each for each in self._to_persist if each <= to]
-        self._persisting_off = self._persisting_off or self._persisting > to
-        self._persist_error = None
+        self._persisting.take_back(to)
 
     # ---- commits ------------------------------------------------------------------------------------------
 
@@ -324,8 +302,8 @@ class Coordinator(Attendance):
                     del needs[place]
             # Whoever had lost some of it was told before this could be committed.
             self._taken = {place: need for place, need in self._taken.items() if need > checkpoint_id}
-            if self._rules.is_due(checkpoint_id) and checkpoint_id not in self._persisted_ids:
-                self._to_persist.append(checkpoint_id)
+            if self._rules.is_due(checkpoint_id):
+                self._persisting.add(checkpoint_id)
             self._changed.notify_all()
         self._settle()
 
@@ -338,7 +316,7 @@ class Coordinator(Attendance):
         with self._changed:
             oldest = self._oldest()
             keep = [each for each in self._sealed if each >= oldest or each == self._committed]
-            pinned = [*self._to_persist, self._snapshot]
+            pinned = [*self._persisting.waiting, self._snapshot]
             fields = {"oldest": oldest, "keep": keep, "pinned": pinned, "committed": self._committed}
             fields["taken"] = listed(self._taken)
         self._all("settle", fields)
@@ -376,56 +354,6 @@ class Coordinator(Attendance):
 
     # ---- persistence --------------------------------------------------------------------------------------
 
-    def _run_persisting(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closing and not self._to_persist:
-                    self._changed.wait()
-                if self._closing:
-                    return
-                checkpoint_id = self._persisting = self._to_persist[0]
-                self._persisting_off = False
-            failure = self._try_to_persist(checkpoint_id)
-            with self._changed:
-                taken_back = self._persisting_off
-                # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
-                if not taken_back:
-                    self._persisting = -1
-                    self._to_persist.remove(checkpoint_id)
-                    self._persist_error = failure
-                    if failure is None:
-                        self._persisted_ids.add(checkpoint_id)
-                self._changed.notify_all()
-            if failure is not None and not taken_back:
-                _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
-            if taken_back:
-                # The rollback has removed what was complete then, and this may have been completed after.
-                with self._changed:
-                    above = checkpoint_id - 1
-                    self._to_unpersist = above if self._to_unpersist is None else min(above, self._to_unpersist)
-                try:
-                    self._remove_rolled_back()
-                except Exception:  # the thread must go on; nothing is persisted before this has been done
-                    _log.exception("checkpoint %d, which was rolled back, is still persisted", checkpoint_id)
-                with self._changed:
-                    self._persisting = -1
-                    self._changed.notify_all()
-
-    def _try_to_persist(self, checkpoint_id: int) -> FlashpointError | None:
-        try:
-            self._remove_rolled_back()
-            written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
-            with self._changed:
-                if self._persisting_off:
-                    return None  # its parts may be of before and after
-            self._persist(checkpoint_id, [str(answer["receipt"]) for answer in written])
-        except FlashpointError as error:
-            return error
-        except Exception as error:  # the thread must go on
-            _log.exception("persisting checkpoint %d failed", checkpoint_id)
-            return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
-        return None
-
     def persist_newest(self, timeout_s: float) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
 
@@ -436,20 +364,15 @@ class Coordinator(Attendance):
         self.newest(timeout_s)
         with self._changed:
             checkpoint_id = self._snapshot
-            if self._is_to_be_persisted(checkpoint_id) and checkpoint_id not in self._to_persist:
-                self._to_persist.append(checkpoint_id)
-                self._changed.notify_all()
-            while checkpoint_id in self._to_persist:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
-                self._changed.wait(left)
-            if self._is_to_be_persisted(checkpoint_id):
-                raise self._persist_error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
-            return checkpoint_id
+            if checkpoint_id >= 0:
+                self._persisting.add(checkpoint_id)
+        if checkpoint_id >= 0:
+            self._persisting.await_persisted(checkpoint_id, until)
+        return checkpoint_id
 
-    def _is_to_be_persisted(self, checkpoint_id: int) -> bool:
-        return checkpoint_id >= 0 and checkpoint_id not in self._persisted_ids
+    def _write_parts(self, checkpoint_id: int) -> list[str]:
+        written = self._all_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
+        return [str(answer["receipt"]) for answer in written]
 
     def restore(self, checkpoint_id: int, fields: dict[str, Any], timeout_s: float) -> None:
         """Have all managers hold a persisted checkpoint, and nothing else.
@@ -461,12 +384,7 @@ class Coordinator(Attendance):
         """
         until = time.monotonic() + timeout_s
         with self._no_commits(until):
-            with self._changed:
-                while self._to_persist or self._persisting >= 0:
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        raise DDictTimeoutError("checkpoints are still being persisted")
-                    self._changed.wait(left)
+            self._persisting.await_idle(until)
             try:
                 self._all("restore_prepare", fields, timeout_s=max(0.1, until - time.monotonic()))
             except FlashpointError:
@@ -525,8 +443,8 @@ class Coordinator(Attendance):
         self._floor = self._restored_at = checkpoint_id
         self._departed, self._departed_wrote, self._died = checkpoint_id + 1, {}, {}
         self._newest = self._oldest_told = checkpoint_id
-        self._persisted_ids = {checkpoint_id}
-        self._tried, self._to_forget, self._to_unpersist = -1, None, None
+        self._persisting.restored(checkpoint_id)
+        self._tried, self._to_forget = -1, None
         self._sealed, self._snapshot = [], -1
         self._taken, self._inherited = {}, {}
         self._orphaned = None
@@ -537,6 +455,6 @@ class Coordinator(Attendance):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(1.0)
+        self._persisting.close()
+        self._thread.join(1.0)
         self._pool.shutdown(wait=False, cancel_futures=True)

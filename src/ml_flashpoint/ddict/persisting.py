@@ -1,0 +1,185 @@
+"""Which committed checkpoints are to be persisted, and which persisted ones are to be removed again.
+
+Owns the main manager's background thread for that, and the account of what is persisted. What is committed is
+`coordinator`'s, which shares its lock with this; how checkpoints are written is its managers' and the persister's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
+
+_log = logging.getLogger(__name__)
+
+
+class Persisting:
+    """See the module. Thread-safe; what says so is called with the coordinator's lock held.
+
+    Args:
+        changed: the coordinator's lock; notified of what changes here.
+        write: has all managers write their parts of a checkpoint, and returns their receipts.
+        complete: makes a checkpoint exist whose parts were written; called with the receipts.
+        remove_above: removes persisted checkpoints above one, which were rolled back.
+        due: checkpoints that are to be persisted and are not, for one that takes over.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        *,
+        write: Callable[[int], list[str]],
+        complete: Callable[[int, list[str]], None],
+        remove_above: Callable[[int], None],
+        due: Sequence[int],
+    ) -> None:
+        self._changed = changed
+        self._write = write
+        self._complete = complete
+        self._remove_above = remove_above
+        self._waiting = list(due)
+        self._current = -1
+        self._called_off = False  # the current one was rolled back
+        self._done: set[int] = set()
+        self._rolled_back_above: int | None = None
+        self._error: FlashpointError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ddict-persist", daemon=True)
+        self._thread.start()
+
+    # ---- with the lock held -------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> Sequence[int]:
+        """Checkpoints that managers must keep until they are persisted. With the lock held."""
+        return list(self._waiting)
+
+    def add(self, checkpoint_id: int) -> None:
+        """Have a committed checkpoint persisted, unless it is. With the lock held."""
+        if checkpoint_id not in self._done and checkpoint_id not in self._waiting:
+            self._waiting.append(checkpoint_id)
+            self._changed.notify_all()
+
+    def take_back(self, to: int) -> None:
+        """Checkpoints above this one are committed no more. With the lock held."""
+        self._done = {each for each in self._done if each <= to}
+        self._waiting = [each for each in self._waiting if each <= to]
+        self._called_off = self._called_off or self._current > to
+        self._error = None
+
+    def remove_later(self, above: int) -> None:
+        """What is persisted above this one is to be removed: `remove_rolled_back` does it. With the lock held."""
+        self._rolled_back_above = above if self._rolled_back_above is None else min(above, self._rolled_back_above)
+
+    def restored(self, checkpoint_id: int) -> None:
+        """This persisted checkpoint is held, and nothing else. With the lock held."""
+        self._done = {checkpoint_id}
+        self._rolled_back_above = None
+
+    # ---- without it ---------------------------------------------------------------------------------------
+
+    def remove_rolled_back(self) -> None:
+        """Remove what was persisted above a checkpoint that somebody went back to. Nothing is committed meanwhile, or
+        nothing persisted, so that it takes nothing newer away."""
+        with self._changed:
+            above = self._rolled_back_above
+        if above is None:
+            return
+        self._remove_above(above)
+        with self._changed:
+            if self._rolled_back_above == above:
+                self._rolled_back_above = None
+
+    def await_persisted(self, checkpoint_id: int, until: float) -> None:
+        """Wait until a checkpoint that was added is persisted.
+
+        Raises:
+            DDictTimeoutError: not in time.
+            FlashpointError: it could not be persisted.
+        """
+        with self._changed:
+            while checkpoint_id in self._waiting:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
+                self._changed.wait(left)
+            if checkpoint_id not in self._done:
+                raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
+
+    def await_idle(self, until: float) -> None:
+        """Wait until nothing is to be persisted.
+
+        Raises:
+            DDictTimeoutError: not in time.
+        """
+        with self._changed:
+            while self._waiting or self._current >= 0:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError("checkpoints are still being persisted")
+                self._changed.wait(left)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(1.0)
+
+    # ---- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closing and not self._waiting:
+                    self._changed.wait()
+                if self._closing:
+                    return
+                checkpoint_id = self._current = self._waiting[0]
+                self._called_off = False
+            failure = self._try(checkpoint_id)
+            with self._changed:
+                taken_back = self._called_off
+                # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
+                if not taken_back:
+                    self._current = -1
+                    self._waiting.remove(checkpoint_id)
+                    self._error = failure
+                    if failure is None:
+                        self._done.add(checkpoint_id)
+                self._changed.notify_all()
+            if taken_back:
+                self._remove(checkpoint_id)
+            elif failure is not None:
+                _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
+
+    def _try(self, checkpoint_id: int) -> FlashpointError | None:
+        try:
+            self.remove_rolled_back()
+            receipts = self._write(checkpoint_id)
+            with self._changed:
+                if self._called_off:
+                    return None  # its parts may be of before and after
+            self._complete(checkpoint_id, receipts)
+        except FlashpointError as error:
+            return error
+        except Exception as error:  # the thread must go on
+            _log.exception("persisting checkpoint %d failed", checkpoint_id)
+            return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
+        return None
+
+    def _remove(self, checkpoint_id: int) -> None:
+        # The rollback has removed what was complete then, and this may have been completed after.
+        with self._changed:
+            self.remove_later(checkpoint_id - 1)
+        try:
+            self.remove_rolled_back()
+        except Exception:  # the thread must go on; nothing is persisted before this has been done
+            _log.exception("checkpoint %d, which was rolled back, is still persisted", checkpoint_id)
+        with self._changed:
+            self._current = -1
+            self._changed.notify_all()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import Write
 from ml_flashpoint.ddict.coordinator import Coordinator
@@ -96,6 +98,16 @@ def within(seconds: float, call: Callable[[], object]) -> float:
     took = time.monotonic() - began
     assert took < seconds + 1.0
     return took
+
+
+def raises_in_time(error: type[BaseException], call: Callable[[float], object]) -> float:
+    """Time that a call took that is given `SHORT_S`, and has to end with this error then."""
+
+    def wait() -> None:
+        with pytest.raises(error):
+            call(SHORT_S)
+
+    return within(SHORT_S, wait)
 
 
 def move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:

@@ -17,7 +17,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
-from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Managers, move_until_told, within
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Managers, move_until_told, raises_in_time, within
 from tests.support.dictionaries import await_that
 
 # ---- commits ----------------------------------------------------------------------------------------------
@@ -466,11 +466,7 @@ def test_a_rollback_waits_for_a_commit_that_is_under_way_and_no_longer_than_its_
     play.move("a", 3)
     play.managers.await_asked("seal")
 
-    def wait() -> None:
-        with pytest.raises(DDictTimeoutError):
-            play.rollback("a", 1, timeout_s=SHORT_S)
-
-    within(SHORT_S, wait)
+    raises_in_time(DDictTimeoutError, lambda seconds: play.rollback("a", 1, timeout_s=seconds))
 
 
 def test_managers_that_could_not_forget_are_asked_again_before_the_next_commit(make: Make) -> None:

@@ -14,7 +14,7 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
-from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, within
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, raises_in_time
 from tests.support.dictionaries import await_that
 
 
@@ -50,11 +50,7 @@ def test_persisting_takes_no_longer_than_the_time_given(make: Make) -> None:
     play.join("a")
     play.move("a", 1)
 
-    def wait() -> None:
-        with pytest.raises(DDictTimeoutError):
-            play.coordinator.persist_newest(SHORT_S)
-
-    within(SHORT_S, wait)
+    raises_in_time(DDictTimeoutError, lambda seconds: play.coordinator.persist_newest(seconds))
 
 
 def test_what_was_rolled_back_is_persisted_anew(make: Make) -> None:
@@ -168,11 +164,7 @@ def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) 
     play.move("a", 3)
     play.managers.await_asked("seal")
 
-    def wait() -> None:
-        with pytest.raises(DDictError):
-            play.coordinator.restore(1, {"checkpoint_id": 1}, SHORT_S)
-
-    within(SHORT_S, wait)
+    raises_in_time(DDictError, lambda seconds: play.coordinator.restore(1, {"checkpoint_id": 1}, seconds))
 
 
 def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None:

@@ -49,10 +49,7 @@ def test_what_a_handle_goes_back_to_stays_while_a_commit_ends(make: Make) -> Non
     play.managers.await_asked("seal", sealed + 2)
     back = threading.Thread(target=play.rollback, args=("a", 2))
     back.start()
-    deadline = time.monotonic() + DEADLINE_S
-    while play.coordinator._writers["a"].position != 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    await_that(lambda: play.coordinator._writers["a"].position == 2)
     gate.set()
     back.join(DEADLINE_S)
     state = play.coordinator.state()

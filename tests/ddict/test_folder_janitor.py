@@ -175,8 +175,9 @@ def test_a_dismissed_janitor_ends_and_leaves_the_folder(folder: Path) -> None:
     wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
 
 
-def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("others_hold_it", [False, True])
+def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder_unless_others_hold_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, others_hold_it: bool
 ) -> None:
     hold = join_folder(folder)
     janitor = Janitor(folder, 600.0)
@@ -184,30 +185,18 @@ def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder(
     suspend(process.pid)
     monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
 
-    hold.close()
+    if not others_hold_it:
+        hold.close()
     janitor.dismiss()
     assert not remove_now(folder)
     process.resume()
 
-    wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
-
-
-def test_a_dismissed_janitor_that_wakes_up_late_leaves_a_folder_that_others_hold(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold = join_folder(folder)
-    janitor = Janitor(folder, 600.0)
-    (process,) = janitors(folder)
-    suspend(process.pid)
-    monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
-
-    janitor.dismiss()
-    process.resume()
-
     wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
-    assert hold.is_there()
-    hold.close()
-    assert remove_now(folder)
+    if others_hold_it:
+        assert hold.is_there()
+        hold.close()
+        assert remove_now(folder)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("broken", ["fork", "rename"])

@@ -6,7 +6,6 @@ Owns the training, and what it tells of itself. When it is killed, and what is t
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint
+from tests.support.state_digest import digest
 from tests.support.worker import base_path, report, world_size
 
 STEPS, EVERY, LONG_TERM_EVERY = 14, 2, 6
@@ -114,26 +114,6 @@ class KillAt(Callback):  # type: ignore[misc]
             trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(value: Any) -> str:
-    stream = hashlib.sha256()
-    _feed(stream, value)
-    return stream.hexdigest()[:16]
-
-
-def _feed(stream: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        stream.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            stream.update(str(key).encode())
-            _feed(stream, value[key])
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _feed(stream, each)
-    else:
-        stream.update(repr(value).encode())
 
 
 def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import io
 import logging
 import os
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from tests.support.state_digest import digest
 from tests.support.worker import base_path, leave, report
 
 EPOCH, STEPS, FEATURES, WIDTH = 7, 16, 8, 33
@@ -185,30 +185,6 @@ class KillAt(Callback):
             if dist.is_initialized():
                 dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(value: Any) -> str:
-    stream = hashlib.sha256()
-    _feed(stream, value)
-    return stream.hexdigest()[:16]
-
-
-def _feed(stream: Any, value: Any) -> None:
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    if hasattr(value, "local_shards"):
-        value = [shard.tensor for shard in value.local_shards()]
-    if isinstance(value, torch.Tensor):
-        stream.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            stream.update(str(key).encode())
-            _feed(stream, value[key])
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _feed(stream, each)
-    else:
-        stream.update(repr(value).encode())
 
 
 def strategy_of(kind: str) -> tuple[Any, Any]:

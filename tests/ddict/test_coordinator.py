@@ -283,6 +283,22 @@ def test_a_death_that_is_only_about_to_be_noticed_counts_for_who_goes_on(make: M
     assert play.newest() == 3
 
 
+def test_who_waits_for_what_a_process_died_in_is_told_so(make: Make) -> None:
+    play = make()
+    for handle in ("a", "b"):
+        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.join(handle)
+    play.coordinator.lease_ended("lease of a", "a")
+    play.move("b", 1)
+
+    with pytest.raises(DDictTimeoutError, match="1 process\\(es\\) died there") as raised:
+        play.coordinator.await_commit("b", 0, SHORT_S)
+
+    assert raised.value.checkpoint_id == 0
+    play.move("b", 4)
+    assert play.coordinator.await_commit("b", 0, DEADLINE_S)["committed"] >= 0
+
+
 def test_a_handle_that_left_counts_no_more(make: Make) -> None:
     play = make()
     play.join("a")

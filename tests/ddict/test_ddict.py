@@ -733,7 +733,7 @@ def test_a_commit_is_waited_for(d: DDict) -> None:
     with pytest.raises(InvalidArgumentError, match="checkpoint_id"):
         d.wait_for_commit(start)
     d.checkpoint()
-    with pytest.raises(DDictTimeoutError) as raised:
+    with pytest.raises(DDictTimeoutError, match="1 handle\\(s\\) have not moved past it") as raised:
         d.wait_for_commit(timeout=0.1)
     assert raised.value.checkpoint_id == start
     with ThreadPoolExecutor(1) as pool:

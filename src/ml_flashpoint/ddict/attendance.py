@@ -376,12 +376,20 @@ class Attendance(ABC):
                 self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
-                    why = f": {self._trouble}" if self._trouble else ""
                     raise DDictTimeoutError(
-                        f"checkpoint {checkpoint_id} is not committed yet{why}", checkpoint_id=checkpoint_id
+                        f"checkpoint {checkpoint_id} is not committed yet{self._why_not(checkpoint_id)}",
+                        checkpoint_id=checkpoint_id,
                     )
                 self._changed.wait(left)
             return self._state()
+
+    def _why_not(self, checkpoint_id: int) -> str:
+        behind = sum(self._held_up_at(writer) <= checkpoint_id for writer in self._writers.values())
+        died = sum(self._window() <= position <= checkpoint_id for position in self._died.values())
+        reasons = [f"{behind} handle(s) have not moved past it"] if behind else []
+        reasons += [f"{died} process(es) died there, and others have not left that behind yet"] if died else []
+        reasons += [self._trouble] if self._trouble else []
+        return ": " + "; ".join(reasons) if reasons else ""
 
     def _begin_anew(self) -> None:
         """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""

@@ -164,7 +164,8 @@ class DDict(Mapped):
         return self.checkpoint_id
 
     def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
-        """Wait until a checkpoint is committed, and can be gone back to whatever is lost; returns the newest that is.
+        """Wait until a checkpoint is committed: with `replication`, no loss of one manager takes it away any more.
+        Returns the newest committed one.
 
         Args:
             checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last.

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PEER_S = 10.0
-"""Seconds that a question to another manager may take."""
-
+_PEER_S = 10.0
 _ROOM_S = 0.5
 _LOOK_S = 1.0
 _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
@@ -217,14 +215,14 @@ class Manager:
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:
         try:
-            found = self.links.call(manager, "hello", {}, until=time.monotonic() + PEER_S).fields["transfers"]
+            found = self.links.call(manager, "hello", {}, until=time.monotonic() + _PEER_S).fields["transfers"]
         except FlashpointError:
             return None
         return None if found is None else (str(found[0]), int(found[1]))
 
     def _tell_holder(self, holder: int, keep: list[str], before: str) -> None:
         fields = {"of": self.number, "keep": keep, "before": before}
-        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + PEER_S)
+        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + _PEER_S)
 
     # ---- values -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.errors import FlashpointError, ProtocolError
@@ -27,7 +27,6 @@ from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError
 from ml_flashpoint.ddict.links import Links, Locate
-from ml_flashpoint.ddict.manager_recovery import ManagerRecovery
 from ml_flashpoint.ddict.persisted_run import PersistedRun
 from ml_flashpoint.ddict.room import Room
 from ml_flashpoint.ddict.shard import Shard
@@ -60,6 +59,19 @@ class Session:
     lease: str | None = None
 
 
+class Recovery(Protocol):
+    """What a manager knows of its own recovery: see `ManagerRecovery`."""
+
+    def start(self) -> None:
+        """Begin, in the background."""
+
+    def wait(self, until: float) -> None:
+        """Wait for the end."""
+
+    def sealed(self, until: float) -> list[int]:
+        """Checkpoints that snapshots were found of and that are not taken up yet."""
+
+
 class Manager:
     """See the module. Thread-safe.
 
@@ -69,7 +81,7 @@ class Manager:
         locate: where the other managers are.
         operations: what requests mean, by name: functions of the manager, the session, fields and blobs.
         incarnation: of this process, 16 hexadecimal digits.
-        restarted: whether one of this number was there before.
+        recovery: how it comes to hold what the one of this number held that was there before; None: there was none.
         host: address to serve other nodes on.
     """
 
@@ -81,7 +93,7 @@ class Manager:
         operations: Mapping[str, Callable[..., tuple[dict[str, Any], Sequence[Buffer]]]],
         *,
         incarnation: str,
-        restarted: bool = False,
+        recovery: Callable[[Manager], Recovery] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         self.configuration = configuration
@@ -121,7 +133,7 @@ class Manager:
             incarnation=self.incarnation,
             host=host,
         )
-        self.recovery = ManagerRecovery(self) if restarted else None
+        self._recovery = recovery(self) if recovery is not None else None
         self._started = threading.Event()  # requests may come before
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -130,8 +142,8 @@ class Manager:
         """Begin to serve; recovery, if there is anything to recover, goes on in the background."""
         if self.rules.replicated:
             self.snapshots.start()
-        if self.recovery is not None:
-            self.recovery.start()
+        if self._recovery is not None:
+            self._recovery.start()
         elif self.number == 0:
             self.coordinator = self.new_coordinator()
         self._started.set()
@@ -159,12 +171,12 @@ class Manager:
         """
         if not self._started.wait(max(0.0, until - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
-        if self.recovery is not None:
-            self.recovery.wait(until)
+        if self._recovery is not None:
+            self._recovery.wait(until)
 
     def sealed(self, until: float) -> list[int]:
         """Checkpoints that this manager has a snapshot of, once it knows."""
-        found = [] if self.recovery is None else self.recovery.sealed(until)
+        found = [] if self._recovery is None else self._recovery.sealed(until)
         return sorted(set(found) or set(self.snapshots.sealed()))
 
     def load(self, checkpoints: Sequence[tuple[int, Sequence[Entry]]]) -> None:

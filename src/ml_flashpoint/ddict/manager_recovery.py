@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -20,10 +19,8 @@ from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry
 from ml_flashpoint.ddict.errors import DDictManagerLostError
+from ml_flashpoint.ddict.manager import Manager
 from ml_flashpoint.ddict.snapshots import SnapshotRecord
-
-if TYPE_CHECKING:
-    from ml_flashpoint.ddict.manager import Manager
 
 _log = logging.getLogger(__name__)
 

@@ -193,6 +193,7 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
     for _ in range(3):
         assert looked.acquire(timeout=10)
     assert not pending.resolved.is_set()
+    monkeypatch.setattr(checkpoint_saver.multiprocessing, "active_children", list)  # whatever other tests have left
     monkeypatch.setattr(checkpoint_saver, "_TAKE_UP_S", 0.0)
     assert pending.settled.wait(10)
     assert "its process is gone" in str(pending.error)

@@ -13,7 +13,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
-from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, move_until_told
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Play, move_until_told
 from tests.support.dictionaries import await_that
 
 
@@ -49,35 +49,115 @@ def test_a_handle_that_waits_for_its_commit_is_told_of_a_loss_at_once(make: Make
             play.coordinator.await_commit("a", 0, 10 * DEADLINE_S)
         told.append(raised.value)
 
-    waiting = threading.Thread(target=wait)
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     gate.set()
     waiting.join(DEADLINE_S)
     assert [error.manager for error in told] == [1]
 
 
-@pytest.mark.parametrize("waits", ["a writer", "a reader"])
-def test_who_waits_for_a_commit_is_told_of_lost_writes_of_handles_that_are_gone(make: Make, waits: str) -> None:
-    play = make()
-    for handle in ("gone", "a writer"):
+CONNECTION = "of the writer"
+
+
+def lose_writes_of_one_that_is_gone(play: Play) -> None:
+    """Checkpoint 0 is committed, 1 is not, since a manager died with what a handle wrote there that is gone now."""
+    play.coordinator.lease_began("lease of writer", CONNECTION)
+    for handle in ("gone", "writer"):
         play.join(handle)
         play.move(handle, 1)
     assert play.newest() == 0
     gate = play.managers.close_gate("prepare")
-    play.move("gone", 2, play.write(0, 1, fresh=False))
-    play.coordinator.leave("gone", 2, [play.write(0, 1, fresh=False)])
+    wrote = play.write(0, 1, fresh=False)
+    play.move("gone", 2, wrote)
+    play.coordinator.leave("gone", 2, [wrote])
     play.managers.incarnations[0] = "second"
-    play.move("a writer", 2)
+    play.move("writer", 2)
     gate.set()
 
-    with pytest.raises(DDictWritesLostError):
-        play.coordinator.await_commit(waits, 1, DEADLINE_S)
 
-    if waits == "a writer":  # then nothing is committed before it has done what it was told
+def test_a_writer_that_waits_for_a_commit_is_told_of_lost_writes_of_handles_that_are_gone(make: Make) -> None:
+    play = make()
+    lose_writes_of_one_that_is_gone(play)
+
+    for _ in range(2):  # until it acts on it
+        with pytest.raises(DDictWritesLostError):
+            play.coordinator.await_commit("writer", 1, DEADLINE_S)
         assert play.newest() == 0
-        play.rollback(waits, 0)
-        play.move(waits, 3)
-        assert play.newest() == 2
+
+    play.rollback("writer", 0)
+    play.move("writer", 3)
+    assert play.coordinator.await_commit("writer", 2, DEADLINE_S)["committed"] == 2
+
+
+def test_a_reader_that_waits_for_a_commit_leaves_such_a_loss_to_those_who_write(make: Make) -> None:
+    play = make()
+    lose_writes_of_one_that_is_gone(play)
+    await_that(lambda: play.coordinator._orphaned is not None)
+
+    with pytest.raises(DDictTimeoutError):
+        play.coordinator.await_commit("a reader", 1, SHORT_S)
+
+    with pytest.raises(DDictWritesLostError):
+        play.move("writer", 3)
+    play.coordinator.leave("writer", 2, [])
+    play.join("another")
+    play.move("another", 3)
+    assert play.newest() == 2
+
+
+def test_a_reader_that_waits_for_a_commit_is_told_where_nobody_writes(make: Make) -> None:
+    play = make()
+    lose_writes_of_one_that_is_gone(play)
+    play.coordinator.leave("writer", 2, [])
+
+    with pytest.raises(DDictWritesLostError):
+        play.coordinator.await_commit("a reader", 1, DEADLINE_S)
+
+
+def test_one_that_is_gone_while_it_waits_takes_no_loss_with_it(make: Make) -> None:
+    play = make()
+    play.coordinator.lease_began("lease of a", "connection of a")
+    for handle in ("a", "b"):
+        play.join(handle)
+        play.move(handle, 1)
+    assert play.newest() == 0
+    is_gone = threading.Event()
+    gate = play.managers.close_gate("prepare")
+    wrote = play.write(1, 1, fresh=False)
+    play.move("a", 2, wrote)
+    found: list[int] = []
+
+    def wait(handle: str) -> None:
+        state = play.coordinator.await_commit(handle, 1, 10 * DEADLINE_S, is_gone.is_set)
+        found.append(state["committed"])
+
+    waiting = [threading.Thread(target=wait, args=(handle,), daemon=True) for handle in ("a", "a reader")]
+    for each in waiting:
+        each.start()
+    is_gone.set()
+    play.coordinator.lease_ended("lease of a", "connection of a")
+    play.managers.incarnations[1] = "second"
+    play.move("b", 2)
+    gate.set()
+    for each in waiting:
+        each.join(DEADLINE_S)
+    assert found == [0, 0]
+
+    with pytest.raises(DDictWritesLostError):
+        move_until_told(play, "b", 3)
+
+
+def test_a_loss_is_told_again_if_who_was_told_dies_before_it_goes_on(make: Make) -> None:
+    play = make()
+    lose_writes_of_one_that_is_gone(play)
+    with pytest.raises(DDictWritesLostError):
+        play.coordinator.await_commit("writer", 1, DEADLINE_S)
+    play.coordinator.lease_ended("lease of writer", CONNECTION)
+
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+
+    assert play.newest() == 0
 
 
 def test_a_handle_is_told_until_it_has_gone_back_far_enough(make: Make) -> None:

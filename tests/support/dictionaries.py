@@ -63,8 +63,8 @@ def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) ->
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process that does nothing meanwhile."""
-    suspend(pid)
     try:
+        suspend(pid)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):

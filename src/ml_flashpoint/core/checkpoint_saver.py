@@ -359,7 +359,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         assert self._notices is not None
         answered = not self._is_worked_on(ticket)
         pid = self._notices.process_of(ticket.attempt)
-        alive = _is_alive(pid) or (pid is None and time.monotonic() < ticket.handed_off_at + _TAKE_UP_S)
+        may_begin = not self._closed and time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
+        alive = _is_alive(pid) or (pid is None and may_begin)
         # Asked last: a notice posted just before the answer or the end is not missed.
         notice = self._notices.take(ticket.attempt)
         if notice is None and alive and not answered:

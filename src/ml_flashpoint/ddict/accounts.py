@@ -71,7 +71,8 @@ class Writer:
         wrote: where it has writes that may not be committed.
         assumed: where it may have some that were committed, before another handle's rollback took that back.
         lost: what it is to be told: a manager came back without its writes.
-        told: it was, without another's, and what it would go back to stays there until it has gone on or back.
+        told: it was told that a manager lost what a handle wrote that is gone, and what it would go back to stays there
+            until it has gone on or back.
         since: the newest checkpoint of any handle when this one came to where it is.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
@@ -83,7 +84,7 @@ class Writer:
     wrote: Needs = field(default_factory=dict)
     assumed: Needs = field(default_factory=dict)
     lost: DDictWritesLostError | None = None
-    told: bool = False
+    told: DDictWritesLostError | None = None
 
 
 def writes_lost(manager: int, committed: int) -> DDictWritesLostError:

@@ -208,10 +208,8 @@ class Attendance(ABC):
                 # With all that it says, since it counts from now on: this may have to wait, and commits do not.
                 writer = Writer(position, lease, self._newest, wrote=self._needs(wrote), assumed=self._arrived(handle))
                 self._writers[handle] = writer
-            if writer.lost is not None:
-                raise writer.lost
-            writer.told = self._orphaned is not None
-            self._raise_orphaned()
+            writer.told = None  # it has heard that, and goes on
+            self._tell(writer)
             writer.moving_to = position
             self._changed.notify_all()
         retires = position - self._rules.working_set_size
@@ -301,8 +299,9 @@ class Attendance(ABC):
             if its is None or its.holder is not holder:
                 return
             del self._leases[lease]
-            for handle in [each for each, writer in self._writers.items() if writer.lease == lease]:
-                self._died[handle] = self._writers[handle].position
+            for handle, writer in [each for each in self._writers.items() if each[1].lease == lease]:
+                self._died[handle] = writer.position
+                self._orphaned = self._orphaned or writer.told  # which did not get to act on it
                 self._remove(handle)
             self._died = {name: position for name, position in self._died.items() if position >= self._window()}
             self._changed.notify_all()
@@ -323,8 +322,11 @@ class Attendance(ABC):
 
     # ---- where the dictionary is --------------------------------------------------------------------------
 
-    def newest(self, timeout_s: float) -> dict[str, Any]:
+    def newest(self, timeout_s: float, is_gone: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """The newest committed checkpoint, once what can be committed now is.
+
+        Args:
+            is_gone: whether nobody waits for the answer any more, so that nobody is told anything by it.
 
         Raises:
             DDictWritesLostError: a manager died with writes of handles that are gone: what they moved past last will
@@ -348,6 +350,8 @@ class Attendance(ABC):
             wanted = self._target()
             # A rollback meanwhile can mean that less is to be committed than it was.
             while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
+                if is_gone():
+                    return self._state()
                 self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
@@ -357,8 +361,13 @@ class Attendance(ABC):
             self._begin_anew()
             return self._state()
 
-    def await_commit(self, handle: str, checkpoint_id: int, timeout_s: float) -> dict[str, Any]:
+    def await_commit(
+        self, handle: str, checkpoint_id: int, timeout_s: float, is_gone: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Wait until a checkpoint is committed, for a handle that may be one that writes.
+
+        Args:
+            is_gone: whether nobody waits for the answer any more, so that nobody is told anything by it.
 
         Raises:
             DDictWritesLostError: what :meth:`move` would raise.
@@ -366,28 +375,40 @@ class Attendance(ABC):
         """
         until = time.monotonic() + timeout_s
         with self._changed:
-            while self._committed < checkpoint_id:
+            while self._committed < checkpoint_id and not is_gone():
                 self._check_whole()
                 writer = self._writers.get(handle)
                 if writer is not None:
-                    if writer.lost is not None:
-                        raise writer.lost
-                    writer.told = writer.told or self._orphaned is not None
-                self._raise_orphaned()
+                    self._tell(writer)
+                elif not self._writers and not self._expected:  # else it is for those who write to act on it
+                    self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
                     raise DDictTimeoutError(
                         f"checkpoint {checkpoint_id} is not committed yet{self._why_not(checkpoint_id)}",
                         checkpoint_id=checkpoint_id,
                     )
-                self._changed.wait(left)
+                self._changed.wait(min(left, RETRY_S))
             return self._state()
+
+    def _tell(self, writer: Writer) -> None:
+        """Raise what a handle has to hear before it goes on."""
+        if writer.lost is not None:
+            raise writer.lost
+        writer.told = self._orphaned or writer.told
+        self._raise_orphaned()
+        if writer.told is not None:
+            raise writer.told
 
     def _why_not(self, checkpoint_id: int) -> str:
         behind = sum(self._held_up_at(writer) <= checkpoint_id for writer in self._writers.values())
         died = sum(self._window() <= position <= checkpoint_id for position in self._died.values())
         reasons = [f"{behind} handle(s) have not moved past it"] if behind else []
         reasons += [f"{died} process(es) died there, and others have not left that behind yet"] if died else []
+        reasons += [f"{len(self._expected)} handle(s) are not back at the main manager"] if self._expected else []
+        told = sum(writer.told is not None or writer.lost is not None for writer in self._writers.values())
+        reasons += [f"{told} handle(s) have to go back first, as a manager lost writes"] if told else []
+        reasons += ["a manager lost writes of handles that are gone"] if self._orphaned is not None else []
         reasons += [self._trouble] if self._trouble else []
         return ": " + "; ".join(reasons) if reasons else ""
 

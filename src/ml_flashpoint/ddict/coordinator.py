@@ -145,7 +145,7 @@ class Coordinator(Attendance):
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
-                writer.told = False
+                writer.told = None
                 writer.since = self._newest
             self._called_off = self._called_off or self._committing > to
             self._changed.notify_all()
@@ -354,14 +354,14 @@ class Coordinator(Attendance):
 
     # ---- persistence --------------------------------------------------------------------------------------
 
-    def persist_newest(self, timeout_s: float) -> int:
+    def persist_newest(self, timeout_s: float, is_gone: Callable[[], bool] = lambda: False) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
 
         Raises:
             FlashpointError: it could not be persisted.
         """
         until = time.monotonic() + timeout_s
-        self.newest(timeout_s)
+        self.newest(timeout_s, is_gone)
         with self._changed:
             checkpoint_id = self._snapshot
             if checkpoint_id >= 0:

@@ -290,22 +290,31 @@ class Handle:
             DDictWritesLostError: a manager came back without what this handle wrote.
             DDictTimeoutError: it was not in time.
         """
-        with self._turn(until):
+        with self._turn(until):  # to the end: what is heard is of where the handle is now
             self._finish_rollback(until)
-            if self._joined and checkpoint_id >= self.checkpoint_id:
+            wanted = self._covers(checkpoint_id)
+            if self._joined and wanted >= self.checkpoint_id:
+                late = f": what it wrote there late is committed with {wanted}" if wanted > checkpoint_id else ""
                 raise InvalidArgumentError(
-                    f"is not behind this handle, which is at {self.checkpoint_id}",
+                    f"is not behind this handle, which is at {self.checkpoint_id}{late}",
                     argument="checkpoint_id",
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-        fields = {"w": self.id, "checkpoint_id": checkpoint_id}
-        with self._noting_loss():
-            state = self.client.links.call(0, "await_commit", fields, until=until).fields
+            fields = {"w": self.id, "checkpoint_id": wanted}
+            with self._noting_loss():
+                state = self.client.links.call(0, "await_commit", fields, until=until).fields
+            with self._lock:
+                self._note_run(state)
+                self._forget_committed(int(state["committed"]))
+            return int(state["committed"])
+
+    def _covers(self, checkpoint_id: int) -> int:
+        """The checkpoint with whose commit all is committed that this handle wrote at ``checkpoint_id`` and below: a
+        later one for what was written when that was committed already."""
         with self._lock:
-            self._note_run(state)
-            self._forget_committed(int(state["committed"]))
-        return int(state["committed"])
+            written = [each for unsure in self._unsure.values() for each in unsure.needs.items()]
+        return max([checkpoint_id, *(need for at, need in written if need is not None and at <= checkpoint_id)])
 
     def sync(self, until: float) -> None:
         """Go to the newest committed checkpoint."""

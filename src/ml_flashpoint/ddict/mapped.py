@@ -201,14 +201,15 @@ class Mapped(MutableMapping[Any, Any]):
 
         Args:
             value: what it must be equal to, or a function that says whether it will do; nothing: anything.
-            timeout: seconds, more than 0; None: the dictionary's.
+            timeout: seconds; None: the dictionary's.
 
         Raises:
             DDictTimeoutError: it did not come in time.
         """
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
-        until = self._handle.until(None if timeout is None else checked_timeout(timeout))
+        # 0: only if it is there.
+        until = self._handle.until(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
             if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen)["ok"]:
@@ -230,8 +231,11 @@ class Mapped(MutableMapping[Any, Any]):
         nested = self._batch is not None
         self.start_batch_put()
         try:
+            began = time.monotonic()
             for key, value in itertools.chain(items, named.items()):
+                until += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
                 self._put(key, value, until=until)
+                began = time.monotonic()
         except BaseException:
             if not nested:
                 self._batch = None

@@ -244,13 +244,15 @@ def _leave(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @operation
 def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return {**_coordinator(manager, fields).newest(left_of(fields)), "run": manager.run.run_id}, ()
+    state = _coordinator(manager, fields).newest(left_of(fields), session.peer.is_gone)
+    return {**state, "run": manager.run.run_id}, ()
 
 
 @operation
 def _await_commit(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
-    state = coordinator.await_commit(text(fields, "w"), integer(fields, "checkpoint_id", -1), left_of(fields))
+    handle, checkpoint_id = text(fields, "w"), integer(fields, "checkpoint_id", -1)
+    state = coordinator.await_commit(handle, checkpoint_id, left_of(fields), session.peer.is_gone)
     return {**state, "run": manager.run.run_id}, ()
 
 
@@ -274,7 +276,8 @@ def _recovering(manager: Manager, session: Session, fields: Fields, blobs: list[
 def _persist_newest(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     if not manager.persister.persists:
         raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
-    return {"checkpoint_id": _coordinator(manager, fields).persist_newest(left_of(fields))}, ()
+    coordinator = _coordinator(manager, fields)
+    return {"checkpoint_id": coordinator.persist_newest(left_of(fields), session.peer.is_gone)}, ()
 
 
 @operation

@@ -188,15 +188,17 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
 
     monkeypatch.setattr(NoticeBoard, "process_of", noting)
     saver.save(version(tmpfs, 1), TENSORS)
-    pending = saver.hand_off().ticket.pending
+    handed_off = saver.hand_off()
+    pending = handed_off.ticket.pending
     assert pending is not None
     for _ in range(3):
         assert looked.acquire(timeout=10)
     assert not pending.resolved.is_set()
-    monkeypatch.setattr(checkpoint_saver.multiprocessing, "active_children", list)  # whatever other tests have left
     monkeypatch.setattr(checkpoint_saver, "_TAKE_UP_S", 0.0)
     assert pending.settled.wait(10)
     assert "its process is gone" in str(pending.error)
+    with pytest.raises(SaveError, match="given up"):
+        pickle.loads(pickle.dumps(handed_off))  # late: what it would write to may be another save's
 
 
 def test_what_a_saving_process_published_before_it_died_is_withdrawn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import select
@@ -175,6 +176,26 @@ def test_a_killed_member_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(ProcessFailedError, match="was killed by signal 9") as caught:
             group.join(timeout=DEADLINE_S)
         assert (caught.value.puid, caught.value.exit_code) == (lost, -9)
+
+
+def test_exit_codes_are_right_although_others_look_after_their_children(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            multiprocessing.active_children()
+
+    looking = [threading.Thread(target=look, daemon=True) for _ in range(2)]
+    for each in looking:
+        each.start()
+    try:
+        with group_of(30, ddict_members.exit_with, 0) as group:
+            group.join(DEADLINE_S)
+            assert {code for _, code in group.inactive_puids} == {0}
+    finally:
+        over.set()
+        for each in looking:
+            each.join(DEADLINE_S)
 
 
 def test_a_join_has_a_deadline_and_close_ends_the_members(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ class Child:
         context = _fork_server()
         self._process = context.Process(target=_run, args=(remote, name, dict(env or {}), function, args))
         self._process.start()
+        # Its exit code can be read once: not by whatever else starts processes, in another thread.
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         remote.close()
         self.pid: int = self._process.pid
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
 import threading
 import time
 import weakref
@@ -53,9 +52,9 @@ _SAVES_OF_A_SAVER = 10**9
 _FAULT_RATE = 1 << 30
 _NOTICE_POLL_S = 0.002
 _ABANDONED_POLL_S = 0.1
-_TAKE_UP_S = 10.0
-"""Seconds that a process may need from the hand-off of a save until it signs for it, or can be seen to exist: it is
-pickled before its process is there, if that is started for it."""
+_TAKE_UP_S = 30.0
+"""Seconds that a process may need from the hand-off of a save until it signs for it: it may be started for that, and
+import much."""
 
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
@@ -360,11 +359,13 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         answered = not self._is_worked_on(ticket)
         pid = self._notices.process_of(ticket.attempt)
         may_begin = not self._closed and time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
-        alive = _is_alive(pid) or (pid is None and may_begin)
+        alive = may_begin if pid is None else _is_alive(pid)
         # Asked last: a notice posted just before the answer or the end is not missed.
         notice = self._notices.take(ticket.attempt)
         if notice is None and alive and not answered:
             return _NOTICE_POLL_S
+        if notice is None and pid is None and not self._notices.revoke(ticket.attempt):
+            return _NOTICE_POLL_S  # it has signed just now
         self._handed_off.pop(ticket.attempt, None)
         if notice is None:
             if self._objects.store is not None:
@@ -456,9 +457,7 @@ def _holds_arena(ticket: SaveTicket) -> bool:
     return not pending.resolved.is_set() and (ticket.taking or bool(ticket.arenas))
 
 
-def _is_alive(pid: int | None) -> bool:
-    if pid is None:  # not begun yet: as long as there is a process that may begin
-        return bool(multiprocessing.active_children())
+def _is_alive(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

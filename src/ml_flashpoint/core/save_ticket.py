@@ -135,8 +135,29 @@ class NoticeBoard:
         os.replace(temporary, self.directory / attempt)
 
     def sign(self, attempt: str) -> None:
-        """Say that this process has taken on a save."""
-        (self.directory / f".{attempt}.pid").write_text(str(os.getpid()))
+        """Say that this process has taken on a save.
+
+        Raises:
+            SaveError: too late: it was given up, and its arenas may be another save's.
+        """
+        if not self._claim(attempt, str(os.getpid())) and self.process_of(attempt) is None:
+            raise SaveError(f"the save {attempt} was given up before this process began", hint="save less often")
+
+    def revoke(self, attempt: str) -> bool:
+        """See to it that no process can sign for a save any more. Returns false if one has."""
+        return self._claim(attempt, "") or self.process_of(attempt) is None
+
+    def _claim(self, attempt: str, signature: str) -> bool:
+        # A link, so that the file appears whole, and only once.
+        temporary = self.directory / f".{attempt}.{os.getpid()}.tmp"
+        temporary.write_text(signature)
+        try:
+            os.link(temporary, self.directory / f".{attempt}.pid")
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
 
     def process_of(self, attempt: str) -> int | None:
         """Pid of the process that signed for a save, if any did."""

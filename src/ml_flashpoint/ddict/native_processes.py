@@ -312,6 +312,8 @@ def _start_member(context: Any, member: _Member, work: bytes) -> None:
         args = (member.puid, env, template.cwd or os.getcwd(), remote, work)
         process = context.Process(target=run_member, args=args, name=f"puid-{member.puid}", daemon=False)
         process.start()
+        # Its exit code can be read once: not by `active_children` or the start of another process, in other threads.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     member.process = process
 
 

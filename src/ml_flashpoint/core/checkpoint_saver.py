@@ -358,7 +358,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         assert self._notices is not None
         answered = not self._is_worked_on(ticket)
         pid = self._notices.process_of(ticket.attempt)
-        may_begin = not self._closed and time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
+        may_begin = time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
         alive = may_begin if pid is None else _is_alive(pid)
         # Asked last: a notice posted just before the answer or the end is not missed.
         notice = self._notices.take(ticket.attempt)

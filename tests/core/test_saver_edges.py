@@ -199,6 +199,9 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
     assert "its process is gone" in str(pending.error)
     with pytest.raises(SaveError, match="given up"):
         pickle.loads(pickle.dumps(handed_off))  # late: what it would write to may be another save's
+    with pytest.raises(SaveError, match="given up"):
+        NoticeBoard(tmpfs / "removed").sign("attempt")
+    assert NoticeBoard(tmpfs / "removed").revoke("attempt")
 
 
 def test_what_a_saving_process_published_before_it_died_is_withdrawn(

@@ -140,12 +140,21 @@ class NoticeBoard:
         Raises:
             SaveError: too late: it was given up, and its arenas may be another save's.
         """
-        if not self._claim(attempt, str(os.getpid())) and self.process_of(attempt) is None:
-            raise SaveError(f"the save {attempt} was given up before this process began", hint="save less often")
+        try:
+            signed = self._claim(attempt, str(os.getpid())) or self.process_of(attempt) is not None
+        except FileNotFoundError:  # the board is gone, with its owner
+            signed = False
+        if not signed:
+            raise SaveError(
+                f"the save {attempt} was given up before this process began", hint="the next save is not affected"
+            )
 
     def revoke(self, attempt: str) -> bool:
         """See to it that no process can sign for a save any more. Returns false if one has."""
-        return self._claim(attempt, "") or self.process_of(attempt) is None
+        try:
+            return self._claim(attempt, "") or self.process_of(attempt) is None
+        except FileNotFoundError:  # the board was removed, and nobody can
+            return True
 
     def _claim(self, attempt: str, signature: str) -> bool:
         # A link, so that the file appears whole, and only once.
@@ -156,7 +165,7 @@ class NoticeBoard:
         except FileExistsError:
             return False
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
         return True
 
     def process_of(self, attempt: str) -> int | None:

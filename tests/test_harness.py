@@ -17,6 +17,8 @@ from tests.support import own_network
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.cluster import Cluster, ClusterError, contiguous, run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_contiguous_placement_fills_nodes_evenly() -> None:
     assert contiguous(4, 2) == (0, 0, 1, 1)

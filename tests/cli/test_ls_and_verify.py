@@ -20,6 +20,8 @@ from tests.support.forked import Child, call
 from tests.workers import cli_bases
 from tests.workers.cli_bases import BLOCK, RUN, Part
 
+pytestmark = pytest.mark.slow
+
 
 def flashpoint(*args: object) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "ml_flashpoint.cli.main", *map(str, args)]

@@ -12,6 +12,8 @@ from ml_flashpoint.adapter.lightning import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from tests.conformance.suite import Conformance, Door, State
 
+pytestmark = pytest.mark.slow
+
 
 class LightningDoor(Door):
     def __init__(self, base: Path) -> None:

@@ -14,6 +14,8 @@ from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.links import Links
 from tests.support.dictionaries import DEADLINE_S, one_nursery
 
+pytestmark = pytest.mark.slow
+
 BIG = 300_000  # elements of a float32 tensor that does not fit into a message
 MANY = {f"many{number}": "x" * 100 for number in range(5_000)}  # more than a batch collects for two managers
 

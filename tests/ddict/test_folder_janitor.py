@@ -20,6 +20,8 @@ from ml_flashpoint.ddict.runtime_folder import FolderHold, join_folder, sweep
 from tests.support.forked import wait_until
 from tests.support.processes import suspend
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 20.0
 
 _HOLDER = """

@@ -14,6 +14,8 @@ from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, one_nursery, pid_of, stopped
 from tests.workers.ddict_persisters import FLAG, KilledWhileRestoring
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _nursery_is_kept() -> Iterator[None]:

@@ -22,6 +22,8 @@ from ml_flashpoint.local import (
 )
 from tests.support.forked import Child
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=[True, False], ids=["persistent", "forked"])
 def queue(request: pytest.FixtureRequest) -> Iterator[AsyncCallsQueue]:

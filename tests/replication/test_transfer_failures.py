@@ -46,6 +46,8 @@ from tests.replication.transfer_support import (
 )
 from tests.support.netns import two_namespaces
 
+pytestmark = pytest.mark.slow
+
 # --- Waiting ------------------------------------------------------------------------------------------------
 
 

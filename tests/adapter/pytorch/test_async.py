@@ -24,6 +24,8 @@ from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.planners import FailingPlanner, GatedPlanner, RenamingPlanner
 from tests.support.tensors import assert_same, blank
 
+pytestmark = pytest.mark.slow
+
 try:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 except ImportError:  # torch 2.6

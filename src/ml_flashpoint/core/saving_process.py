@@ -54,7 +54,11 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         for path in self._lent:
             if path is not None:
                 self._begin_work(UnlockedStore(path.parents[2], rank))
-        notices.sign(ticket.attempt)
+        try:
+            notices.sign(ticket.attempt)
+        except SaveError:
+            self._end_work()
+            raise
 
     def _begin_work(self, store: UnlockedStore) -> None:
         if self._hold is None:

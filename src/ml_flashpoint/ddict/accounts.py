@@ -6,7 +6,7 @@ is for it, and for `coordinator`, to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,6 +61,21 @@ class Rules:
 
 Needs: TypeAlias = "dict[tuple[int, str], int]"
 """For a manager and its incarnation, the checkpoint that must be committed for all writes there to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A connection that keeps a process's handles attached.
+
+    Attributes:
+        holder: the connection itself.
+        pid: of the process, if that is on this machine.
+        is_gone: whether it has ended, although nobody has said so yet.
+    """
+
+    holder: object
+    pid: int | None
+    is_gone: Callable[[], bool]
 
 
 @dataclass(slots=True)

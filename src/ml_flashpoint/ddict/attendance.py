@@ -12,13 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, merge, writes_lost
+from ml_flashpoint.ddict.accounts import Attachment, Needs, Rules, Write, Writer, merge, writes_lost
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 
 _log = logging.getLogger(__name__)
@@ -29,15 +28,6 @@ EXPECT_S = 20.0
 RETRY_S = 0.2
 
 _MOST_LEFT = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    """A connection that keeps a process's handles attached, see `Attendance.lease_began`."""
-
-    holder: object
-    pid: int | None
-    is_gone: Callable[[], bool]
 
 
 class Attendance(ABC):
@@ -70,7 +60,7 @@ class Attendance(ABC):
         self._rules = rules
         self._changed = threading.Condition()
         self._writers: dict[str, Writer] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, Attachment] = {}
         self._departed = committed + 1
         self._died: dict[str, int] = dict.fromkeys(died, committed + 1)
         self._departed_wrote: Needs = dict(taken)
@@ -142,7 +132,7 @@ class Attendance(ABC):
             is_gone: whether the connection has ended, although nobody has said so yet.
         """
         with self._changed:
-            self._leases[lease] = _Lease(holder, pid, is_gone)
+            self._leases[lease] = Attachment(holder, pid, is_gone)
             if handles is not None:
                 for gone in [each for each, its in self._expected.items() if its == lease and each not in handles]:
                     self._arrived(gone)

@@ -345,8 +345,7 @@ class Attendance(ABC):
                 self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
-                    why = f": {self._trouble}" if self._trouble else ""
-                    raise DDictTimeoutError(f"checkpoint {wanted} is not committed yet{why}", checkpoint_id=wanted)
+                    raise self._not_yet(wanted)
                 self._changed.wait(min(left, RETRY_S))
             self._begin_anew()
             return self._state()
@@ -374,10 +373,7 @@ class Attendance(ABC):
                     self._raise_orphaned()
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise DDictTimeoutError(
-                        f"checkpoint {checkpoint_id} is not committed yet{self._why_not(checkpoint_id)}",
-                        checkpoint_id=checkpoint_id,
-                    )
+                    raise self._not_yet(checkpoint_id)
                 self._changed.wait(min(left, RETRY_S))
             return self._state()
 
@@ -390,7 +386,7 @@ class Attendance(ABC):
         if writer.told is not None:
             raise writer.told
 
-    def _why_not(self, checkpoint_id: int) -> str:
+    def _not_yet(self, checkpoint_id: int) -> DDictTimeoutError:
         behind = sum(self._held_up_at(writer) <= checkpoint_id for writer in self._writers.values())
         died = sum(self._window() <= position <= checkpoint_id for position in self._died.values())
         reasons = [f"{behind} handle(s) have not moved past it"] if behind else []
@@ -400,7 +396,8 @@ class Attendance(ABC):
         reasons += [f"{told} handle(s) have to go back first, as a manager lost writes"] if told else []
         reasons += ["a manager lost writes of handles that are gone"] if self._orphaned is not None else []
         reasons += [self._trouble] if self._trouble else []
-        return ": " + "; ".join(reasons) if reasons else ""
+        why = ": " + "; ".join(reasons) if reasons else ""
+        return DDictTimeoutError(f"checkpoint {checkpoint_id} is not committed yet{why}", checkpoint_id=checkpoint_id)
 
     def _begin_anew(self) -> None:
         """Where nobody writes, whoever goes on does so from what is committed, whatever was begun by those now gone."""

@@ -1,7 +1,8 @@
 """A barrier of processes.
 
-Owns who waits and who is released. It lives in the process that made it, behind a Unix socket, so that nothing is left
-locked by a process that was killed; on a Ray cluster, in an actor. A handle is picklable.
+Owns the handles of a barrier, which are picklable, and their lines to it. It lives in the process that made it, behind
+a Unix socket (`native_barrier_server`), so that nothing is left locked by a process that was killed; on a Ray cluster,
+in an actor.
 
 The socket's address is abstract: there is no file that could outlive a process. So anybody on the machine may connect,
 and both ends make sure that the other one is this user's before they say anything.
@@ -14,27 +15,22 @@ import json
 import logging
 import multiprocessing.util
 import os
-import secrets
-import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict import native_ray
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
+from ml_flashpoint.ddict.native_barrier_server import RECEIVED, BarrierServer, is_this_user
 from ml_flashpoint.ddict.native_errors import BarrierBrokenError
 
 _log = logging.getLogger(__name__)
 
-_RECEIVED = 4096
-_MOST_LINE_BYTES = 4096
 _REPLY_S = 30.0  # on Ray, the first request may wait for a process to start
 _SEND_TIMEOUT_S = 10.0
 
@@ -68,7 +64,7 @@ class Barrier:
         _check_timeout(timeout)
         self._parties = parties
         self._timeout = timeout
-        self._server: _Server | None = None
+        self._server: BarrierServer | None = None
         self._actor: Any = None
         self._address = self._token = ""
         self._local = threading.local()
@@ -77,7 +73,7 @@ class Barrier:
                 raise InvalidArgumentError("cannot be called on Ray", argument="action", value=action)
             self._actor = native_ray.make_barrier(parties)
             return
-        self._server = server = _Server(parties, action)
+        self._server = server = BarrierServer(parties, action)
         self._address, self._token = server.address, server.token
         weakref.finalize(self, server.close)
 
@@ -233,7 +229,7 @@ class _Line:
         while self._owed:
             while b"\n" not in self._received:
                 self._socket.settimeout(None if give_up is None else max(1e-6, give_up - time.monotonic()))
-                data = self._socket.recv(_RECEIVED)
+                data = self._socket.recv(RECEIVED)
                 if not data:
                     raise ConnectionError("it was closed")
                 self._received += data
@@ -247,11 +243,11 @@ class _Line:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.connect(self._address)
-            if not _is_this_user(self._socket):
+            if not is_this_user(self._socket):
                 raise ConnectionError("another user has its address")
             self._socket.sendall(self._token.encode() + b"\n")
             _lines.add(self)
-            _ensure_finalizers()
+            _ensure_finalizer()
         return self._socket
 
     def close(self, farewell: bool = False) -> None:
@@ -271,222 +267,15 @@ class _Line:
 _lines: weakref.WeakSet[_Line] = weakref.WeakSet()
 
 
-@dataclass(eq=False)
-class _Peer:
-    sock: socket.socket
-    received: bytes = b""
-    known: bool = False
-    waiting: bool = False
-    has_waited: bool = False
+_finalizer_of: int | None = None
 
 
-class _Server:
-    """The barrier itself: one thread that hears everybody."""
-
-    def __init__(self, parties: int, action: Callable[[], object] | None) -> None:
-        self.token = secrets.token_hex(16)
-        self.address = f"\0mlf-barrier-{secrets.token_hex(16)}"
-        self._parties, self._action = parties, action
-        self._broken = ""
-        self._waiting: list[_Peer] = []
-        self._passing: list[_Peer] = []
-        """Those who wait for the action, and for nobody else."""
-        self._acting = False
-        self._peers: set[_Peer] = set()
-        self._closed = False
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen(1024)
-        self._listener.setblocking(False)
-        self._awake, self._waker = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._awake, selectors.EVENT_READ, lambda: self._awake.recv(_RECEIVED))
-        _servers.add(self)
-        _ensure_finalizers()
-        self._thread = threading.Thread(target=self._serve, name="ddict-barrier", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End it: all connections close."""
-        if self._closed or self._pid != os.getpid():
-            return
-        self._closed = True
-        _servers.discard(self)
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_SEND_TIMEOUT_S)
-        self._close_sockets()
-
-    def abandon(self) -> None:
-        """In a forked child: the sockets are the parent's."""
-        self._closed = True
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._selector.close()
-        for sock in (self._listener, self._awake, self._waker, *(peer.sock for peer in list(self._peers))):
-            sock.close()
-
-    def abort(self, reason: str) -> None:
-        """Break it, from any thread."""
-        with self._lock:
-            self._break(reason)
-
-    def _serve(self) -> None:
-        while not self._closed:
-            for key, _ in self._selector.select():
-                if not self._closed:
-                    key.data()
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        if not _is_this_user(sock):
-            sock.close()
-            return
-        sock.setblocking(False)
-        peer = _Peer(sock)
-        self._peers.add(peer)
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(peer))
-
-    def _hear(self, peer: _Peer) -> None:
-        if peer not in self._peers:
-            return
-        try:
-            data = peer.sock.recv(_RECEIVED)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        *lines, peer.received = (peer.received + data).split(b"\n")
-        with self._lock:
-            for line in lines:
-                if not self._heed(peer, line):
-                    self._drop(peer)
-                    return
-            if not data or len(peer.received) > _MOST_LINE_BYTES:
-                if peer.has_waited:
-                    self._break("a process that uses it died, or gave up")
-                self._drop(peer)
-
-    def _heed(self, peer: _Peer, line: bytes) -> bool:
-        """Do what a peer says; whether to listen on."""
-        if not peer.known:
-            peer.known = secrets.compare_digest(line, self.token.encode())
-            return peer.known
-        try:
-            message = json.loads(line)
-            op = message["op"]
-        except (ValueError, KeyError, TypeError):
-            return False
-        if op == "wait":
-            self._join(peer)
-        elif op == "state":
-            self._reply(peer, waiting=len(self._waiting) + len(self._passing), broken=self._broken)
-        elif op == "abort":
-            self._break(str(message.get("reason")))
-            self._reply(peer)
-        elif op == "reset":
-            self._break("it was reset")
-            self._broken = ""
-            self._reply(peer)
-        else:
-            return False  # a farewell
-        return True
-
-    def _join(self, peer: _Peer) -> None:
-        if self._broken:
-            self._reply(peer, broken=self._broken)
-            return
-        peer.waiting = peer.has_waited = True
-        self._waiting.append(peer)
-        self._pass_if_all_are_here()
-
-    def _pass_if_all_are_here(self) -> None:
-        if self._acting or len(self._waiting) < self._parties:
-            return
-        self._passing, self._waiting = self._waiting[: self._parties], self._waiting[self._parties :]
-        if self._action is None:
-            self._release()
-            return
-        # Not on this thread, and not under the lock: the action may use the barrier.
-        try:
-            threading.Thread(target=self._act, args=(self._passing,), name="ddict-barrier-action", daemon=True).start()
-            self._acting = True
-        except RuntimeError as error:
-            self._break(f"its action cannot be called: {error}")
-
-    def _act(self, passing: list[_Peer]) -> None:
-        assert self._action is not None
-        failure = ""
-        try:
-            self._action()
-        except BaseException as error:
-            _log.exception("the action of a barrier failed")
-            failure = f"its action failed: {type(error).__name__}: {error}"
-        with self._lock:
-            self._acting = False
-            # Else it was broken meanwhile, and they know. It may be whole again, for others than these.
-            if self._passing is passing:
-                if failure:
-                    self._break(failure)
-                else:
-                    self._release()
-            # Others may have come meanwhile.
-            self._pass_if_all_are_here()
-
-    def _release(self) -> None:
-        released, self._passing = self._passing, []
-        for index, one in enumerate(released):
-            one.waiting = False
-            self._reply(one, index=index)
-
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
-        waiting, self._passing, self._waiting = [*self._passing, *self._waiting], [], []
-        for peer in waiting:
-            peer.waiting = False
-            self._reply(peer, broken=self._broken)
-
-    def _reply(self, peer: _Peer, **fields: Any) -> None:
-        # A few bytes to one who waits for nothing else always fit into the socket; who is gone is heard of later.
-        with contextlib.suppress(OSError):
-            peer.sock.sendall(json.dumps(fields).encode() + b"\n")
-
-    def _drop(self, peer: _Peer) -> None:
-        self._peers.discard(peer)
-        for waiting in (self._waiting, self._passing):
-            if peer in waiting:
-                waiting.remove(peer)
-        self._selector.unregister(peer.sock)
-        peer.sock.close()
-
-
-def _is_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end, or the one that listened there, is of this process's user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
-
-
-_servers: weakref.WeakSet[_Server] = weakref.WeakSet()
-
-
-_finalizers_of: int | None = None
-
-
-def _ensure_finalizers() -> None:
-    # By multiprocessing's means, since its children end without `atexit`, and forget what was theirs before the fork.
-    global _finalizers_of
-    if _finalizers_of != os.getpid():
-        _finalizers_of = os.getpid()
+def _ensure_finalizer() -> None:
+    # As that of the server, and before it: whoever made the barrier says farewell to it, too.
+    global _finalizer_of
+    if _finalizer_of != os.getpid():
+        _finalizer_of = os.getpid()
         multiprocessing.util.Finalize(None, _say_farewell, exitpriority=10)
-        multiprocessing.util.Finalize(None, _close_servers, exitpriority=5)
 
 
 def _say_farewell() -> None:
@@ -494,18 +283,10 @@ def _say_farewell() -> None:
         line.close(farewell=line.pid == os.getpid())
 
 
-def _close_servers() -> None:
-    for server in list(_servers):
-        server.close()
-
-
 def _close_inherited() -> None:
     # Kept open in a forked child, they would hide the parent's death from the others.
     for line in list(_lines):
         line.close()
-    for server in list(_servers):
-        server.abandon()
-    _servers.clear()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

@@ -209,14 +209,15 @@ def main() -> None:
         print("starting afresh" if done is None else f"going on from {source} at step {done}", flush=True)
     for step in range((done or 0) + 1, args.steps + 1):
         loss = training.step(step)
+        if rank == 0:
+            # Before anything is saved: no run that goes on from here does this step again.
+            print(f"step {step} loss {loss:.4f}", flush=True)
         if step % args.memory_every == 0:
             memory.save(training, step)
         else:
             memory.queue.maybe_finalize_async_calls()
         if step % args.disk_every == 0:
             disk.save(training, step)
-        if rank == 0:
-            print(f"step {step} loss {loss:.4f}", flush=True)
     memory.close()
     print(f"rank {rank} ends with {training.digest():08x}", flush=True)
     dist.destroy_process_group()

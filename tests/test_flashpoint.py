@@ -133,11 +133,13 @@ def test_killed_at_random_points_is_the_undisturbed_run(base: Path) -> None:
     steps, chance = 60, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
     reached, killed = 0, 0
     while reached < steps:
-        with Child(training.train, str(base), steps, 0.01) as child:
+        # However late the kill comes, no life gets further than so many steps, and all of them not to the end.
+        most = min(steps, reached + 18)
+        with Child(training.train, str(base), most, 0.01) as child:
             (_, resumed) = child.next_report("resumed")
             assert resumed >= reached - 1, "a step that was saved is lost"
             # The last one may have saved more than it had reported when it was killed, and left nothing to do.
-            target = min(steps, resumed + chance.randrange(1, 14))
+            target = min(most, resumed + chance.randrange(1, 14))
             if target > resumed:
                 (_, reached) = child.next_report("step", target)
             if target == steps:
@@ -828,7 +830,7 @@ def test_sigterm_ends_a_process_whose_main_thread_hangs(base: Path) -> None:
 def test_sigterm_for_a_forked_child_is_its_own(base: Path) -> None:
     with Child(training.fork_while_saving, str(base)) as child:
         (_, took) = child.next_report("took")
-        assert took < 5
+        assert took < 20, "held up for the grace"
         assert child.result() == (-signal.SIGTERM, True)
 
 
@@ -948,8 +950,8 @@ def test_two_at_a_time_on_one_base_are_refused(base: Path, tmpfs: Path) -> None:
 
 def test_a_live_process_on_the_base_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_LOCK_DEADLINE_S", "0.2")
-    with Child(training.train, str(base), 1000, 1.0) as child:
-        child.next_report("step", 1)
+    with Child(training.train, str(base), 1000, 0.2) as child:
+        child.next_report("step", 2)  # then the save of step 1 has ended
         with pytest.raises(JobInUseError, match=str(child.pid)):
             Flashpoint(base)
     assert resumed(base, **Job().tracked) >= 1

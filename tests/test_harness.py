@@ -86,7 +86,8 @@ def test_killed_node_is_gone_with_everything_on_it(tmpfs: Path) -> None:
             pids[rank] = {first["pid"], second["child"]}
         cluster.kill_node(1)
         assert not any(_runs(pid) for rank in (1, 3) for pid in pids[rank])
-        assert all(_runs(pid) for rank in (0, 2) for pid in pids[rank])
+        # The survivors are about to fail, since their peers are gone; what they have started does not know of that.
+        assert all(_runs(cluster.reports(rank)[1]["child"]) for rank in (0, 2))
         assert not cluster.node_folder(1).exists()
         assert (cluster.base_of(0) / "rank-2").exists()
         assert cluster.kill_rank(2) in pids[2]
@@ -94,19 +95,20 @@ def test_killed_node_is_gone_with_everything_on_it(tmpfs: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_torchrun_replaces_a_killed_rank_and_a_killed_node(tmpfs: Path) -> None:
     with Cluster(
         tmpfs, "harness_probe", nodes=2, ranks_per_node=2, args=["hang"], torchrun=True, max_restarts=3
     ) as cluster:
         for rank in range(4):
-            cluster.wait_for_report(rank=rank, total=10)
+            cluster.wait_for_report(rank=rank, total=10, timeout_s=120)
         cluster.kill_rank(3)
         for rank in range(4):
-            cluster.wait_for_report(rank=rank, total=10, nth=2)
+            cluster.wait_for_report(rank=rank, total=10, nth=2, timeout_s=120)
         cluster.kill_node(0)
         cluster.start_node(0)
         for rank in range(4):
-            cluster.wait_for_report(rank=rank, total=10, nth=3)
+            cluster.wait_for_report(rank=rank, total=10, nth=3, timeout_s=120)
         assert cluster.base_of(0).exists()
 
 
@@ -122,4 +124,7 @@ def test_folders_of_dead_runs_are_swept_and_of_live_ones_kept(tmpfs: Path) -> No
 
 
 def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -331,8 +332,12 @@ def test_a_job_that_saves_and_prunes_all_the_time_never_looks_damaged(base: Path
         child.next_report("ready")
         assert flashpoint_json("ls", base, code=0)["live"] == {"0": child.pid}
         assert flashpoint("verify", base).returncode == 0
-        steps, pruned = set(), 0
-        for _ in range(300):
+        steps, pruned, looks = set(), 0, 0
+        give_up = time.monotonic() + 60
+        # Enough looks, at enough different steps, and one at what was pruned meanwhile: what this test is about.
+        while looks < 300 or len(steps) <= 100 or not pruned:
+            assert time.monotonic() < give_up, (looks, len(steps), pruned)
+            looks += 1
             view = base_view.read_base(base)
             assert view.versions
             assert view.problems == ()
@@ -341,8 +346,6 @@ def test_a_job_that_saves_and_prunes_all_the_time_never_looks_damaged(base: Path
             assert [result.problems for result in results if result.problems] == []
             pruned += sum(result.pruned for result in results)
             steps.update(version.step for version in view.versions)
-        assert len(steps) > 100
-        assert pruned  # or this test has not met what it is about
         assert child.alive
 
 

@@ -257,12 +257,34 @@ def test_a_save_that_the_manager_did_not_live_to_end_is_not_waited_for(
 
 def test_saves_may_overlap(manager: LocalCheckpointManager) -> None:
     queue = AsyncCallsQueue()
-    for iteration in range(1, 6):
+    for iteration in range(1, 4):  # as many as surely have memory, however late the first is verified
         request = manager.save(state(iteration), iteration, is_async=True)
         assert request is not None
         queue.schedule_async_request(request)
     queue.close()
-    assert (manager.find_latest(), value_of(manager.load())) == (5, 5)
+    assert (manager.find_latest(), value_of(manager.load())) == (3, 3)
+
+
+def test_a_save_given_up_for_newer_ones_says_so(
+    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, commits = threading.Event(), manager._saver._commits
+    agree = commits._agree
+    monkeypatch.setattr(commits, "_agree", lambda *args: verdict.wait(60) and agree(*args))  # whatever is the oldest
+    requests = [manager.save(state(iteration), iteration, is_async=True) for iteration in range(1, 7)]
+    sealed = [ticket.pending.resolved for ticket in manager._under_way if ticket.pending is not None]
+    assert all(each.wait(60) for each in sealed)
+    verdict.set()
+    failures = []
+    for request in requests:
+        assert request is not None
+        try:
+            request.execute_finalize_fns()
+        except CheckpointingException as failure:
+            failures.append(str(failure))
+    assert failures
+    assert all("rank 0: given up for a newer save" in failure for failure in failures), failures
+    assert (manager.find_latest(), value_of(manager.load())) == (6, 6)
 
 
 def test_a_failed_asynchronous_save_is_told_when_it_is_finalized(manager: LocalCheckpointManager) -> None:
@@ -308,6 +330,7 @@ def test_the_request_can_be_waited_for_in_another_process(manager: LocalCheckpoi
     assert request is not None
     assert request.async_fn is not None
     request.execute_sync()
+    await_threads()
     assert list((manager.local_ckpt_dir / ".flashpoint/rank-00000").glob("under-way-*")) == []
     pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn()
 
@@ -335,7 +358,7 @@ def _parent(report: Any) -> int:
 def test_waiting_elsewhere_ends_with_the_trainer(tmp_path: Path) -> None:
     marker = tmp_path / "under-way"
     marker.touch()
-    with Child(_await, str(marker), os.getpid() + 1) as child:  # not its parent: that is the fork server
+    with Child(_await, str(marker), -1) as child:  # nobody's number
         child.join()
 
 
@@ -348,6 +371,7 @@ def test_logs(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture,
     request = manager.save(state(), 12, is_async=is_async)
     if request is not None:
         request.execute_sync()
+        await_threads()
     (path,) = manager.local_ckpt_dir.glob("step-12_ckpt/*.safetensors")
     infos = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     debugs = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]

@@ -68,6 +68,8 @@ def test_a_peer_that_accepts_and_never_answers_is_given_up() -> None:
         peer = PeerConnection(address, SECRET, node="n2", deadline_s=30, connect_timeout_s=0.5)
         with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
             peer.ping()
+        with pytest.raises(ConnectionLostError, match="was closed"):
+            peer.ping()
     assert caught.value.node == "n2"
 
 
@@ -83,8 +85,8 @@ def test_a_peer_that_falls_silent_is_given_up() -> None:
     record = record_of(pattern(BLOCK))
     for answer in (silent, halfway):
         with impostor(as_server(answer)) as address:
-            peer = PeerConnection(address, SECRET, node="n2", deadline_s=0.5)
-            with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
+            peer = PeerConnection(address, SECRET, node="n2", deadline_s=2)
+            with ends_within(2 + SLACK_S), pytest.raises(DeadlineError) as caught:
                 peer.fetch_object(VERSION, record, memoryview(bytearray(BLOCK)), rank=3)
             with pytest.raises(ConnectionLostError, match="was closed"):
                 peer.ping()  # what comes next on that connection is anyone's guess
@@ -93,14 +95,14 @@ def test_a_peer_that_falls_silent_is_given_up() -> None:
 
 def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
     store = MemoryStore()
-    with serving(store, deadline_s=0.5) as service:
+    with serving(store, deadline_s=2) as service:
         channel = channel_to(service)
         manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
         channel.send(Frame(FrameKind.PUSH, {"patience_ms": 10_000}, body=manifest))
         assert channel.receive_reply().kind is FrameKind.READY
         channel.send(Frame(FrameKind.DATA, payload_bytes=4 * BLOCK))
         channel.send_payload(memoryview(pattern(BLOCK)))
-        with ends_within(0.5 + SLACK_S):
+        with ends_within(2 + SLACK_S):
             assert isinstance(wire.error_of_frame(channel.receive_reply()), DeadlineError)
         channel.close()
     assert store.aborted == [VERSION]
@@ -113,8 +115,8 @@ def test_idle_connections_are_closed_after_a_deadline_of_their_own(caplog: pytes
         with ends_within(0.2 + SLACK_S), pytest.raises(ConnectionLostError):
             channel.receive()
         channel.close()
-    with serving(idle_deadline_s=60, deadline_s=0.2) as service, connection_to(service) as peer:
-        threading.Event().wait(0.6)
+    with serving(idle_deadline_s=60, deadline_s=1) as service, connection_to(service) as peer:
+        threading.Event().wait(1.5)
         peer.ping()
     assert caplog.records == []  # nothing is wrong with being idle
 
@@ -122,8 +124,8 @@ def test_idle_connections_are_closed_after_a_deadline_of_their_own(caplog: pytes
 def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:
     store = MemoryStore()
     never = threading.Event()
-    store.on_begin = store.on_commit = lambda: never.wait(1.0) and None
-    with serving(store) as service, connection_to(service, deadline_s=0.4) as peer:
+    store.on_begin = store.on_commit = lambda: never.wait(3.5) and None
+    with serving(store) as service, connection_to(service, deadline_s=3) as peer:
         push(peer, b"x")
     assert len(store.committed) == 1
 
@@ -132,8 +134,8 @@ def test_but_not_for_ever() -> None:
     store = MemoryStore()
     release = threading.Event()
     store.on_begin = lambda: release.wait(60) and None
-    with serving(store, work_limit_s=0.5) as service, connection_to(service, deadline_s=0.4) as peer:
-        with ends_within(0.9 + SLACK_S), pytest.raises(DeadlineError):
+    with serving(store, work_limit_s=0.5) as service, connection_to(service, deadline_s=2) as peer:
+        with ends_within(2.5 + SLACK_S), pytest.raises(DeadlineError):
             push(peer, b"x")
         release.set()
 

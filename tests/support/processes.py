@@ -20,6 +20,7 @@ import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 KILL_DEADLINE_S = 20.0
+_LAST_LINES_S = 10.0
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -83,7 +84,7 @@ class CapturedProcess:
     def _wait(self) -> None:
         returncode = self._process.wait()
         # A grandchild may hold the pipe open for longer than this process lives.
-        self._reader.join(timeout=1.0)
+        self._reader.join(timeout=_LAST_LINES_S)
         self.returncode = returncode
         self._on_change()
 

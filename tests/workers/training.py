@@ -239,11 +239,13 @@ def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
     """Forks a child, and ends it by SIGTERM; its exit status, and whether saving goes on here."""
     with Flashpoint(base, grace_s=30) as fp:
         fp.track(big=nn.Linear(2048, 2048)).step()
+        reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.write(writer, b"up")
             time.sleep(60)
             os._exit(0)
-        time.sleep(0.2)
+        os.read(reader, 2)
         os.kill(pid, signal.SIGTERM)
         began = time.monotonic()
         _, status = os.waitpid(pid, 0)

@@ -219,8 +219,9 @@ def _read_base(base: Path) -> BaseView:
             parts, objects = _read_version(base / version)
             found += parts
             loose += objects
-        # A job that saves every few milliseconds may have pruned all that was listed, and have newer ones.
-        if found or not versions:
+        # A job that saves every few milliseconds may have pruned all that was listed, and have newer ones. Or a listing
+        # met none: it may show neither what was removed nor what was added while it was made.
+        if found or not (versions or has_private):
             break
     # After the parts: an arena cannot vanish while a part uses it, but a part may appear in a new one.
     private = _read_private(base / PRIVATE_DIR) if has_private else _Private({}, {}, {})

@@ -142,9 +142,7 @@ class TerminationGuard:
     def _stop_watching(self) -> None:
         if self._wakeup is None:
             return
-        taken = signal.set_wakeup_fd(-1)
-        if taken not in (-1, self._wakeup):  # somebody's who came later
-            signal.set_wakeup_fd(taken)
+        _unplug()
         os.close(self._wakeup)
         _writers.discard(self._wakeup)
         self._wakeup = None
@@ -174,13 +172,45 @@ def _take_default_action() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _unplug() -> int:
+    """Stop signals from being written to a watcher's pipe; returns that pipe, or -1."""
+    if not _writers:
+        return -1
+    taken = signal.set_wakeup_fd(-1)
+    if taken in _writers:
+        return taken
+    if taken != -1:  # somebody's who came later
+        signal.set_wakeup_fd(taken)
+    return -1
+
+
+# A forked child shares the pipe: what is sent to the child must not reach the parent's watcher, not even before the
+# child runs any Python. So the pipe is unplugged while the main thread forks; other threads cannot do that, and their
+# children forget it as soon as they can.
+
+
+def _unplug_for_fork() -> None:
+    global _unplugged
+    if threading.current_thread() is threading.main_thread():
+        _unplugged = _unplug()
+
+
+def _plug_in_again() -> None:
+    global _unplugged
+    if threading.current_thread() is threading.main_thread():
+        pipe, _unplugged = _unplugged, -1
+        if pipe in _writers:
+            signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+
+
 def _forget_watchers() -> None:
-    # A forked child shares the pipe: what is sent to the child must not reach the parent's watcher.
-    if _writers:
-        taken = signal.set_wakeup_fd(-1)
-        if taken not in (-1, *_writers):
-            signal.set_wakeup_fd(taken)
-        _writers.clear()
+    global _unplugged
+    _unplugged = -1
+    _unplug()
+    _writers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_watchers)
+_unplugged = -1
+"""The pipe of the watchers while the main thread forks, else -1."""
+
+os.register_at_fork(before=_unplug_for_fork, after_in_parent=_plug_in_again, after_in_child=_forget_watchers)

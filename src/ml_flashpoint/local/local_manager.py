@@ -400,6 +400,8 @@ class LocalCheckpointManager:
         reason = "" if mine is None else str(mine)
         if not ended:
             reason = "the background thread has not ended the save within its deadline"
+        elif mine is None and pending.dropped:
+            reason = "given up for a newer save, which needed its memory"
         elif mine is None and pending.part is not None and self._saver.stats.replication_error is not None:
             reason = f"sealed, but not copied: {self._saver.stats.replication_error}"
         try:

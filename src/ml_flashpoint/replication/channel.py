@@ -248,8 +248,7 @@ class Channel:
         return bytes(data)
 
     def _send_all(self, view: memoryview, cancelled: Cancelled | None) -> None:
-        sent = 0
-        moved_at = time.monotonic()
+        sent = silent = 0
         while sent < len(view):
             with view[sent : sent + wire.SEND_CHUNK_BYTES] as piece:
                 try:
@@ -259,7 +258,7 @@ class Channel:
                 except OSError as exc:
                     raise self._lost(exc) from exc
             sent += count
-            moved_at = self._check_progress(count, moved_at, self._deadline_s, "took")
+            silent = self._check_progress(count, silent, self._deadline_s, "took")
             _check_cancelled(cancelled)
 
     def _receive_all(
@@ -270,8 +269,7 @@ class Channel:
         until: float | None = None,
         cancelled: Cancelled | None = None,
     ) -> None:
-        received = 0
-        moved_at = time.monotonic()
+        received = silent = 0
         while received < len(into):
             with into[received : received + wire.RECEIVE_CHUNK_BYTES] as piece:
                 try:
@@ -285,20 +283,21 @@ class Channel:
                         raise ConnectionLostError(f"{self._peer} closed the connection")
             received += count
             allowed_s = idle_s if idle_s is not None and received == 0 else self._deadline_s
-            moved_at = self._check_progress(count, moved_at, allowed_s, "sent")
+            silent = self._check_progress(count, silent, allowed_s, "sent")
             # A handshake is bounded as a whole: a stranger could otherwise dribble it in, a byte a deadline.
             if until is not None and received < len(into) and time.monotonic() >= until:
                 raise DeadlineError(f"{self._peer} did not complete the handshake in time")
             _check_cancelled(cancelled)
 
-    def _check_progress(self, count: int, moved_at: float, allowed_s: float, verb: str) -> float:
-        now = time.monotonic()
+    def _check_progress(self, count: int, silent: int, allowed_s: float, verb: str) -> int:
+        """How many slices in a row nothing has moved. They are counted, not timed: a process that was held up itself,
+        between two calls, would otherwise blame a peer whose bytes have been there for long."""
         if count:
-            return now
+            return 0
         # One slice early, because bytes that came early in a slice were only counted at its end.
-        if now - moved_at >= allowed_s - self._slice_s:
+        if (silent + 2) * self._slice_s >= allowed_s:
             raise DeadlineError(f"{self._peer} {verb} nothing for {allowed_s:g} s")
-        return moved_at
+        return silent + 1
 
     def _lost(self, exc: OSError) -> FlashpointError:
         if exc.errno in _NO_ANSWER:

@@ -268,13 +268,14 @@ class PeerConnection:
         if self._closed:
             raise ConnectionLostError("this connection was closed")
         if self._channel is None:
-            self._channel = connect(
-                self._address,
-                self._secret,
-                deadline_s=self._deadline_s,
-                connect_timeout_s=self._connect_timeout_s,
-                peer=f"{self._address[0]} port {self._address[1]}",
-            )
+            with self._closing_on_error():
+                self._channel = connect(
+                    self._address,
+                    self._secret,
+                    deadline_s=self._deadline_s,
+                    connect_timeout_s=self._connect_timeout_s,
+                    peer=f"{self._address[0]} port {self._address[1]}",
+                )
         return self._channel
 
 

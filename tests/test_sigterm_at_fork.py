@@ -1,0 +1,50 @@
+"""SIGTERM at the moment of a fork: it is the child's that it was sent to, and the parent is watched over as before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.processes import child_environment
+
+# What is registered before the library is imported runs in the child before anything of the library's does.
+_SCRIPT = """
+import os, signal, threading
+
+hooks = []
+os.register_at_fork(after_in_child=lambda: [hook() for hook in hooks])
+from ml_flashpoint.facade.sigterm import TerminationGuard
+
+guard = TerminationGuard(seal=lambda deadline_s: None, grace_s=30)
+guard.install()
+hooks.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+def watched():
+    pipe = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+    return pipe != -1
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    return child
+
+assert watched()
+child = fork()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+threading.Event().wait(2)  # longer than it takes to find that the main thread does not respond
+assert watched()
+guard.remove()
+assert not watched()
+os.waitpid(fork(), 0)
+assert not watched()
+print("lives")
+"""
+
+
+def test_a_child_that_is_ended_as_soon_as_it_is_there_does_not_end_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=child_environment(), capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr

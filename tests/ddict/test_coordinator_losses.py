@@ -435,3 +435,44 @@ def test_a_rollback_below_a_commit_that_is_under_way_calls_it_off(make: Make, du
     play.move("one", 1)
     play.move("one", 2)
     assert play.newest() == 1
+
+
+@pytest.mark.parametrize("during", ["prepare", "seal"])
+def test_what_was_lost_before_the_first_commit_is_not_committed_by_it(make: Make, during: str) -> None:
+    """There is nothing below to go back to: the handle goes back to the very checkpoint that is being committed."""
+    play = make()
+    play.join("one")
+    gate = play.managers.close_gate(during)
+    play.move("one", 1, play.write(1, 0))
+    play.managers.await_asked(during, 2)
+    # It comes back empty before it answers; the handle finds that out by itself, and counts those writes no more.
+    if during == "prepare":
+        play.managers.incarnations[1] = "second"
+    back = threading.Thread(target=play.rollback, args=("one", 0))
+    back.start()
+    await_that(lambda: play.coordinator._writers["one"].position == 0)
+    await_that(lambda: play.coordinator._held_up > 0 or not back.is_alive())
+    gate.set()
+    back.join(DEADLINE_S)
+    assert not back.is_alive()
+    with play.coordinator._changed:
+        assert play.coordinator._changed.wait_for(lambda: not play.coordinator._busy, DEADLINE_S)
+        assert play.coordinator.state()["committed"] == -1
+    # Who takes over must not find it either.
+    assert [fields["above"] for fields in play.managers.of("forget")] == [-1, -1]
+    play.managers.incarnations[1] = "second"
+    play.move("one", 1, play.write(1, 0))
+    assert play.newest() == 0
+
+
+def test_a_rollback_to_what_is_being_committed_does_not_wait_for_that(make: Make) -> None:
+    play = make()
+    play.join("one")
+    gate = play.managers.close_gate("seal")
+    play.move("one", 1, play.write(1, 0))
+    play.managers.await_asked("seal", 2)
+    play.rollback("one", 0, play.write(1, 0, fresh=False), timeout_s=SHORT_S)
+    gate.set()
+    play.move("one", 1)
+    assert play.newest() == 0
+    assert play.managers.of("forget") == []

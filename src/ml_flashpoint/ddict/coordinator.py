@@ -142,20 +142,26 @@ class Coordinator(Attendance):
             if lease is not None and handle not in self._left:
                 self._writers.setdefault(handle, Writer(to, lease, assumed=assumed))
             writer = self._writers.get(handle)
+            is_torn = False
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
-                writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
+                left = self._needs(wrote)
+                # Before anything is committed, the first checkpoint is all there is to go back to after a loss.
+                is_torn = self._committed < to == self._committing and not writer.wrote.keys() <= left.keys()
+                writer.position, writer.wrote, writer.assumed, writer.lost = to, left, assumed, None
                 writer.told = None
                 writer.since = self._newest
-            self._called_off = self._called_off or self._committing > to
+            self._called_off = self._called_off or self._committing > to or is_torn
             self._changed.notify_all()
-            if max(self._fixed(), self._tried) <= to and self._to_forget is None:
+            if max(self._fixed(), self._tried) <= to and self._to_forget is None and not is_torn:
                 return self._state()
         with self._no_commits(until):
             with self._changed:
                 before = self._snapshot
                 if max(self._committed, self._tried) > to:
                     self._take_back(handle, to)
+                elif is_torn:
+                    self._have_forgotten(to - 1)
             # At once: a manager that dies later must not come back with what was rolled back.
             self._forget(max(0.1, until - time.monotonic()))
             with self._changed:

@@ -19,6 +19,7 @@ from tests.support.processes import child_environment
 
 pytestmark = pytest.mark.timeout(400)
 
+STEPS = 48
 SHM = Path("/dev/shm")
 FOLDERS = "flashpoint-demo-*"
 
@@ -65,17 +66,18 @@ def _run(*args: str, job: str | None = None) -> tuple[int, Any, str]:
 
 
 def test_the_job_survives_and_ends_with_the_same_weights() -> None:
-    code, result, progress = _run("--steps", "16", "--seed", "3")
+    code, result, progress = _run("--steps", str(STEPS), "--seed", "3")
     assert code == 0
-    assert (result["ok"], result["error"], result["steps"], result["seed"]) == (True, None, 16, 3)
+    assert (result["ok"], result["error"], result["steps"], result["seed"]) == (True, None, STEPS, 3)
     assert all(check["ok"] for check in result["checks"])
     claims = [check["claim"] for check in result["checks"]]
     assert claims[-1] == "final weights equal to the fault-free run: bit for bit"
     assert len(claims) == 11
 
     calm, faulted = result["runs"]
-    assert (calm["steps"], calm["saves"], calm["faults"]) == (16, 16, [])
-    assert faulted["saves"] >= 16
+    assert (calm["steps"], calm["saves"], calm["faults"]) == (STEPS, STEPS, [])
+    # At each kill there may be one that was sealed, and not told of any more.
+    assert faulted["saves"] >= STEPS - 2
     for run in (calm, faulted):
         assert 0 < run["blocked_median_ms"] <= run["blocked_max_ms"]
         assert run["wall_s"] > 0
@@ -86,7 +88,7 @@ def test_the_job_survives_and_ends_with_the_same_weights() -> None:
     assert node["lost_bytes"] > 1 << 20
     assert (node["victim"], node["replacement"]) == ("node-0", "node-2")
     for fault in (rank, node):
-        assert 0 < fault["replicated_step"] <= fault["resumed_step"] <= fault["last_step"] < 16
+        assert 0 < fault["replicated_step"] <= fault["resumed_step"] <= fault["last_step"] < STEPS
         assert fault["lost_steps"] == fault["last_step"] - fault["resumed_step"]
         phases = sum(fault[f"{phase}_s"] for phase in ("restart", "detect", "plan", "fetch", "load"))
         assert all(fault[f"{phase}_s"] > 0 for phase in ("restart", "detect", "plan", "fetch", "load"))
@@ -103,13 +105,13 @@ def test_the_job_survives_and_ends_with_the_same_weights() -> None:
 
 
 def test_a_recovery_that_is_wrong_by_one_batch_is_noticed() -> None:
-    code, result, _ = _run("--steps", "10", job="tests.workers.sabotaged_demo_job")
+    code, result, _ = _run("--steps", "32", job="tests.workers.sabotaged_demo_job")
     assert code == 1
     assert (result["ok"], result["error"]) == (False, None)
     failed = {check["claim"]: check["why_not"] for check in result["checks"] if not check["ok"]}
     assert "tensors differ" in failed["final weights equal to the fault-free run: bit for bit"]
     assert "every step had the loss of the fault-free run" in failed
-    assert "position is 8 instead of 10" in failed["random numbers and places in the data as in the fault-free run"]
+    assert "position is 30 instead of 32" in failed["random numbers and places in the data as in the fault-free run"]
     # What was not sabotaged still holds.
     assert len(failed) == 3
 

@@ -65,7 +65,8 @@ def test_lost_node_is_replaced_from_its_peer(tmpfs: Path, kind: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
-    steps, chance = 40, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    # A kill may come many steps late. It is of a life that has begun since the one before if it is waited for so far.
+    steps, chance = 150, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
     expected = run_ranks(tmpfs / "reference", "training", 4, args=["--without", "--kind", kind, "--steps", steps])
     with Cluster(
         tmpfs,
@@ -78,11 +79,11 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
     ) as cluster:
         cluster.wait_for_report(rank=0, step=chance.randrange(4, 9))
         cluster.kill_rank(chance.randrange(4))
-        cluster.wait_for_report(rank=0, step=chance.randrange(14, 18), timeout_s=120)
+        cluster.wait_for_report(rank=0, step=chance.randrange(44, 50), timeout_s=120)
         node = chance.randrange(2)
         cluster.kill_node(node)
         cluster.start_node(node)
-        cluster.wait_for_report(rank=0, step=chance.randrange(24, 30), timeout_s=120)
+        cluster.wait_for_report(rank=0, step=chance.randrange(84, 90), timeout_s=120)
         cluster.kill_rank(chance.randrange(4))
         cluster.wait(timeout_s=240, check=False)
         for rank in range(4):
@@ -92,7 +93,7 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
             resumed = [r["resumed"] for r in reports if "resumed" in r]
             assert len(resumed) >= 4, "killed three times"
             steps_seen = [r["step"] for r in reports if "step" in r]
-            assert len(steps_seen) - steps <= 3 * 3, "few steps are done twice"
+            assert len(steps_seen) - steps <= 3 * 12, "few steps are done twice"
 
 
 # ---- another number of ranks ----------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def test_batch_normalization_is_that_of_rank_0(tmpfs: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_training_goes_on_without_its_peer(tmpfs: Path, how: signal.Signals) -> None:
-    deadline_s = 2.0
+    deadline_s = 6.0
     # No other deadline is shortened: neither the ranks' agreement nor a save that waits for its peer holds up others.
     with Team(
         worker.go_on_alone, tmpfs, 2, deadline_s, env={"FLASHPOINT_TRANSFER_DEADLINE_S": str(deadline_s)}

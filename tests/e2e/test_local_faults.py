@@ -43,7 +43,7 @@ def test_a_failing_rank_fails_the_save_on_all(tmpfs: Path) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_rank_that_is_gone_fails_the_save_of_the_others(tmpfs: Path, mode: str, end: str) -> None:
-    env = {"FLASHPOINT_COLLECTIVE_DEADLINE_S": "4", "FLASHPOINT_TRANSFER_DEADLINE_S": "4"}
+    env = {"FLASHPOINT_COLLECTIVE_DEADLINE_S": "10", "FLASHPOINT_TRANSFER_DEADLINE_S": "10"}
     with Team(local_faults.rank_dies, tmpfs, 2, mode, env=env) as team:
         for child in team.ranks:
             child.next_report("ready")

@@ -65,10 +65,10 @@ def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -
 @pytest.mark.timeout(600)
 def test_the_example_goes_on_after_a_kill(tmpfs: Path, tmp_path: Path) -> None:
     """In bfloat16, with float32 weights in the optimizer; whichever save was the last when it was killed."""
-    base, steps = tmpfs / "job", ["--ckpt-mlf-every-n-steps", 2, "--ckpt-std-every-n-steps", 8]
-    args = ["--base", base, "--log-dir", tmp_path, "--steps", 12, *steps]
+    base, steps = tmpfs / "job", ["--ckpt-mlf-every-n-steps", 2, "--ckpt-std-every-n-steps", 32]
+    args = ["--base", base, "--log-dir", tmp_path, "--steps", 40, *steps]
     with Cluster(tmpfs, "nemo_example", args=args, torchrun=True, max_restarts=1) as cluster:
-        cluster.wait_for_output(r"iteration 5/11", rank=0, timeout_s=250)
+        cluster.wait_for_output(r"iteration 5/39", rank=0, timeout_s=250)
         cluster.kill_rank(0)
         cluster.wait(timeout_s=300)
         output = cluster.outputs()[0]
@@ -79,8 +79,8 @@ def test_the_example_goes_on_after_a_kill(tmpfs: Path, tmp_path: Path) -> None:
     first, _, second = output.partition("Restored all states from the checkpoint at")
     assert re.match(rf" {base}/step-\d+_ckpt", second)
     losses = [float(each) for each in re.findall(r"reduced_train_loss: ([\d.]+)", output)]
-    assert "iteration 0/11" in first
-    assert "iteration 0/11" not in second
-    assert "iteration 11/11" in second
+    assert "iteration 0/39" in first
+    assert "iteration 0/39" not in second
+    assert "iteration 39/39" in second
     assert losses[-1] < losses[0] - 1, "it has learned"
     assert [path for path in tmp_path.rglob("weights") if "unfinished" not in str(path)]

@@ -14,6 +14,7 @@ fixtures'. Ranks are plain processes by default, which start fast and stay dead 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,6 +27,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from tests.support.processes import REPOSITORY, CapturedProcess, kill_marked, marked_processes
 from tests.support.tmpfs import remove_folder
@@ -335,9 +338,10 @@ class Cluster:
             return process.pid
         agents = {process.pid for _, _, process in self._started}
         for process in marked_processes(RANK=str(rank), **{_MARK: self._mark}):
-            if process.ppid() in agents:
-                process.send_signal(number)
-                return process.pid
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.ppid() in agents:
+                    process.send_signal(number)
+                    return process.pid
         raise self._error(f"rank {rank} does not run")
 
     def kill_node(self, node: int, *, delete_folder: bool = True) -> None:
@@ -371,8 +375,9 @@ class Cluster:
         agents = {process.pid for _, rank, process in self._started if rank is None}
         ranks = {process.pid for _, rank, process in self._started if rank is not None}
         for process in marked_processes(**{_MARK: self._mark}):
-            if process.pid in ranks or process.ppid() in agents:
-                process.send_signal(signal.SIGABRT)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid in ranks or process.ppid() in agents:
+                    process.send_signal(signal.SIGABRT)
         self._join_all(_STACKS_DEADLINE_S)
 
 

@@ -43,9 +43,14 @@ def runtime_of(dictionary: DDict) -> EmbeddedRuntime:
 
 def pid_of(dictionary: DDict, manager: int) -> int:
     """The process of a manager at the moment, once it is there."""
-    runtime = runtime_of(dictionary)
-    await_that(lambda: manager in runtime.pids())
-    return runtime.pids()[manager]
+    runtime, found = runtime_of(dictionary), dict[int, int]()
+
+    def is_there() -> bool:
+        found.update(runtime.pids())
+        return manager in found
+
+    await_that(is_there)
+    return found[manager]
 
 
 def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) -> int:

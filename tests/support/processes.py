@@ -121,8 +121,9 @@ def marked_processes(**variables: str) -> list[psutil.Process]:
     Unlike a walk down the tree, this finds orphans too: the environment is inherited, parents are lost.
     """
     found = []
-    for process in psutil.process_iter():
+    for pid in psutil.pids():  # `process_iter` remembers processes, and would not kill a new one of an old number
         with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
             environment = process.environ()
             if process.pid != os.getpid() and all(environment.get(k) == v for k, v in variables.items()):
                 found.append(process)

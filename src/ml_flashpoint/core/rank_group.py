@@ -29,7 +29,7 @@ from ml_flashpoint.replication.strategies import Topology
 
 SECRET_BYTES = 32
 _MAX_BLOB = 1 << 32
-_GLOO_S = 0.1
+_GLOO_S = 0.3
 
 
 def local_node_id() -> str:

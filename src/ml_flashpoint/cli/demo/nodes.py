@@ -35,6 +35,7 @@ _SHM = Path("/dev/shm")
 _FOLDER = re.compile(r"flashpoint-demo-(\d+)-(\d+)-.+")
 _MARK = "FLASHPOINT_DEMO_RUN"
 _DEATH_DEADLINE_S = 20.0
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A dead agent is noticed in 2 s, not in torch's 15.
 _RENDEZVOUS = {
     "is_host": "0",
@@ -92,7 +93,7 @@ class Nodes:
         self._restarts = restarts
         self._mark = secrets.token_hex(8)
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
-        self._readers: list[threading.Thread] = []
+        self._readers: dict[str, threading.Thread] = {}
         # Before torch is imported here, so that the agents import it at the same time: they find the socket.
         self._listener = socket.create_server((_HOST, 0))
         self._port = int(self._listener.getsockname()[1])
@@ -127,10 +128,12 @@ class Nodes:
             )
             reader = threading.Thread(target=self._read, args=(node,), name=f"read-{node}", daemon=True)
             reader.start()
-            self._readers.append(reader)
+            self._readers[node] = reader
         if self._store is None:
-            # The rendezvous is not on any node, so that every node may be lost, the first one included.
-            import torch.distributed as dist
+            # The rendezvous is not on any node, so that every node may be lost, the first one included. Importing calls
+            # back from where exceptions are ignored, Ctrl-C too.
+            with _interrupted_later():
+                import torch.distributed as dist
 
             fd = self._listener.detach()
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -140,6 +143,12 @@ class Nodes:
     def ended(self, node: str) -> int | None:
         """Exit code of a node's agent, `None` while it runs."""
         return self._agents[node].poll()
+
+    def await_output(self, timeout_s: float) -> None:
+        """Waits for each agent that has ended until all that it printed is in `lines`, or so long."""
+        for node, reader in self._readers.items():
+            if self.ended(node) is not None:
+                reader.join(timeout_s)
 
     def kill_rank(self, pid: int) -> bool:
         """Kills one process of this job; returns whether it was running."""
@@ -164,7 +173,7 @@ class Nodes:
             self._kill()
             for agent in self._agents.values():
                 agent.wait(_DEATH_DEADLINE_S)
-            for reader in self._readers:
+            for reader in self._readers.values():
                 reader.join(_DEATH_DEADLINE_S)
             self._store = None
             self._listener.close()
@@ -308,10 +317,26 @@ def _undisturbed() -> Iterator[None]:
         yield
         return
     # Ignored and not just blocked here: another thread would take the signal, and the handler runs in this one.
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _INTERRUPTS}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Holds back what would interrupt this, and acts on it then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)

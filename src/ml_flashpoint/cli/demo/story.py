@@ -30,6 +30,7 @@ MIN_STEPS = 10
 _STALL_S = 120.0
 _EXIT_S = 60.0
 _TICK_S = 0.1
+_LAST_WORDS_S = 2.0
 _LONGEST_DELAY_S = 0.15
 _SHOWN_LINES = 40
 # One is what it takes, unless the rendezvous does not know yet that a node is gone.
@@ -58,15 +59,19 @@ class Fault:
 
 
 def plan_faults(steps: int, seed: int) -> list[Fault]:
-    """A rank in the second quarter of the steps or so, a node in the last third; which and when, by the seed."""
+    """A rank in the second eighth of the steps or so, a node around the middle; which and when, by the seed. Whoever
+    strikes may be late on a busy machine: many steps are left then."""
+    spread = steps // 5
 
-    def fault(kind: Literal["rank", "node"], victims: int, eighth: int) -> Fault:
+    def fault(kind: Literal["rank", "node"], victims: int, earliest: int) -> Fault:
         chance = random.Random(f"{kind} {seed}")
         victim, delay_s = chance.randrange(victims), chance.uniform(0, _LONGEST_DELAY_S)
-        step = max(3, eighth * steps // 8) + chance.randrange(max(1, steps // 5))
-        return Fault(kind, victim, step, delay_s)
+        return Fault(kind, victim, earliest + chance.randrange(spread), delay_s)
 
-    return [fault("rank", NODES * RANKS_PER_NODE, 2), fault("node", NODES, 5)]
+    return [
+        fault("rank", NODES * RANKS_PER_NODE, max(3, steps // 8)),
+        fault("node", NODES, max(4 + spread, 3 * steps // 8)),
+    ]
 
 
 class Run:
@@ -219,6 +224,10 @@ class Run:
                 self._display.node(node, "restarting")
 
     def _error(self, message: str) -> DemoError:
+        # Whoever has ended may have said why just before.
+        self._nodes.await_output(_LAST_WORDS_S)
+        while not self._nodes.lines.empty():
+            self._next()
         # What came first tells why it all began, what came last why it did not end.
         shown = self._output
         if len(shown) > 2 * _SHOWN_LINES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import select
@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.ddict import native_barrier, native_processes
+from ml_flashpoint.ddict import native_barrier, native_processes, ports
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     Barrier,
@@ -242,6 +242,33 @@ def test_a_signal_excuses_those_who_end_by_it_and_no_others(tmp_path: Path) -> N
         group.kill(signal.SIGUSR1)
         with pytest.raises(ProcessFailedError, match="ended with exit code 3"):
             group.join(timeout=DEADLINE_S)
+
+
+def test_a_signal_that_a_member_has_blocked_waits_for_it(tmp_path: Path) -> None:
+    with group_of(1, ddict_members.take_blocked_signal) as group:
+        group.join(timeout=DEADLINE_S)
+
+
+def test_of_those_that_have_ended_a_killed_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_have_ended = threading.Event()
+
+    def look_late(objects: list[int], timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            assert both_have_ended.wait(DEADLINE_S)
+        return multiprocessing.connection.wait(objects, timeout)
+
+    monkeypatch.setattr(native_processes, "wait_for", look_late)
+    with group_of(2, ddict_members.fail_after_signal, str(tmp_path)) as group:
+        puids, sentinels = group.puids, [member.process.sentinel for member in group._state.members]
+        wait_until(lambda: all((tmp_path / str(puid)).exists() for puid in puids), "the start of both")
+        for puid, number in zip(puids, (signal.SIGUSR1, signal.SIGKILL), strict=True):
+            os.kill(group.pids[puid], number)
+        wait_until(lambda: len(multiprocessing.connection.wait(sentinels, 0)) == 2, "the end of both")
+        both_have_ended.set()
+        with pytest.raises(ProcessFailedError, match="was killed by signal 9") as caught:
+            group.join(timeout=DEADLINE_S)
+        assert caught.value.puid == puids[1]
+        assert group.inactive_puids == [(puids[0], 3), (puids[1], -signal.SIGKILL)]
 
 
 def test_members_end_when_their_creator_is_killed(tmp_path: Path) -> None:
@@ -575,6 +602,20 @@ def test_a_collective_group_knows_its_nodes(node: int) -> None:
     with pytest.raises(InvalidArgumentError, match="no such node") as caught:
         group.init()
     assert (caught.value.argument, caught.value.value) == ("node", str(node))
+
+
+def test_a_port_for_later_is_one_that_the_system_gives_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / "given"
+    monkeypatch.setattr(ports, "_EPHEMERAL", given)
+    given.write_text("32768\t60999\n")
+    assert ports.free_port() in range(20_000, 32_768)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "_LOWEST", port)
+        given.write_text(f"{port + 1}\t65535\n")
+        assert ports.free_port("127.0.0.1") not in (0, port)
+    given.unlink()
+    assert ports.free_port("127.0.0.1")
 
 
 def test_a_process_without_a_rank_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

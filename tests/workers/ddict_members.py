@@ -72,6 +72,12 @@ def fail_after_signal(folder: str) -> None:
     sys.exit(3)
 
 
+def take_blocked_signal() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)  # any thread may take it that has not blocked it
+    signal.sigwait([signal.SIGUSR1])
+
+
 def wait_for_others(barrier: Barrier, folder: str) -> None:
     note(folder, os.getpid())
     barrier.wait(timeout=60)

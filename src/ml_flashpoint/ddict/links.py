@@ -41,6 +41,9 @@ class Locate(Protocol):
 
 _Found = TypeVar("_Found")
 
+GRACE_S = 0.5
+"""What a request may take more than the manager is told, so that its own error comes first."""
+
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 _KEPT_IDLE = 8
@@ -79,8 +82,7 @@ class Exchange:
     def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
         """One request; see `Connection.request`."""
         left = max(round(self._until - time.monotonic(), 3), 0.0)
-        # A little more than the manager is told, so that its own error comes first.
-        return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + 0.5)
+        return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from ml_flashpoint.ddict.creation import checked_timeout
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import encode_key
+from ml_flashpoint.ddict.links import GRACE_S
 from ml_flashpoint.ddict.request_fields import BROADCAST, PERSISTENT
 
 _MISSING: Any = object()
@@ -90,9 +91,11 @@ class Mapped(MutableMapping[Any, Any]):
         lost: DDictManagerLostError | DDictTimeoutError | None = None
         for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
             try:
-                # Each gets a fair part of what is left of the time.
-                share = time.monotonic() + (until - time.monotonic()) / left
-                return self._access.get(manager, encoded, until=share, copy=copy, wait=True).value
+                # Each gets a fair part of what is left of the time, and what it may be late is part of that.
+                share = (until - time.monotonic()) / left
+                share -= min(GRACE_S, share / 2) if left > 1 else 0.0
+                found = self._access.get(manager, encoded, until=time.monotonic() + share, copy=copy, wait=True)
+                return found.value
             except (DDictManagerLostError, DDictTimeoutError) as error:
                 lost = error
             except DDictKeyError as error:

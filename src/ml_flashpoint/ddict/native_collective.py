@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
 from ml_flashpoint.ddict.native_ray import check_node, free_port_on, is_on_ray, ray_nodes
+from ml_flashpoint.ddict.ports import free_port
 
 _LOOPBACK = "127.0.0.1"
 
@@ -158,7 +158,7 @@ def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | No
     on_node = collections.Counter(where)
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK if nodes is None else nodes[where[0]].address}
     if port is None:
-        port = _free_port() if nodes is None else free_port_on(where[0])
+        port = free_port(_LOOPBACK) if nodes is None else free_port_on(where[0])
     if nodes is None or len({node.address for node in nodes}) == 1:
         common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     placed: collections.Counter[int] = collections.Counter()
@@ -178,9 +178,3 @@ def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | No
         here = Policy(policy.gpu_affinity, node)
         templates.append(ProcessTemplate(work.target, work.args, work.kwargs, env=env, policy=here))
     return templates
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])

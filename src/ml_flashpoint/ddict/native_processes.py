@@ -338,9 +338,11 @@ def _watch_over(state: _State) -> None:
     """Note how members end, until all have."""
     running = {member.process.sentinel: member for member in state.members}
     while running:
-        for sentinel in wait_for(list(running)):
-            member = running.pop(sentinel)
+        ended = [running.pop(sentinel) for sentinel in wait_for(list(running))]
+        for member in ended:
             member.process.join()
+        # Of those that have ended meanwhile, a signal is the cause, and an exit code may be its consequence.
+        for member in sorted(ended, key=lambda member: member.process.exitcode >= 0):
             failed = member.has_failed
             text = _report_of(member) if failed else ""
             with state.changed:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import pickle
-import socket
 import sys
 import threading
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native_member import announce_puid, this_process
+from ml_flashpoint.ddict.ports import free_port
 
 _log = logging.getLogger(__name__)
 
@@ -101,14 +101,8 @@ def free_port_on(node: int) -> int:
     """A TCP port that is free on a node at this moment."""
     ray = _ray()
 
-    found = ray.remote(_free_port).options(num_cpus=0, **_placed(node)).remote()
+    found = ray.remote(free_port).options(num_cpus=0, **_placed(node)).remote()
     return int(ray.get(found, timeout=_START_TIMEOUT_S))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 # -- members ----------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come
     gate = play.managers.close_gate("prepare")
     found: list[int] = []
     play.move("b", 6)
-    play.managers.await_asked("prepare", 3)
+    await_that(lambda: play.coordinator._committing == 5)
     waiting = threading.Thread(target=lambda: found.append(play.newest(DEADLINE_S)))
     waiting.start()
     going_back = threading.Thread(target=lambda: play.rollback("a", 4))
@@ -334,13 +334,13 @@ def test_a_handle_that_joins_again_does_not_go_back_to_where_it_was(make: Make) 
 def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
     managers = Managers(1)
     rules = Rules(1, 4, False, False, True, True, 0)
-    coordinator = Coordinator(rules, managers.call, committed=4, sealed=(3, 4), settle_s=0.5)
+    began = time.monotonic()
+    coordinator = Coordinator(rules, managers.call, committed=4, sealed=(3, 4), settle_s=2)
     try:
-        began = time.monotonic()
         coordinator.join("fast", "x", 9, ())
         coordinator.join("slow", "y", 6, ())
         assert coordinator.newest(DEADLINE_S)["committed"] == 5
-        assert time.monotonic() - began >= 0.4
+        assert time.monotonic() - began >= 1.9
         assert managers.committed() == [5]
     finally:
         coordinator.close()
@@ -352,14 +352,19 @@ def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
 def test_with_wait_for_writers_one_that_takes_over_retires_nothing_before_they_are_back() -> None:
     managers = Managers(1)
     coordinator = Coordinator(
-        Rules(1, 2, False, True, True, True, 0), managers.call, committed=4, sealed=(3, 4), settle_s=0.5
+        Rules(1, 2, False, True, True, True, 0), managers.call, committed=4, sealed=(3, 4), settle_s=DEADLINE_S
     )
+
+    def come_back_late() -> None:
+        await_that(lambda: coordinator._writers["fast"].moving_to == 7)
+        coordinator.join("slow", "y", 5, ())
+
     try:
         coordinator.join("fast", "x", 6, ())
-        late = threading.Timer(0.2, lambda: coordinator.join("slow", "y", 5, ()))
+        late = threading.Thread(target=come_back_late)
         late.start()
         with pytest.raises(DDictTimeoutError, match="1 other handle"):
-            coordinator.move("fast", "x", 7, (), 0.8)
+            coordinator.move("fast", "x", 7, (), 2.0)
         late.join()
     finally:
         coordinator.close()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, JobInUseError, ProtocolError
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, mapped
+from ml_flashpoint.ddict.client import Found
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
@@ -32,6 +34,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from ml_flashpoint.ddict.handle import _handles as handles_here
 from ml_flashpoint.ddict.links import Exchange
 from tests.support.dictionaries import (
     DEADLINE_S,
@@ -66,13 +69,38 @@ def shared() -> Iterator[DDict]:
 def d(shared: DDict) -> Iterator[DDict]:
     """A handle that finds the dictionary empty, at a checkpoint where no one was."""
     handle = copy.copy(shared)
+    # Those whose handles the test before has forgotten, or whose processes have ended, leave a little later.
+    await_that(lambda: handle._access.ask_main("state")["writers"] == 0)
     handle.checkpoint_id = handle._access.ask_main("state")["newest"] + WORKING_SET
     handle.clear()
     yield handle
     handle.detach()
+    # A test that fails keeps its handles.
+    for each in list(handles_here):
+        if each.configuration == shared._configuration and each is not shared._handle:
+            each.detach(time.monotonic() + DEADLINE_S)
 
 
 Make = Callable[..., DDict]
+
+
+def waits_in_vain(
+    dictionary: DDict,
+    call: Callable[[], object],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[DDictError] = DDictTimeoutError,
+) -> None:
+    """Has a call end with the error of a manager that waits in vain. One that is late with that is asked again."""
+
+    def says_why() -> bool:
+        with pytest.raises((error, DDictTimeoutError)) as raised:
+            call()
+        return isinstance(raised.value, error) and why in str(raised.value)
+
+    with monkeypatch.context() as impatient:
+        impatient.setattr(dictionary._handle, "timeout_s", 0.5)
+        await_that(says_why)
 
 
 @pytest.fixture
@@ -378,9 +406,14 @@ def test_adding_to_what_is_no_number_is_refused(d: DDict) -> None:
 
 def test_waiting_for_a_value(d: DDict) -> None:
     writer = other(d)
-    timers = [threading.Timer(0.05 * number, writer.__setitem__, ("key", number)) for number in (1, 2, 3)]
-    for timer in timers:
-        timer.start()
+
+    def write() -> None:
+        for number in (1, 2, 3):
+            time.sleep(0.05)
+            writer["key"] = number
+
+    writing = threading.Thread(target=write)
+    writing.start()
 
     assert d.wait_for("key") in (1, 2, 3)
     assert d.wait_for("key", lambda value: value >= 2) in (2, 3)
@@ -388,9 +421,8 @@ def test_waiting_for_a_value(d: DDict) -> None:
     began = time.monotonic()
     with pytest.raises(DDictTimeoutError):
         d.wait_for("key", 4, timeout=0.1)
-    assert 0.1 <= time.monotonic() - began < 1.1
-    for timer in timers:
-        timer.join()
+    assert 0.1 <= time.monotonic() - began < 10
+    writing.join()
 
 
 # ---- handles in other processes ---------------------------------------------------------------------------
@@ -456,7 +488,7 @@ def test_a_killed_process_holds_up_no_commits(make: Make) -> None:
 
     # What it died in is not whole, so it is committed only with a later one.
     dictionary.checkpoint_id = 3
-    await_that(lambda: dictionary.committed_checkpoint_id == 2, deadline_s=5.0)
+    await_that(lambda: dictionary.committed_checkpoint_id == 2)
 
 
 def test_a_handle_that_nobody_has_any_more_holds_up_no_commits(d: DDict) -> None:
@@ -550,6 +582,8 @@ def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
             exchange.request("put", {"v": room.fields["v"], "c": "none", "w": "me"}, (b"key",))
         exchange.request("abandon", {"v": room.fields["v"]})
 
+    # What the fixture left behind retires a little later.
+    await_that(lambda: d.stats()[0].oldest == d.checkpoint_id - WORKING_SET + 1)
     before = d.stats()[0].used_bytes
     links.attempt(0, send, until=until)
 
@@ -799,36 +833,34 @@ def test_a_rollback_does_not_go_ahead(d: DDict) -> None:
 # ---- waiting for others -----------------------------------------------------------------------------------
 
 
-def test_with_wait_for_keys_a_read_waits_for_its_checkpoint(make: Make) -> None:
+def test_with_wait_for_keys_a_read_waits_for_its_checkpoint(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dictionary = make(working_set_size=2, wait_for_keys=True, timeout=10)
     dictionary["key"] = 0
     dictionary.pput("lasting", "always")
     reader = other(dictionary)
     reader.checkpoint_id = 1
     timer = threading.Timer(0.2, lambda: (dictionary.checkpoint(), dictionary.put("key", 1)))
-    timer.start()
     began = time.monotonic()
+    timer.start()
 
     assert reader["lasting"] == "always"
     assert reader.get("key") in (0, 1)
     assert reader["key"] == 1
     assert time.monotonic() - began >= 0.1
     timer.join()
-    impatient = DDict.attach(dictionary.serialize(), timeout=0.2)
-    impatient.checkpoint_id = 2
-    with pytest.raises(DDictTimeoutError, match="not written at checkpoint 2"):
-        impatient["key"]
-    with pytest.raises(DDictKeyError):
-        impatient["never written"]
+    reader.checkpoint_id = 2
+    waits_in_vain(reader, lambda: reader["key"], "not written at checkpoint 2", monkeypatch)
+    waits_in_vain(reader, lambda: reader["never written"], "no such key", monkeypatch, DDictKeyError)
 
 
-def test_with_wait_for_keys_a_checkpoint_retires_when_its_keys_are_written_again(make: Make) -> None:
-    dictionary = make(working_set_size=2, wait_for_keys=True, timeout=0.5)
+def test_with_wait_for_keys_a_checkpoint_retires_when_its_keys_are_written_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = make(working_set_size=2, wait_for_keys=True)
     dictionary["key"] = 0
     dictionary.pput("lasting", 0)
     dictionary.checkpoint()
-    with pytest.raises(DDictTimeoutError, match="cannot retire"):
-        dictionary.checkpoint()
+    waits_in_vain(dictionary, dictionary.checkpoint, "cannot retire", monkeypatch)
     assert dictionary.checkpoint_id == 1
 
     dictionary["key"] = 1
@@ -838,12 +870,13 @@ def test_with_wait_for_keys_a_checkpoint_retires_when_its_keys_are_written_again
     assert dictionary["lasting"] == 0
 
 
-def test_with_wait_for_writers_a_checkpoint_retires_when_all_have_moved_on(make: Make) -> None:
-    dictionary = make(working_set_size=1, wait_for_writers=True, timeout=0.5)
+def test_with_wait_for_writers_a_checkpoint_retires_when_all_have_moved_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = make(working_set_size=1, wait_for_writers=True)
     colleague = other(dictionary)
     dictionary["a"] = colleague["b"] = 0
-    with pytest.raises(DDictTimeoutError, match="1 other handle"):
-        dictionary.checkpoint()
+    waits_in_vain(dictionary, dictionary.checkpoint, "1 other handle", monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(DDict.checkpoint, (dictionary, colleague))) == [1, 1]
 
@@ -1056,7 +1089,7 @@ def test_rolled_back_checkpoints_are_not_offered(make: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("manager", [0, 1])
 def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None:
-    timeout_s = 1.0
+    timeout_s = 3.0
     dictionary = make(2)
     key = next(key for key in range(100) if dictionary.which_manager(key) == manager)
     dictionary[key] = 1
@@ -1114,17 +1147,30 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
         found = list(pool.map(measure, calls))
 
     assert [name for name, ended, _ in found if ended != "the right error"] == []
-    assert [(name, took) for name, _, took in found if took > timeout_s + 1.0] == []
+    assert [(name, took) for name, _, took in found if took > timeout_s + 5.0] == []
     handles["put"][key] = 7
     assert dictionary[key] == 7, "the dictionary goes on, and so does the handle"
 
 
-def test_a_value_of_every_manager_is_read_from_one_that_answers(make: Make) -> None:
+def test_a_value_of_every_manager_is_read_from_one_that_answers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dictionary = make(2)
     dictionary.bput("everywhere", 1)
-    impatient = DDict.attach(dictionary.serialize(), timeout=1.0)
+    impatient = DDict.attach(dictionary.serialize(), timeout=3.0)
+    left: list[tuple[int, float]] = []
+    get = impatient._access.get
+
+    def noting(manager: int, key: bytes, *, until: float, **named: Any) -> Found:
+        left.append((manager, until - time.monotonic()))
+        return get(manager, key, until=until, **named)
+
+    monkeypatch.setattr(impatient._access, "get", noting)
+    first = iter([1, 0])  # the numbers of both managers are drawn in their order: manager 1 is asked first
+    monkeypatch.setattr(mapped, "random", SimpleNamespace(random=lambda: next(first)))
     with stopped(pid_of(dictionary, 1)):
-        assert [impatient.bget("everywhere") for _ in range(3)] == [1, 1, 1]
+        assert impatient.bget("everywhere") == 1
+    assert [manager for manager, _ in left] == [1, 0]
+    # A request may take 0.5 s more than it is given: that is not taken from who is asked next.
+    assert left[0][1] <= 3.0 / 2 - 0.5
 
 
 def test_without_replication_a_lost_manager_is_lost(make: Make) -> None:

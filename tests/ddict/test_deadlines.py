@@ -58,11 +58,11 @@ CALLS: dict[str, tuple[Callable[[DDict], Any], Callable[[DDict], Any] | None]] =
 
 def test_an_update_is_not_late_because_its_items_are() -> None:
     with DDict(2, timeout=DEADLINE_S) as dictionary:
-        handle = DDict.attach(dictionary.serialize(), timeout=1.0)
+        handle = DDict.attach(dictionary.serialize(), timeout=3.0)
 
         def items() -> Iterator[tuple[int, int]]:
             for number in range(3):
-                time.sleep(0.5)
+                time.sleep(1.2)
                 yield number, number
 
         handle.update(items())

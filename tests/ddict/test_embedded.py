@@ -213,7 +213,7 @@ def test_a_manager_that_does_not_end_is_killed(tmpfs: Path) -> None:
         begun = time.monotonic()
         runtime.stop(timeout_s=0.3)
         assert watch.alive() == []
-        assert 0.3 <= time.monotonic() - begun < 5
+        assert 0.3 <= time.monotonic() - begun < 9  # else it has END_GRACE_S
     assert list(tmpfs.iterdir()) == []
 
 
@@ -322,7 +322,7 @@ def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
 ) -> None:
     with started(tmpfs, 1) as runtime, descriptors_left(runtime.nursery_pid, 0):
         os.kill(runtime.pids()[0], signal.SIGKILL)
-        wait_until(lambda: said_so_far(caplog, "could not be forked again") == 1, "an attempt")
+        wait_until(lambda: said_so_far(caplog, "could not be forked again") >= 1, "an attempt")
         runtime.stop()
         assert not runtime.lost
     assert list(tmpfs.iterdir()) == []

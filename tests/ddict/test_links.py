@@ -106,7 +106,7 @@ def test_one_that_is_nowhere_is_waited_for_as_long_as_there_is_time() -> None:
         with pytest.raises(DDictManagerLostError) as raised:
             ask(links, 0, 0.5)
         assert raised.value.retryable
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
 
 def test_a_dictionary_that_is_gone_is_not_looked_for_any_longer() -> None:

@@ -98,17 +98,21 @@ Call = Callable[[DDict], object]
 
 
 @pytest.mark.parametrize("then", [DDict.checkpoint, lambda handle: handle.put("key", 1), DDict.detach])
-def test_a_rollback_that_does_not_reach_a_manager_is_finished_before_anything_else(then: Call) -> None:
+def test_a_rollback_that_does_not_reach_a_manager_is_finished_before_anything_else(
+    then: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with DDict(3, 1, 64 << 20, working_set_size=8, timeout=DEADLINE_S) as dictionary:
         keys = [keys_of(dictionary, manager)[0] for manager in range(3)]
         dictionary["key"] = 0  # and stays at 0, so that nothing is committed
-        handle = DDict.attach(dictionary.serialize(), timeout=1.0)
+        handle = copy.copy(dictionary)
         for number in range(4):
             for key in keys:
                 handle[key] = number
             handle.checkpoint()
-        with stopped(pid_of(dictionary, 1)), pytest.raises(DDictTimeoutError):
-            handle.rollback(to=1)
+        with stopped(pid_of(dictionary, 1)), monkeypatch.context() as impatient:
+            impatient.setattr(handle._handle, "timeout_s", 3.0)
+            with pytest.raises(DDictTimeoutError):
+                handle.rollback(to=1)
         assert handle.checkpoint_id == 1
 
         then(handle)

@@ -495,8 +495,8 @@ def test_a_holder_that_is_away_fails_the_seal_and_nothing_is_sent_twice(pair: Cl
     holder.down()
     began = time.monotonic()
     with pytest.raises(ReplicationError, match="not there"):
-        owner.seal(0, deadline_s=10)
-    assert time.monotonic() - began < 5
+        owner.seal(0, deadline_s=30)
+    assert time.monotonic() - began < 15
     files = owner.files(0)
     holder.up()
     sealed = owner.seal(0)

@@ -124,7 +124,7 @@ def test_a_holder_that_hangs_costs_no_more_than_the_deadline(duo: Duo) -> None:
     owner.say("seal", 1, 2.0)
     (_, _, error) = owner.next_report("failed", 1)
     assert isinstance(error, DeadlineError)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     holder.go_on()
     owner.say("seal", 1, 20.0)
     owner.next_report("sealed", 1)

@@ -10,6 +10,7 @@ import pytest
 
 from ml_flashpoint.ddict.accounts import Write
 from ml_flashpoint.ddict.errors import (
+    DDictManagerLostError,
     DDictTimeoutError,
     DDictWritesLostError,
 )
@@ -448,7 +449,7 @@ def test_what_was_lost_before_the_first_commit_is_not_committed_by_it(make: Make
     # It comes back empty before it answers; the handle finds that out by itself, and counts those writes no more.
     if during == "prepare":
         play.managers.incarnations[1] = "second"
-    back = threading.Thread(target=play.rollback, args=("one", 0))
+    back = threading.Thread(target=play.rollback, args=("one", 0), kwargs={"lost": [1]})
     back.start()
     await_that(lambda: play.coordinator._writers["one"].position == 0)
     await_that(lambda: play.coordinator._held_up > 0 or not back.is_alive())
@@ -468,11 +469,94 @@ def test_what_was_lost_before_the_first_commit_is_not_committed_by_it(make: Make
 def test_a_rollback_to_what_is_being_committed_does_not_wait_for_that(make: Make) -> None:
     play = make()
     play.join("one")
-    gate = play.managers.close_gate("seal")
     play.move("one", 1, play.write(1, 0))
-    play.managers.await_asked("seal", 2)
-    play.rollback("one", 0, play.write(1, 0, fresh=False), timeout_s=SHORT_S)
-    gate.set()
-    play.move("one", 1)
     assert play.newest() == 0
+    gate = play.managers.close_gate("seal")
+    play.move("one", 2, play.write(1, 1))
+    play.managers.await_asked("seal", 4)
+    # What is above goes, at a manager where it had written nothing else, too.
+    play.move("one", 3, play.write(1, 1), play.write(0, 2))
+    play.rollback("one", 1, play.write(1, 1, fresh=False), timeout_s=SHORT_S)
+    gate.set()
+    play.move("one", 2)
+    assert play.newest() == 1
     assert play.managers.of("forget") == []
+
+
+def below_the_first_commit(make: Make) -> Play:
+    """Commits began at 5; one has gone back to 2, which is whole, as all had moved past it, but not committed yet."""
+    play = make(2, working_set_size=9)
+    for name in ("one", "other"):
+        play.join(name)
+    with play.coordinator._changed:
+        for name in ("one", "other"):
+            play.move(name, 6)
+    assert play.newest() == 5
+    gate = play.managers.close_gate("prepare")
+    play.rollback("one", 2)
+    play.managers.await_asked("prepare", 4)
+    play.managers.incarnations[1] = "second"
+    play.coordinator.recovering(1, "second")
+    gate.set()
+    return play
+
+
+def test_what_was_lost_below_the_first_commit_is_told_to_who_went_back_there_and_once(make: Make) -> None:
+    play = below_the_first_commit(make)
+    for name, position in (("one", 3), ("other", 7)):
+        with pytest.raises(DDictWritesLostError) as raised:
+            move_until_told(play, name, position)
+        assert (raised.value.manager, raised.value.checkpoint_id) == (1, 0)
+    for name in ("one", "other"):
+        play.rollback(name, 0, lost=[1])
+    assert play.coordinator.state()["committed"] == -1, "nobody has written again what was lost"
+    for name in ("one", "other"):
+        play.move(name, 1)
+    assert play.newest() == 0
+
+
+def test_what_was_lost_is_not_committed_for_having_been_whole_before(make: Make) -> None:
+    play = make()
+    play.join("one")
+    play.move("one", 6)
+    assert play.newest() == 5
+    gate = play.managers.close_gate("seal")
+    play.rollback("one", 0)
+    play.managers.await_asked("seal", 4)  # of 0, which it had moved past
+    play.move("one", 1, play.write(1, 0))
+    back = threading.Thread(target=play.rollback, args=("one", 0), kwargs={"lost": [1]})
+    back.start()
+    await_that(lambda: play.coordinator._held_up > 0 or not back.is_alive())
+    play.managers.incarnations[1] = "second"
+    gate.set()
+    back.join(DEADLINE_S)
+    await_that(lambda: not play.coordinator._busy)
+    assert play.coordinator.state()["committed"] == -1
+    assert play.managers.of("forget")[-1]["above"] == -1
+    play.move("one", 1, play.write(1, 0))
+    assert play.newest() == 0
+
+
+@pytest.mark.parametrize("how", ["in vain", "in between"])
+def test_what_was_sealed_without_what_was_lost_is_forgotten(make: Make, how: str) -> None:
+    """Although the first rollback was not in time, or no commit is under way now. Who takes over would find it."""
+    play = make()
+    play.join("one")
+    if how == "in vain":
+        gate = play.managers.close_gate("seal")
+        play.move("one", 1, play.write(1, 0))
+        play.managers.await_asked("seal", 2)
+        with pytest.raises(DDictTimeoutError):
+            play.rollback("one", 0, timeout_s=SHORT_S, lost=[1])
+        play.managers.incarnations[1] = "second"
+        gate.set()
+    else:
+        play.managers.refusals["seal"] = lambda manager, fields: DDictManagerLostError("away") if manager else None
+        play.move("one", 1, play.write(1, 0))
+        play.managers.await_asked("seal", 2)
+        play.managers.incarnations[1] = "second"
+        del play.managers.refusals["seal"]
+        await_that(lambda: play.coordinator._writers["one"].lost is not None and not play.coordinator._busy)
+    play.rollback("one", 0, lost=[1])
+    assert [fields["above"] for fields in play.managers.of("forget")][-2:] == [-1, -1]
+    assert play.coordinator.state()["committed"] == -1

@@ -222,6 +222,7 @@ def test_what_was_taken_back_and_committed_anew_is_not_passed_on(make: Make) -> 
     assert play.newest() == 1
     play.rollback("a", 0)
     assert from_list(play.managers.of("forget")[-1]["taken"])
+    assert play.newest() == 0, "which it had moved past"
     play.managers.incarnations[0] = "second"  # and nothing that a has written is lost
     play.move("a", 3)
     assert play.newest() == 2

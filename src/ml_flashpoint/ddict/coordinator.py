@@ -114,13 +114,20 @@ class Coordinator(Attendance):
     # ---- rollback -----------------------------------------------------------------------------------------
 
     def rollback(
-        self, handle: str, lease: str | None, to: int, wrote: Sequence[Write], timeout_s: float
+        self,
+        handle: str,
+        lease: str | None,
+        to: int,
+        wrote: Sequence[Write],
+        timeout_s: float,
+        lost: Collection[int] = (),
     ) -> dict[str, Any]:
         """A handle goes back to checkpoint ``to``. It discards what it wrote above from the managers after this.
 
         Args:
             lease: None: the handle is not attached.
             wrote: what is left of its writes.
+            lost: managers that lost what it wrote, to which this is the answer.
 
         Raises:
             DDictCheckpointRetiredError: that has left the working set.
@@ -142,26 +149,26 @@ class Coordinator(Attendance):
             if lease is not None and handle not in self._left:
                 self._writers.setdefault(handle, Writer(to, lease, assumed=assumed))
             writer = self._writers.get(handle)
-            is_torn = False
             if writer is not None:
                 assumed = {} if to <= self._committed else writer.assumed
-                left = self._needs(wrote)
-                # Before anything is committed, the first checkpoint is all there is to go back to after a loss.
-                is_torn = self._committed < to == self._committing and not writer.wrote.keys() <= left.keys()
-                writer.position, writer.wrote, writer.assumed, writer.lost = to, left, assumed, None
+                assumed = {place: need for place, need in assumed.items() if place[0] not in lost}
+                writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
                 writer.told = None
                 writer.since = self._newest
-            self._called_off = self._called_off or self._committing > to or is_torn
+            highest = max(self._fixed(), self._tried)
+            self._called_off = self._called_off or self._committing > to
+            if lost and to > self._committed:
+                self._note_torn(to)
             self._changed.notify_all()
-            if max(self._fixed(), self._tried) <= to and self._to_forget is None and not is_torn:
+            if highest <= to and self._to_forget is None:
                 return self._state()
         with self._no_commits(until):
             with self._changed:
                 before = self._snapshot
-                if max(self._committed, self._tried) > to:
+                if max(self._committed, self._tried, highest) > to:
                     self._take_back(handle, to)
-                elif is_torn:
-                    self._have_forgotten(to - 1)
+                if lost:
+                    self._floor = min(self._floor, self._safe())
             # At once: a manager that dies later must not come back with what was rolled back.
             self._forget(max(0.1, until - time.monotonic()))
             with self._changed:
@@ -171,6 +178,14 @@ class Coordinator(Attendance):
                 with contextlib.suppress(FlashpointError):
                     self._prepare(back_at, max(0.1, until - time.monotonic()))
         return self.state()
+
+    def _note_torn(self, checkpoint_id: int) -> None:
+        """A checkpoint that is not committed lacks what was lost, of which nobody gives account any more. So it is not
+        what it was when all had moved past it, and who takes over must not find it. With the lock held."""
+        self._floor = min(self._floor, self._safe())
+        self._called_off = self._called_off or self._committing >= checkpoint_id
+        if max(self._committing, self._tried) >= checkpoint_id:
+            self._have_forgotten(checkpoint_id - 1)
 
     def _have_forgotten(self, above: int) -> None:
         self._to_forget = above if self._to_forget is None else min(above, self._to_forget)
@@ -218,6 +233,10 @@ class Coordinator(Attendance):
         for name, writer in self._writers.items():
             if name != handle:
                 merge(writer.assumed, again)
+            elif (
+                self._rules.snapshots and to not in self._sealed
+            ):  # commits skipped it, so what this one has there is uncommitted, too
+                merge(writer.assumed, dict.fromkeys(taken.items(), to))
         if self._any_departed:
             merge(self._departed_wrote, again)
         merge(self._taken, again)

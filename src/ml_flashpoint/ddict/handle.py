@@ -241,8 +241,9 @@ class Handle:
         with self._lock:
             left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
             left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
+            lost = [manager for manager, at in self._lost.items() if to <= at]
         if self._wrote_to:
-            fields = {**self._fields(to), "wrote": _listed(left)}
+            fields = {**self._fields(to), "wrote": _listed(left), "lost": lost}
             if not self._joined:
                 fields["lease"] = None
             self._going_back = to, discard

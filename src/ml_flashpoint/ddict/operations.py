@@ -232,8 +232,8 @@ def _move(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 def _go_back(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
     lease = None if fields.get("lease") is None else text(fields, "lease")
-    wrote = _wrote(manager, fields)
-    return coordinator.rollback(text(fields, "w"), lease, integer(fields, "c"), wrote, left_of(fields)), ()
+    wrote, lost = _wrote(manager, fields), _lost(manager, fields)
+    return coordinator.rollback(text(fields, "w"), lease, integer(fields, "c"), wrote, left_of(fields), lost), ()
 
 
 @operation
@@ -320,3 +320,10 @@ def _wrote(manager: Manager, fields: Fields) -> list[Write]:
             raise ProtocolError("field 'wrote' must list writes")
         found.append(Write(*each))
     return found
+
+
+def _lost(manager: Manager, fields: Fields) -> list[int]:
+    found = list_of(fields, "lost")
+    if not all(type(each) is int for each in found):
+        raise ProtocolError("field 'lost' must list managers")
+    return [] if _is_of_before(manager, fields) else found

@@ -30,9 +30,23 @@ def fork():
         signal.pause()
     return child
 
+def end_child():
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(), 0)[1]) == -signal.SIGTERM
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    ended.append(True)
+
 assert watched()
-child = fork()
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+ended = []
+end_child()
+beside = threading.Thread(target=end_child)
+beside.start()
+beside.join(30)
+# One that forks while it is about to fork.
+inner = []
+os.register_at_fork(before=lambda: None if inner else (inner.append(True), end_child()))
+end_child()
+assert len(ended) == 4
 threading.Event().wait(2)  # longer than it takes to find that the main thread does not respond
 assert watched()
 guard.remove()

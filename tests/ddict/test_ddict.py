@@ -1089,7 +1089,7 @@ def test_rolled_back_checkpoints_are_not_offered(make: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("manager", [0, 1])
 def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None:
-    timeout_s = 3.0
+    timeout_s = 5.0
     dictionary = make(2)
     key = next(key for key in range(100) if dictionary.which_manager(key) == manager)
     dictionary[key] = 1
@@ -1147,7 +1147,7 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
         found = list(pool.map(measure, calls))
 
     assert [name for name, ended, _ in found if ended != "the right error"] == []
-    assert [(name, took) for name, _, took in found if took > timeout_s + 5.0] == []
+    assert [(name, took) for name, _, took in found if took > timeout_s + 4.5] == [], "that of a call that waits twice"
     handles["put"][key] = 7
     assert dictionary[key] == 7, "the dictionary goes on, and so does the handle"
 

@@ -94,6 +94,10 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
             assert len(resumed) >= 4, "killed three times"
             steps_seen = [r["step"] for r in reports if "step" in r]
             assert len(steps_seen) - steps <= 3 * 12, "few steps are done twice"
+            replicated = 0
+            for report in reports:
+                assert report.get("resumed", replicated) >= replicated, "a step was lost that all ranks had copies of"
+                replicated = max(replicated, report.get("replicated") or 0)
 
 
 # ---- another number of ranks ----------------------------------------------------------------------------------

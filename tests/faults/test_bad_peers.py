@@ -27,13 +27,15 @@ def team(root: Path, **environment: str) -> Team:
     return made
 
 
-def save(child: Child, *steps: int) -> None:
+def save(child: Child, *steps: int) -> list[float]:
+    """Has a rank save; how long it took, each."""
     took = []
     for step in steps:
         child.say("save", step, 0)
         took.append(child.next_report("sealed", step)[2])
     assert max(took) < LATE_S, child.failure(f"saves took {took}")
-    assert len(took) < 3 or statistics.median_low(took) < DEADLINE_S, child.failure(f"saves took {took}")
+    assert len(took) < 3 or statistics.median_low(took) < DEADLINE_S / 4, child.failure(f"saves took {took}")
+    return took
 
 
 def settle(*children: Child) -> None:
@@ -114,9 +116,8 @@ def test_a_peer_that_sends_garbage_and_recovers(tmpfs: Path, rng: random.Random)
         settle(one, other)
         other.say("garble", rng.randrange(1 << 32))
         other.next_report("garbling")
-        for step in range(3, 12):
-            for child in (one, other):
-                save(child, step)
+        took = [seconds for step in range(3, 12) for child in (one, other) for seconds in save(child, step)]
+        assert statistics.median_low(took) < DEADLINE_S / 4, one.failure(f"saves took {took}")
         settle(one, other)
         # The garbler has no copies of its peer's parts, but its peer takes in its own.
         assert stats(one)["last_verified"] == 2

@@ -38,12 +38,14 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
     steps = [4, 5, 6, 7]
     total = call(engine.save_steps, str(tmpfs / "job-0"), "tiny", steps, 0)
     assert total > 30
+    not_killed = 0
     for nth in range(1, total + 1):
         base = tmpfs / f"job-{nth}"
         with Child(engine.save_steps, str(base), "tiny", steps, 0, nth, label=f"killed at change {nth}") as child:
             ended = child.wait()
             # The saver may have had to make a file more where they were counted, as its thread was late.
-            assert ended == -9 or (ended == 0 and nth > total - 8), child.failure("it was not killed")
+            not_killed += ended == 0
+            assert ended == -9 or not_killed <= 3, child.failure("it was not killed")
             sealed, begun = last(child, "sealed"), last(child, "begins")
         found = call(engine.load, str(base), "tiny")
         assert (found[0] if found else 0) in {sealed, begun}, f"{found} after {nth} of {total} changes"
@@ -53,7 +55,7 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
         left = files_of(base)
         assert all(name.startswith("step-9_ckpt/") for name in left), f"after {nth} of {total} changes: {left}"
         assert len(left) == 2, left
-        assert len(list(base.glob(".flashpoint/rank-00000/arena-*"))) <= 4
+        assert len(list(base.glob(".flashpoint/rank-00000/arena-*"))) <= 3
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from ml_flashpoint.core.errors import (
     ReplicationError,
 )
 from ml_flashpoint.core.manifest import encode
+from ml_flashpoint.replication import channel as channels
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import Channel, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
@@ -128,6 +130,13 @@ def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:
     with serving(store) as service, connection_to(service, deadline_s=3) as peer:
         push(peer, b"x")
     assert len(store.committed) == 1
+
+
+def test_a_process_that_was_held_up_does_not_blame_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 100.0, 101.0, 102.0, 103.0])
+    monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    patience = channels._Patience(1.0)
+    assert [patience.silent_s(count) for count in (0, 0, 0, 5, 0)] == [1.0, 3.0, 4.0, 0.0, 1.0]
 
 
 def test_but_not_for_ever() -> None:

@@ -19,8 +19,9 @@ def free_port(host: str = "") -> int:
     Args:
         host: address of an interface of this machine; all of them by default.
     """
+    # Not what a program has seeded: another one with the same seed would look at the same ports at the same time.
     below = range(_LOWEST, _first_ephemeral())
-    for port in [*random.sample(below, min(_TRIES, len(below))), 0]:
+    for port in [*random.SystemRandom().sample(below, min(_TRIES, len(below))), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return int(probe.getsockname()[1])

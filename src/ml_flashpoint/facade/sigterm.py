@@ -142,7 +142,9 @@ class TerminationGuard:
     def _stop_watching(self) -> None:
         if self._wakeup is None:
             return
-        _unplug()
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in (-1, self._wakeup):  # somebody's who came later
+            signal.set_wakeup_fd(taken)
         os.close(self._wakeup)
         _writers.discard(self._wakeup)
         self._wakeup = None
@@ -172,45 +174,32 @@ def _take_default_action() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _unplug() -> int:
-    """Stop signals from being written to a watcher's pipe; returns that pipe, or -1."""
-    if not _writers:
-        return -1
-    taken = signal.set_wakeup_fd(-1)
-    if taken in _writers:
-        return taken
-    if taken != -1:  # somebody's who came later
-        signal.set_wakeup_fd(taken)
-    return -1
-
-
 # A forked child shares the pipe: what is sent to the child must not reach the parent's watcher, not even before the
-# child runs any Python. So the pipe is unplugged while the main thread forks; other threads cannot do that, and their
-# children forget it as soon as they can.
+# child runs any Python. So whoever forks does not take SIGTERM meanwhile, and neither does the child, until it has let
+# go of the pipe. Other threads of the parent take it as ever.
 
 
-def _unplug_for_fork() -> None:
-    global _unplugged
-    if threading.current_thread() is threading.main_thread():
-        _unplugged = _unplug()
+def _hold_sigterm() -> None:
+    if _writers:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        _held.masks = [*getattr(_held, "masks", ()), before]
 
 
-def _plug_in_again() -> None:
-    global _unplugged
-    if threading.current_thread() is threading.main_thread():
-        pipe, _unplugged = _unplugged, -1
-        if pipe in _writers:
-            signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+def _release_sigterm() -> None:
+    if masks := getattr(_held, "masks", None):
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
 
 
-def _forget_watchers() -> None:
-    global _unplugged
-    _unplugged = -1
-    _unplug()
-    _writers.clear()
+def _let_go_in_child() -> None:
+    if _writers:
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in (-1, *_writers):
+            signal.set_wakeup_fd(taken)
+        _writers.clear()
+    _release_sigterm()
 
 
-_unplugged = -1
-"""The pipe of the watchers while the main thread forks, else -1."""
+_held = threading.local()
+"""Of each thread, the signal masks from before the forks that it is about to make."""
 
-os.register_at_fork(before=_unplug_for_fork, after_in_parent=_plug_in_again, after_in_child=_forget_watchers)
+os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_let_go_in_child)

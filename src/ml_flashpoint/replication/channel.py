@@ -248,7 +248,8 @@ class Channel:
         return bytes(data)
 
     def _send_all(self, view: memoryview, cancelled: Cancelled | None) -> None:
-        sent = silent = 0
+        sent = 0
+        patience = _Patience(self._slice_s)
         while sent < len(view):
             with view[sent : sent + wire.SEND_CHUNK_BYTES] as piece:
                 try:
@@ -258,7 +259,8 @@ class Channel:
                 except OSError as exc:
                     raise self._lost(exc) from exc
             sent += count
-            silent = self._check_progress(count, silent, self._deadline_s, "took")
+            if patience.silent_s(count) >= self._deadline_s - self._slice_s:
+                raise DeadlineError(f"{self._peer} took nothing for {self._deadline_s:g} s")
             _check_cancelled(cancelled)
 
     def _receive_all(
@@ -269,7 +271,8 @@ class Channel:
         until: float | None = None,
         cancelled: Cancelled | None = None,
     ) -> None:
-        received = silent = 0
+        received = 0
+        patience = _Patience(self._slice_s)
         while received < len(into):
             with into[received : received + wire.RECEIVE_CHUNK_BYTES] as piece:
                 try:
@@ -283,26 +286,39 @@ class Channel:
                         raise ConnectionLostError(f"{self._peer} closed the connection")
             received += count
             allowed_s = idle_s if idle_s is not None and received == 0 else self._deadline_s
-            silent = self._check_progress(count, silent, allowed_s, "sent")
+            # One slice early, because bytes that came early in a slice were only counted at its end.
+            if patience.silent_s(count) >= allowed_s - self._slice_s:
+                raise DeadlineError(f"{self._peer} sent nothing for {allowed_s:g} s")
             # A handshake is bounded as a whole: a stranger could otherwise dribble it in, a byte a deadline.
             if until is not None and received < len(into) and time.monotonic() >= until:
                 raise DeadlineError(f"{self._peer} did not complete the handshake in time")
             _check_cancelled(cancelled)
 
-    def _check_progress(self, count: int, silent: int, allowed_s: float, verb: str) -> int:
-        """How many slices in a row nothing has moved. They are counted, not timed: a process that was held up itself,
-        between two calls, would otherwise blame a peer whose bytes have been there for long."""
-        if count:
-            return 0
-        # One slice early, because bytes that came early in a slice were only counted at its end.
-        if (silent + 2) * self._slice_s >= allowed_s:
-            raise DeadlineError(f"{self._peer} {verb} nothing for {allowed_s:g} s")
-        return silent + 1
-
     def _lost(self, exc: OSError) -> FlashpointError:
         if exc.errno in _NO_ANSWER:
             return DeadlineError(f"{self._peer} does not answer: {exc.strerror}")
         return ConnectionLostError(f"connection to {self._peer} broke: {exc.strerror or exc}")
+
+
+class _Patience:
+    """How long nothing has moved, as far as the peer is to blame: a process that was held up itself, between two calls,
+    would otherwise blame a peer whose bytes have been there for long.
+
+    Args:
+        slice_s: what one call waits at most.
+    """
+
+    def __init__(self, slice_s: float) -> None:
+        self._longest_s = 2 * slice_s
+        self._looked_at = time.monotonic()
+        self._silent_s = 0.0
+
+    def silent_s(self, count: int) -> float:
+        """Seconds of silence, after a call that moved ``count`` bytes."""
+        now = time.monotonic()
+        self._silent_s = 0.0 if count else self._silent_s + min(now - self._looked_at, self._longest_s)
+        self._looked_at = now
+        return self._silent_s
 
 
 def connect(address: Address, secret: bytes, *, deadline_s: float, connect_timeout_s: float, peer: str) -> Channel:

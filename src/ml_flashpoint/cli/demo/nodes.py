@@ -336,7 +336,7 @@ def _interrupted_later() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
+        for number, handler in reversed(previous.items()):  # the one that raises last
             signal.signal(number, handler)
         for each in came:
             signal.raise_signal(each)

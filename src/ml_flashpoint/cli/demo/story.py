@@ -226,7 +226,8 @@ class Run:
     def _error(self, message: str) -> DemoError:
         # Whoever has ended may have said why just before.
         self._nodes.await_output(_LAST_WORDS_S)
-        while not self._nodes.lines.empty():
+        give_up = time.monotonic() + _LAST_WORDS_S
+        while not self._nodes.lines.empty() and time.monotonic() < give_up:
             self._next()
         # What came first tells why it all began, what came last why it did not end.
         shown = self._output

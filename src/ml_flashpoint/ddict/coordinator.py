@@ -233,9 +233,8 @@ class Coordinator(Attendance):
         for name, writer in self._writers.items():
             if name != handle:
                 merge(writer.assumed, again)
-            elif (
-                self._rules.snapshots and to not in self._sealed
-            ):  # commits skipped it, so what this one has there is uncommitted, too
+            elif self._rules.snapshots and to not in self._sealed:
+                # Commits skipped it, so what this one has there is uncommitted, too.
                 merge(writer.assumed, dict.fromkeys(taken.items(), to))
         if self._any_departed:
             merge(self._departed_wrote, again)

@@ -297,12 +297,12 @@ def test_a_loss_after_a_rollback_to_what_commits_skipped_can_be_gone_back_from(m
     play.managers.incarnations[1] = "second"
     gate.set()
     back.join(DEADLINE_S)
-    play.move("a", 8)
-    with pytest.raises(DDictWritesLostError) as raised:
-        move_until_told(play, "b", 9)
-    assert raised.value.checkpoint_id == 3
-    play.rollback("b", 3)
-    play.rollback("a", 3)
+    for name, position in (("a", 8), ("b", 9)):
+        with pytest.raises(DDictWritesLostError) as raised:
+            move_until_told(play, name, position)
+        assert (raised.value.manager, raised.value.checkpoint_id) == (1, 3)
+    play.rollback("b", 3, lost=[1])
+    play.rollback("a", 3, lost=[1])
     for position in (4, 5):
         play.move("a", position)
         play.move("b", position)

@@ -243,7 +243,8 @@ def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
         pid = os.fork()
         if pid == 0:
             os.write(writer, b"up")
-            time.sleep(60)
+            for _ in range(600):  # a signal that comes right before a call that blocks is acted on after it
+                time.sleep(0.1)
             os._exit(0)
         os.read(reader, 2)
         os.kill(pid, signal.SIGTERM)

@@ -233,13 +233,7 @@ class Attendance(ABC):
             return
         with self._changed:
             while self._committed < min(self._target(), position - self._rules.working_set_size - 2):
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise DDictTimeoutError(
-                        f"checkpoint {self._committed + 1} and later ones are not committed yet",
-                        checkpoint_id=self._committed + 1,
-                    )
-                self._changed.wait(left)
+                self._wait_for(self._committed + 1, until)
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, until: float) -> None:
         """Wait until a checkpoint may leave the working set."""
@@ -343,10 +337,7 @@ class Attendance(ABC):
                 if is_gone():
                     return self._state()
                 self._raise_orphaned()
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise self._not_yet(wanted)
-                self._changed.wait(min(left, RETRY_S))
+                self._wait_for(wanted, until)
             self._begin_anew()
             return self._state()
 
@@ -371,10 +362,7 @@ class Attendance(ABC):
                     self._tell(writer)
                 elif not self._writers and not self._expected:  # else it is for those who write to act on it
                     self._raise_orphaned()
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise self._not_yet(checkpoint_id)
-                self._changed.wait(min(left, RETRY_S))
+                self._wait_for(checkpoint_id, until)
             return self._state()
 
     def _tell(self, writer: Writer) -> None:
@@ -385,6 +373,12 @@ class Attendance(ABC):
         self._raise_orphaned()
         if writer.told is not None:
             raise writer.told
+
+    def _wait_for(self, checkpoint_id: int, until: float) -> None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise self._not_yet(checkpoint_id)
+        self._changed.wait(min(left, RETRY_S))
 
     def _not_yet(self, checkpoint_id: int) -> DDictTimeoutError:
         behind = sum(self._held_up_at(writer) <= checkpoint_id for writer in self._writers.values())

@@ -155,7 +155,7 @@ class Coordinator(Attendance):
                 writer.position, writer.wrote, writer.assumed, writer.lost = to, self._needs(wrote), assumed, None
                 writer.told = None
                 writer.since = self._newest
-            highest = max(self._fixed(), self._tried)
+            highest = max(self._fixed(), self._tried)  # before what is torn is forgotten
             self._called_off = self._called_off or self._committing > to
             if lost and to > self._committed:
                 self._note_torn(to)

@@ -35,7 +35,6 @@ class _Peer:
     sock: socket.socket
     received: bytes = b""
     known: bool = False
-    waiting: bool = False
     has_waited: bool = False
 
 
@@ -163,7 +162,7 @@ class BarrierServer:
         if self._broken:
             self._reply(peer, broken=self._broken)
             return
-        peer.waiting = peer.has_waited = True
+        peer.has_waited = True
         self._waiting.append(peer)
         self._pass_if_all_are_here()
 
@@ -203,14 +202,12 @@ class BarrierServer:
     def _release(self) -> None:
         released, self._passing = self._passing, []
         for index, one in enumerate(released):
-            one.waiting = False
             self._reply(one, index=index)
 
     def _break(self, reason: str) -> None:
         self._broken = self._broken or reason
         waiting, self._passing, self._waiting = [*self._passing, *self._waiting], [], []
         for peer in waiting:
-            peer.waiting = False
             self._reply(peer, broken=self._broken)
 
     def _reply(self, peer: _Peer, **fields: Any) -> None:

@@ -3,6 +3,7 @@
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
 #   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
+#   make soak    the long campaigns that `make test` only samples: random faults, random states
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 
@@ -23,7 +24,7 @@ STAMP := .venv/.setup-stamp
 # too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests run in the machine's network.
 TWO_AT_A_TIME ?= -n 2 --dist loadfile
 
-.PHONY: setup lint format check test test-units test-nemo demo bench clean distclean
+.PHONY: setup lint format check test test-units test-nemo soak demo bench clean distclean
 
 setup: $(STAMP)
 
@@ -45,7 +46,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 check: lint
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not e2e and not cuda" $(PYTEST_ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not e2e and not cuda and not soak" $(PYTEST_ARGS)
 
 # Jobs run two at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
 # seconds before the job listens there, and another job's many gloo groups, which listen at any port that is free,
@@ -54,11 +55,11 @@ JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(TWO_A
 
 test: lint
 	$(MAKE) -j2 test-units $(NEMO_STAMP)
-	$(BIN)/pytest $(JOBS_AT_A_TIME) -m e2e $(PYTEST_ARGS)
+	$(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
 	$(MAKE) test-nemo
 
 test-units: setup
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not e2e" $(PYTEST_ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not e2e and not soak" $(PYTEST_ARGS)
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
 # `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), what writes its context (nemo-run),
@@ -81,6 +82,9 @@ $(NEMO_STAMP): Makefile pyproject.toml
 
 test-nemo: setup $(NEMO_STAMP)
 	$(NEMO_BIN)/python -m pytest $(JOBS_AT_A_TIME) -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS)
+
+soak: setup
+	$(BIN)/pytest -m soak $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/flashpoint demo $(DEMO_ARGS)

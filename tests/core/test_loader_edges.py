@@ -14,6 +14,7 @@ from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import DigestMismatchError, LoadError
+from ml_flashpoint.core.manifest import ObjectRecord
 
 
 def version(base: Path, step: int) -> CheckpointContainerId:
@@ -64,8 +65,9 @@ def test_a_damaged_object_is_read_from_elsewhere_if_it_is_elsewhere(
     with pytest.raises(DigestMismatchError):
         loader.open_object(found, manifest, manifest.objects[0])
 
-    def fetch(manifest: object, record: object, first: int, buffer: memoryview) -> None:
-        buffer[:] = intact[: buffer.nbytes]
+    def fetch(manifest: object, record: ObjectRecord, first: int, buffer: memoryview) -> None:
+        begin = first * record.block_size
+        buffer[:] = intact[begin : begin + buffer.nbytes]
 
     monkeypatch.setattr(loader, "_is_elsewhere", lambda *_: True)
     monkeypatch.setattr(loader, "_fetch_blocks", fetch)

@@ -52,7 +52,9 @@ _RENDEZVOUS = {
     "last_call_timeout": "1",
 }
 # Left by a launcher that the tests themselves may run under.
-_INHERITED = re.compile(r"(TORCHELASTIC|FLASHPOINT)_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
+_INHERITED = re.compile(
+    r"(TORCHELASTIC|FLASHPOINT)_(?!TEST_BLOCK_BYTES$)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+)
 
 _T = TypeVar("_T")
 

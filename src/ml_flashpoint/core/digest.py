@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 BLOCK_SIZE = 16 * 2**20
-"""Bytes of one block. The last block of an object may be shorter."""
+"""Bytes of one block, unless a manifest says otherwise. The last block of an object may be shorter."""
 
 MAX_THREADS = 16
 """Threads that compute digests in one process, at most: memory bandwidth is used up well before."""

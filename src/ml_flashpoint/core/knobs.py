@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from ml_flashpoint.core.digest import BLOCK_SIZE
 from ml_flashpoint.core.errors import InvalidArgumentError
 
 
@@ -56,6 +57,31 @@ def exit_deadline_s() -> float:
 def ddict_keep_folder_s() -> float:
     """Seconds that a node keeps the memory of killed managers of a `DDict` on Ray, for those that come back there."""
     return _number("FLASHPOINT_DDICT_KEEP_FOLDER_S", 20.0)
+
+
+BLOCK_BYTES_VARIABLE = "FLASHPOINT_TEST_BLOCK_BYTES"
+"""Internal, for tests only: makes the blocks of new objects small, so that states of tests have many."""
+
+_MIN_BLOCK_BYTES = 4096
+_MAX_BLOCK_BYTES = 2**30
+
+
+def block_bytes() -> int:
+    """Bytes of the blocks by which new objects are digested.
+
+    Whoever reads an object goes by its manifest, so processes need not agree on this.
+    """
+    text = os.environ.get(BLOCK_BYTES_VARIABLE)
+    if text is None:
+        return BLOCK_SIZE
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0
+    if not _MIN_BLOCK_BYTES <= value <= _MAX_BLOCK_BYTES or value & (value - 1):
+        raise InvalidArgumentError(
+            f"must be a power of two from {_MIN_BLOCK_BYTES} to {_MAX_BLOCK_BYTES}",
+            argument=BLOCK_BYTES_VARIABLE,
+            value=text,
+        )
+    return value
 
 
 NODE_ID_VARIABLE = "FLASHPOINT_NODE_ID"

@@ -20,7 +20,8 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
-from ml_flashpoint.core.digest import BLOCK_SIZE, BlockDigester, block_count
+from ml_flashpoint.core import knobs
+from ml_flashpoint.core.digest import BlockDigester, block_count
 from ml_flashpoint.core.errors import CapacityError
 from ml_flashpoint.core.manifest import ObjectRecord
 from ml_flashpoint.core.object_format import (
@@ -53,12 +54,14 @@ class StagedObject:
     Attributes:
         arena_path: file of the arena.
         data_start, end: the copies lie between; what is before is room for the header.
+        block_size: bytes of the blocks that are digested.
         views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
     """
 
     arena_path: Path
     data_start: int
     end: int
+    block_size: int
     views: list[ArenaTensor] = field(default_factory=list, repr=False)
     arena: Arena | None = None
     digester: BlockDigester | None = None
@@ -67,8 +70,8 @@ class StagedObject:
     @property
     def interior(self) -> tuple[int, int]:
         """The blocks ``first:last`` that lie wholly within the copies."""
-        first = block_count(self.data_start)
-        return first, max(first, self.end // BLOCK_SIZE)
+        first = block_count(self.data_start, self.block_size)
+        return first, max(first, self.end // self.block_size)
 
     def interior_digests(self) -> tuple[str, ...]:
         """Digests of those blocks; waits for the ones still being computed."""
@@ -84,10 +87,10 @@ class StagedObject:
             self.digester = None
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.arena_path, self.data_start, self.end, self.interior_digests()
+        return self.arena_path, self.data_start, self.end, self.block_size, self.interior_digests()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.arena_path, self.data_start, self.end, self._interior = state
+        self.arena_path, self.data_start, self.end, self.block_size, self._interior = state
         self.views, self.arena, self.digester = [], None, None
 
 
@@ -97,6 +100,7 @@ class FilledObject:
 
     Attributes:
         first_block, interior: from that block on, digests of blocks that are final; may wait for them.
+        block_size: bytes of a block.
         digester: what computes them, if that began with this object.
     """
 
@@ -106,6 +110,7 @@ class FilledObject:
     metadata: Mapping[str, str] | None
     first_block: int
     interior: Callable[[], tuple[str, ...]]
+    block_size: int
     digester: BlockDigester | None = None
 
     def discard(self) -> None:
@@ -121,10 +126,11 @@ class WrittenObject:
     arena: Arena
     size: int
     digests: tuple[str, ...]
+    block_size: int
 
     def record(self, name: str) -> ObjectRecord:
         """Its entry in a manifest."""
-        return ObjectRecord(name=name, size=self.size, file_size=self.arena.size, digests=self.digests)
+        return ObjectRecord(name, self.size, self.arena.size, self.digests, self.block_size)
 
 
 _Signature = tuple[list[tuple[str, torch.dtype, torch.Size]], list[str]]
@@ -199,10 +205,12 @@ class ObjectWriter:
                 arena.path,
                 layout.data_start,
                 layout.size,
+                knobs.block_bytes(),
                 arena=arena,
             )
             # The caller waits for the copy, and digests would take memory bandwidth from it: they come after.
-            staged.digester = self._copy_and_digest(arena, plan, views, tensors, *staged.interior, follow=False)
+            blocks, size = staged.interior, staged.block_size
+            staged.digester = self._copy_and_digest(arena, plan, views, tensors, blocks, size, follow=False)
             staged.views = plan.in_callers_order(views)
         except BaseException:
             release(arena)
@@ -239,17 +247,17 @@ class ObjectWriter:
         plan: _Cached,
         views: Sequence[torch.Tensor],
         tensors: Sequence[TensorItem],
-        first: int,
-        last: int,
+        blocks: tuple[int, int],
+        block_size: int,
         *,
         follow: bool = True,
     ) -> BlockDigester:
-        """Copy; a digester of blocks ``first:last`` goes on after this returns, and with ``follow`` begins close
-        behind the copy."""
+        """Copy; a digester of ``blocks``, first and last, goes on after this returns, and with ``follow`` begins
+        close behind the copy."""
         if any(tensor.is_cuda for _, tensor in tensors):
             arena.register_cuda()
-        begin, end = first * BLOCK_SIZE, last * BLOCK_SIZE
-        digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers())
+        begin, end = (block * block_size for block in blocks)
+        digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers(), block_size=block_size)
         done = begin
 
         def on_copied(nbytes: int) -> None:
@@ -317,7 +325,8 @@ class ObjectWriter:
             arena.buffer[entry.begin : entry.end] = data
         with self._template_lock:
             arena.buffer[: layout.data_start] = self._template.encode(layout, arena.size, filled.metadata)
-        return WrittenObject(arena, layout.size, _complete_digests(arena, layout.size, filled))
+        digests = _complete_digests(arena, layout.size, filled)
+        return WrittenObject(arena, layout.size, digests, filled.block_size)
 
     def _fill_new(
         self,
@@ -343,10 +352,11 @@ class ObjectWriter:
         arena = acquire(layout.size + self._extra_bytes)
         views = self._views(arena, plan.layout)
         interior_end = plan.layout.tensors[-1].end if plan.layout.tensors else layout.data_start
-        first = block_count(layout.data_start)
-        last = max(first, interior_end // BLOCK_SIZE)
-        digester = self._copy_and_digest(arena, plan, views, tensors, first, last)
-        return FilledObject(arena, layout, list(byte_items), metadata, first, digester.finish, digester)
+        size = knobs.block_bytes()
+        first = block_count(layout.data_start, size)
+        last = max(first, interior_end // size)
+        digester = self._copy_and_digest(arena, plan, views, tensors, (first, last), size)
+        return FilledObject(arena, layout, list(byte_items), metadata, first, digester.finish, size, digester)
 
     def _fill_staged(
         self,
@@ -393,7 +403,9 @@ class ObjectWriter:
             [tensor for _, tensor in appended],
         )
         first, _ = staged.interior
-        return FilledObject(arena, layout, list(byte_items), metadata, first, staged.interior_digests)
+        return FilledObject(
+            arena, layout, list(byte_items), metadata, first, staged.interior_digests, staged.block_size
+        )
 
 
 class _CannotNameError(Exception):
@@ -402,14 +414,14 @@ class _CannotNameError(Exception):
 
 def _complete_digests(arena: Arena, size: int, filled: FilledObject) -> tuple[str, ...]:
     """Digests of all blocks: those of the interior are known, the ones around it are computed now."""
-    first, blocks = filled.first_block, block_count(size)
+    first, block_size = filled.first_block, filled.block_size
     inner = filled.interior()
-    head_end = min(first * BLOCK_SIZE, size)
-    with BlockDigester(arena.buffer, head_end) as head:
+    head_end = min(first * block_size, size)
+    with BlockDigester(arena.buffer, head_end, block_size=block_size) as head:
         digests = head.finish()
-    if first < blocks:
-        rest = arena.buffer[(first + len(inner)) * BLOCK_SIZE : size]
-        with BlockDigester(rest, rest.nbytes) as tail:
+    if head_end < size:
+        rest = arena.buffer[(first + len(inner)) * block_size : size]
+        with BlockDigester(rest, rest.nbytes, block_size=block_size) as tail:
             digests = (*digests, *inner, *tail.finish())
     return digests
 

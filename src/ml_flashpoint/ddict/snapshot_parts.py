@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.core import knobs
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.digest import BlockDigester
 from ml_flashpoint.core.errors import InvalidArgumentError
@@ -170,8 +171,9 @@ class PartBuilder:
 
     def _commit(self, checkpoint_id: int, attempt: str, arena: Arena, size: int, labels: dict[str, str]) -> HeldPart:
         rank = self._store.rank
-        digests = BlockDigester(arena.buffer, size, digest_workers()).finish()
-        record = ObjectRecord(object_name(rank, attempt), size, arena.size, digests)
+        block_size = knobs.block_bytes()
+        digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_size).finish()
+        record = ObjectRecord(object_name(rank, attempt), size, arena.size, digests, block_size)
         version = CheckpointContainerId.format_version_container(checkpoint_id)
         manifest = Manifest(version, rank, self._managers, attempt, self._node, (record,), labels)
         return self._store.commit(manifest, [arena])

@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from tests.support import own_network
 from tests.support import tmpfs as tmpfs_folders
+from tests.support.part_checker import PartChecker
 
 # No deadline an example: a busy machine is not a bug, and the timeout of the whole test stays.
 settings.register_profile("repository", deadline=None, print_blob=True)
@@ -41,22 +42,39 @@ def _leftovers_are_swept() -> Iterator[None]:
     tmpfs_folders.sweep()
 
 
+_part_checker = PartChecker()
+
+
+def _verify(folder: Path, request: pytest.FixtureRequest) -> None:
+    """Fails if a part below a folder is not what was committed, unless the test has damaged parts on purpose."""
+    if request.node.get_closest_marker("damages_on_purpose") is not None:
+        return
+    any_bytes = request.node.get_closest_marker("stores_any_bytes") is not None
+    if problems := _part_checker.problems(folder, any_bytes=any_bytes):
+        pytest.fail("the test leaves damaged parts:\n" + "\n".join(problems), pytrace=False)
+
+
 @pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A fresh folder in memory, removed whatever happens; on disk, with a warning, if there is no tmpfs."""
+def tmpfs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A fresh folder in memory, removed whatever happens; on disk, with a warning, if there is no tmpfs.
+
+    Afterwards every digest of every part in it is recomputed; see `_verify`.
+    """
     if not tmpfs_folders.has_tmpfs():
         warnings.warn(f"{tmpfs_folders.SHM} is not a writable tmpfs: testing on disk", stacklevel=1)
         yield tmp_path
+        _verify(tmp_path, request)
         return
     folder = tmpfs_folders.make_folder()
     try:
         yield folder
+        _verify(folder, request)
     finally:
         tmpfs_folders.remove_folder(folder)
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+def small_tmpfs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A tmpfs of 4 MiB of our own."""
     folder = tmp_path / "small"
     folder.mkdir()
@@ -66,6 +84,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
         except OSError as error:
             pytest.skip(f"cannot mount a small tmpfs here, which takes root: {error}")
         yield folder
+        _verify(folder, request)
 
 
 def _has_cuda() -> bool:

@@ -548,6 +548,7 @@ def test_health_and_recovery_tell_what_happened(base: Path) -> None:
 # ---- recovery that does not find what it looks for ------------------------------------------------------------
 
 
+@pytest.mark.damages_on_purpose
 def test_damaged_version_is_left_for_an_older_one(base: Path) -> None:
     saved_twice(base, stored=Stored(10))
     assert versions(base) == [1, 2]
@@ -570,6 +571,7 @@ def test_fallback_is_called_when_nothing_is_left(base: Path) -> None:
     assert resumed(base, stored=stored) == 41
 
 
+@pytest.mark.damages_on_purpose
 def test_without_fallback_damage_means_a_fresh_start(base: Path) -> None:
     save(base, stored=Stored(1))
     damage(base, 1)

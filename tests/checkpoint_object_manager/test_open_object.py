@@ -12,6 +12,8 @@ from ml_flashpoint.core.errors import ObjectNotFoundError
 from ml_flashpoint.core.manifest import object_name
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content
 
+pytestmark = pytest.mark.stores_any_bytes
+
 
 @pytest.fixture
 def store(tmpfs: Path) -> Iterator[RankStore]:

@@ -17,6 +17,8 @@ from ml_flashpoint.core.manifest import manifest_name, object_name, read_manifes
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content, files, manifest_of, write
 from tests.support.stepwise import Operation
 
+pytestmark = pytest.mark.stores_any_bytes
+
 
 @pytest.fixture
 def arena(tmpfs: Path) -> Path:

@@ -162,6 +162,7 @@ class Conformance:
             assert sealed <= found[0] <= begun
             assert same(found[1], state_of(found[0]))
 
+    @pytest.mark.damages_on_purpose
     @pytest.mark.parametrize("which", [0, 1], ids=["object", "manifest"])
     @pytest.mark.parametrize("how", ["flip", "truncate"])
     def test_damage_is_noticed_and_an_older_version_taken(self, base: Path, which: int, how: str) -> None:

@@ -49,6 +49,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmpfs: Path) -> None:
         DefaultMLFlashpointCheckpointLoader().get_latest_complete_checkpoint(tmpfs / "base")
 
 
+@pytest.mark.damages_on_purpose
 def test_a_damaged_object_is_read_from_elsewhere_if_it_is_elsewhere(
     objects: CheckpointObjectManager, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

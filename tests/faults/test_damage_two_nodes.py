@@ -94,6 +94,7 @@ def test_a_damaged_part_is_healed_from_the_peer(tmpfs: Path, job: engine.Snapsho
     assert whole(tmpfs, 2)
 
 
+@pytest.mark.damages_on_purpose
 def test_a_damaged_part_and_a_damaged_copy_mean_the_older_version(tmpfs: Path, job: engine.Snapshot) -> None:
     damaged = [path_of(tmpfs, node, 2, 1, "object") for node in (0, 1)]
     for path in damaged:
@@ -102,6 +103,7 @@ def test_a_damaged_part_and_a_damaged_copy_mean_the_older_version(tmpfs: Path, j
     assert str(damaged[1]) in log
 
 
+@pytest.mark.damages_on_purpose
 def test_a_damaged_copy_is_noticed_when_it_is_needed(tmpfs: Path, job: engine.Snapshot) -> None:
     flip(path_of(tmpfs, 1, 2, 0, "object"), 300)
     load(tmpfs, 2)

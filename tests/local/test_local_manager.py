@@ -201,6 +201,7 @@ def test_a_second_manager_takes_over(manager: LocalCheckpointManager, tmpfs: Pat
     LocalCheckpointManager(tmpfs, "job").close()
 
 
+@pytest.mark.damages_on_purpose
 def test_parts_without_the_rest_are_told_from_nothing(manager: LocalCheckpointManager) -> None:
     manager.save(state(), 1)
     manager.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,11 @@ def checker() -> PartChecker:
 
 
 @pytest.fixture
-def version(tmpfs: Path) -> Iterator[Path]:
+def version(tmpfs: Path) -> Path:
     with Flashpoint(tmpfs / "job", strict=True, handle_sigterm=False) as fp:
         fp.track(model=torch.nn.Linear(40, 30)).save(3)
         assert fp.wait()
-    yield tmpfs / "job" / "step-3_ckpt"
+    return tmpfs / "job" / "step-3_ckpt"
 
 
 def test_sound_parts_and_empty_folders_are_no_problem(checker: PartChecker, version: Path, tmp_path: Path) -> None:

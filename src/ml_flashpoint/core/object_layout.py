@@ -191,11 +191,16 @@ def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapp
     return _checked_size(Layout(tuple(placed), aliases, data_start, size, gaps))
 
 
-def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]]) -> Layout:
+def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin: int = 0) -> Layout:
     """Returns a layout with the same tensors in the same places and other byte items, after the last tensor.
 
     `data_start` stays, so the header may turn out too long if byte items were added: encode it before
     anything is written. Cheap if the keys of the byte items stay: nothing is computed for each tensor.
+
+    Args:
+        layout: The layout as it is.
+        byte_items: Key and length in bytes of each.
+        begin: Byte items lie at or behind this offset, too.
 
     Raises:
         InvalidArgumentError: A key is used twice or is reserved, a length is negative, or an alias leads
@@ -203,12 +208,13 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]]) -> La
     """
     items = list(byte_items)
     tensors = layout.tensors
-    begin = tensors[-1].end if tensors else layout.data_start
+    tensors_end = tensors[-1].end if tensors else layout.data_start
+    begin = max(begin, tensors_end)
     entries = (*tensors, *_place_byte_items(items, begin))
     if [key for key, _ in items] != [entry.key for entry in layout.byte_items]:
         _check_names([entry.key for entry in entries], layout.aliases)
     gaps: tuple[tuple[int, int], ...] = ()
-    if layout.gaps or layout.entries[: len(tensors)] != tensors:
+    if layout.gaps or begin != tensors_end or layout.entries[: len(tensors)] != tensors:
         gaps, _ = find_gaps(entries, layout.data_start)
     size = entries[-1].end if entries else layout.data_start
     return _checked_size(replace(layout, entries=entries, size=size, gaps=gaps))

@@ -48,37 +48,35 @@ def digest_workers() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class StagedObject:
-    """Tensors copied into an arena and not yet named. Travels to a saving process by pickle.
+class Interior:
+    """Bytes ``begin:end`` of an object that stay as they are until it is committed, being digested meanwhile.
+
+    Whatever is still to be written goes before or behind them; of their digests, those count whose blocks lie
+    wholly within both them and the object. Travels to a saving process by pickle.
 
     Attributes:
-        arena_path: file of the arena.
-        data_start, end: the copies lie between; what is before is room for the header.
-        block_size: bytes of the blocks that are digested.
-        views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
+        block_size: bytes of a block.
+        digester: computes the digests of :attr:`blocks`; None once they are known.
     """
 
-    arena_path: Path
-    data_start: int
+    begin: int
     end: int
     block_size: int
-    views: list[ArenaTensor] = field(default_factory=list, repr=False)
-    arena: Arena | None = None
     digester: BlockDigester | None = None
-    _interior: tuple[str, ...] = ()
+    _digests: tuple[str, ...] = ()
 
     @property
-    def interior(self) -> tuple[int, int]:
-        """The blocks ``first:last`` that lie wholly within the copies."""
-        first = block_count(self.data_start, self.block_size)
-        return first, max(first, self.end // self.block_size)
+    def blocks(self) -> range:
+        """The blocks that lie wholly within."""
+        first = block_count(self.begin, self.block_size)
+        return range(first, max(first, self.end // self.block_size))
 
-    def interior_digests(self) -> tuple[str, ...]:
+    def digests(self) -> tuple[str, ...]:
         """Digests of those blocks; waits for the ones still being computed."""
         if self.digester is not None:
-            self._interior = self.digester.finish()
+            self._digests = self.digester.finish()
             self.digester = None
-        return self._interior
+        return self._digests
 
     def discard(self) -> None:
         """Stop digesting: the bytes will not be used."""
@@ -86,12 +84,31 @@ class StagedObject:
             self.digester.abort()
             self.digester = None
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.arena_path, self.data_start, self.end, self.block_size, self.interior_digests()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Interior, (self.begin, self.end, self.block_size, None, self.digests())
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.arena_path, self.data_start, self.end, self.block_size, self._interior = state
-        self.views, self.arena, self.digester = [], None, None
+
+@dataclass(slots=True, eq=False)
+class StagedObject:
+    """Tensors copied into an arena and not yet named. Travels to a saving process by pickle.
+
+    Attributes:
+        arena_path: file of the arena.
+        interior: where the copies lie; what is before is room for the header.
+        views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
+    """
+
+    arena_path: Path
+    interior: Interior
+    views: list[ArenaTensor] = field(default_factory=list, repr=False)
+    arena: Arena | None = None
+
+    def discard(self) -> None:
+        """Stop digesting: the bytes will not be used."""
+        self.interior.discard()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StagedObject, (self.arena_path, self.interior)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,24 +116,18 @@ class FilledObject:
     """An object whose items are in place, and whose header and digests wait for what may still be added.
 
     Attributes:
-        first_block, interior: from that block on, digests of blocks that are final; may wait for them.
-        block_size: bytes of a block.
-        digester: what computes them, if that began with this object.
+        interior: what stays as it is.
     """
 
     arena: Arena
     layout: Layout
     byte_items: list[BytesItem]
     metadata: Mapping[str, str] | None
-    first_block: int
-    interior: Callable[[], tuple[str, ...]]
-    block_size: int
-    digester: BlockDigester | None = None
+    interior: Interior
 
     def discard(self) -> None:
         """Stop digesting: the bytes will not be used."""
-        if self.digester is not None:
-            self.digester.abort()
+        self.interior.discard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +212,12 @@ class ObjectWriter:
         arena = acquire(layout.size + self._extra_bytes)
         try:
             views = self._views(arena, layout)
-            staged = StagedObject(
-                arena.path,
-                layout.data_start,
-                layout.size,
-                knobs.block_bytes(),
-                arena=arena,
-            )
             # The caller waits for the copy, and digests would take memory bandwidth from it: they come after.
-            blocks, size = staged.interior, staged.block_size
-            staged.digester = self._copy_and_digest(arena, plan, views, tensors, blocks, size, follow=False)
-            staged.views = plan.in_callers_order(views)
+            interior = self._copy_and_digest(arena, plan, views, tensors, follow=False)
         except BaseException:
             release(arena)
             raise
-        return staged
+        return StagedObject(arena.path, interior, plan.in_callers_order(views), arena)
 
     def _planned(self, cached: _Cached | None, tensors: Sequence[TensorItem], byte_keys: Sequence[str]) -> _Cached:
         if cached is not None and _is_signature_of(cached.signature, tensors, byte_keys):
@@ -247,17 +249,17 @@ class ObjectWriter:
         plan: _Cached,
         views: Sequence[torch.Tensor],
         tensors: Sequence[TensorItem],
-        blocks: tuple[int, int],
-        block_size: int,
         *,
         follow: bool = True,
-    ) -> BlockDigester:
-        """Copy; a digester of ``blocks``, first and last, goes on after this returns, and with ``follow`` begins
-        close behind the copy."""
+    ) -> Interior:
+        """Copy; digesting goes on after this returns, and with ``follow`` begins close behind the copy."""
         if any(tensor.is_cuda for _, tensor in tensors):
             arena.register_cuda()
-        begin, end = (block * block_size for block in blocks)
-        digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers(), block_size=block_size)
+        data_end = plan.layout.tensors[-1].end if plan.layout.tensors else plan.layout.data_start
+        interior = Interior(plan.layout.data_start, data_end, knobs.block_bytes())
+        blocks, size = interior.blocks, interior.block_size
+        begin, end = blocks.start * size, blocks.stop * size
+        digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers(), block_size=size)
         done = begin
 
         def on_copied(nbytes: int) -> None:
@@ -274,7 +276,8 @@ class ObjectWriter:
         except BaseException:
             digester.abort()
             raise
-        return digester
+        interior.digester = digester
+        return interior
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -315,7 +318,7 @@ class ObjectWriter:
         byte_items = [*filled.byte_items, *extra]
         layout = filled.layout
         if extra:
-            layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
+            layout = _with_byte_items(layout, byte_items, filled.interior)
         arena = filled.arena
         if layout.size > arena.size:
             arena.grow(with_slack(layout.size))
@@ -325,8 +328,8 @@ class ObjectWriter:
             arena.buffer[entry.begin : entry.end] = data
         with self._template_lock:
             arena.buffer[: layout.data_start] = self._template.encode(layout, arena.size, filled.metadata)
-        digests = _complete_digests(arena, layout.size, filled)
-        return WrittenObject(arena, layout.size, digests, filled.block_size)
+        digests = _complete_digests(arena, layout.size, filled.interior)
+        return WrittenObject(arena, layout.size, digests, filled.interior.block_size)
 
     def _fill_new(
         self,
@@ -351,12 +354,8 @@ class ObjectWriter:
         layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
         arena = acquire(layout.size + self._extra_bytes)
         views = self._views(arena, plan.layout)
-        interior_end = plan.layout.tensors[-1].end if plan.layout.tensors else layout.data_start
-        size = knobs.block_bytes()
-        first = block_count(layout.data_start, size)
-        last = max(first, interior_end // size)
-        digester = self._copy_and_digest(arena, plan, views, tensors, (first, last), size)
-        return FilledObject(arena, layout, list(byte_items), metadata, first, digester.finish, size, digester)
+        interior = self._copy_and_digest(arena, plan, views, tensors)
+        return FilledObject(arena, layout, list(byte_items), metadata, interior)
 
     def _fill_staged(
         self,
@@ -368,25 +367,26 @@ class ObjectWriter:
     ) -> FilledObject:
         places: list[tuple[str, int, torch.dtype, torch.Size]] = []
         appended: list[TensorItem] = []
-        end = staged.end
+        interior = staged.interior
+        end = interior.end
         base = arena.address
         for key, tensor in tensors:
             offset = tensor.data_ptr() - base
-            if not (staged.data_start <= offset < staged.end and tensor.is_contiguous()):
+            if not (interior.begin <= offset < interior.end and tensor.is_contiguous()):
                 offset = end = round_up(end, _APPEND_ALIGNMENT)
                 end += tensor.numel() * tensor.dtype.itemsize
                 appended.append((key, tensor))
             places.append((key, offset, tensor.dtype, tensor.shape))
-        signature = (staged.data_start, places, [key for key, _ in byte_items])
+        signature = (interior.begin, places, [key for key, _ in byte_items])
         named = self._named  # read once: another thread may be naming a state of its own
         if named is not None and named[0] == signature:
             layout = named[1]
         else:
-            found = _layout_of(places, staged.data_start)
+            found = _layout_of(places, interior.begin)
             if found is None:
                 raise _CannotNameError  # overlapping views: an object cannot hold them where they are
             layout = found
-        layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
+        layout = _with_byte_items(layout, byte_items, interior)
         if self._cache:
             self._named = (signature, layout)
         # Before anything is written: a header that does not fit must leave the staged bytes as they are.
@@ -402,28 +402,28 @@ class ObjectWriter:
             [_view(arena, by_key[key]) for key, _ in appended],
             [tensor for _, tensor in appended],
         )
-        first, _ = staged.interior
-        return FilledObject(
-            arena, layout, list(byte_items), metadata, first, staged.interior_digests, staged.block_size
-        )
+        return FilledObject(arena, layout, list(byte_items), metadata, interior)
 
 
 class _CannotNameError(Exception):
     """What was staged cannot become the object as it lies: no room for the header, or views overlap."""
 
 
-def _complete_digests(arena: Arena, size: int, filled: FilledObject) -> tuple[str, ...]:
+def _with_byte_items(layout: Layout, byte_items: Sequence[BytesItem], interior: Interior) -> Layout:
+    return with_byte_items(layout, [(key, len(data)) for key, data in byte_items], interior.end)
+
+
+def _complete_digests(arena: Arena, size: int, interior: Interior) -> tuple[str, ...]:
     """Digests of all blocks: those of the interior are known, the ones around it are computed now."""
-    first, block_size = filled.first_block, filled.block_size
-    inner = filled.interior()
-    head_end = min(first * block_size, size)
-    with BlockDigester(arena.buffer, head_end, block_size=block_size) as head:
-        digests = head.finish()
-    if head_end < size:
-        rest = arena.buffer[(first + len(inner)) * block_size : size]
-        with BlockDigester(rest, rest.nbytes, block_size=block_size) as tail:
-            digests = (*digests, *inner, *tail.finish())
-    return digests
+    blocks, block_size = interior.blocks, interior.block_size
+    # What was staged and is not named may reach beyond the object, whose last block then ends earlier.
+    known = interior.digests()[: max(0, size // block_size - blocks.start)]
+    begin, end = (min(block * block_size, size) for block in (blocks.start, blocks.start + len(known)))
+    around = []
+    for part in (arena.buffer[:begin], arena.buffer[end:size]):
+        with BlockDigester(part, part.nbytes, block_size=block_size) as digester:
+            around.append(digester.finish())
+    return (*around[0], *known, *around[1])
 
 
 def _view(arena: Arena, entry: Entry) -> torch.Tensor:

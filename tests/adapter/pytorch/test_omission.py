@@ -163,11 +163,13 @@ def test_failures_that_come_again_leave_out_what_all_plans_do() -> None:
     assert _needed(omission, state) == ["a", "b"]
 
 
-def test_a_failure_of_a_whole_state_is_of_no_account() -> None:
+def test_a_failure_whose_plan_is_known_teaches_as_much() -> None:
     omission = Omission()
     state = _state("a", "b")
-    for _ in range(3):
-        assert _needed(omission, state) == ["a", "b"]
-        omission.watch(_saved({"b"}, RuntimeError()), whole=True)
-    omission.watch(_saved({"b"}), whole=True)
+    _needed(omission, state)
+    omission.watch(_saved(None, RuntimeError()), whole=True)
+    assert _needed(omission, state) == ["a", "b"]
+    omission.watch(_saved({"b"}, RuntimeError()), whole=True)
+    assert _needed(omission, state) == ["a"]
+    omission.watch(_saved({"b"}, RuntimeError()), whole=False)  # not because of what was left out
     assert _needed(omission, state) == ["a"]

@@ -28,7 +28,7 @@ class Omission:
         self._structure: object = None
         self._others: frozenset[str] = frozenset()
         self._failures = 0
-        self._open: list[tuple[SaveTicket, object, bool]] = []
+        self._open: list[tuple[SaveTicket, object, frozenset[str]]] = []
 
     def needed(self, leaves: TensorLeaves) -> list[int]:
         """Indices of the tensors to stage."""
@@ -47,26 +47,28 @@ class Omission:
         Args:
             whole: everything was staged.
         """
-        self._open.append((ticket, self._structure, whole))
+        self._open.append((ticket, self._structure, frozenset() if whole else self._others))
 
     def _learn(self) -> None:
         left = []
-        for ticket, structure, whole in self._open:
+        for ticket, structure, omitted in self._open:
             pending = ticket.pending
             if pending is None or not pending.resolved.is_set():
-                left.append((ticket, structure, whole))
+                left.append((ticket, structure, omitted))
             elif structure is self._structure:
-                self._learn_from(ticket, failed=pending.error is not None, whole=whole)
+                self._learn_from(ticket, failed=pending.error is not None, omitted=omitted)
         self._open = left
 
-    def _learn_from(self, ticket: SaveTicket, *, failed: bool, whole: bool) -> None:
-        if failed and not whole:
+    def _learn_from(self, ticket: SaveTicket, *, failed: bool, omitted: frozenset[str]) -> None:
+        others = ticket.others
+        if failed and omitted and (others is None or not omitted <= others):
             # The plan has changed on another rank, so this is learned anew. The second time, plans of several
             # kinds take turns: from then on only what all of them leave to others is.
             self._failures += 1
-            self._others = frozenset() if self._failures == 1 else self._others & (ticket.others or frozenset())
-        elif not failed and ticket.others is not None:
-            self._others = ticket.others if self._failures < 2 else self._others & ticket.others
+            self._others = frozenset() if self._failures == 1 else self._others & (others or frozenset())
+        elif others is not None:
+            # A save that failed for another reason teaches, too: there may be no room to stage the whole again.
+            self._others = others if self._failures < 2 else self._others & others
 
 
 def tensor_names(plan: SavePlan) -> frozenset[str] | None:

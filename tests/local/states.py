@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 import io
-from collections import OrderedDict, defaultdict
+import struct
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, fields, is_dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ml_flashpoint.local import TensorAwareStateDict
+from ml_flashpoint.staging.copy import copy_all
 
 
 class Pair(NamedTuple):
@@ -121,35 +124,78 @@ def assert_equal(one: Any, other: Any, where: str = "state") -> None:
     """Equal in types and in every bit."""
     assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout), where
-        assert one.requires_grad == other.requires_grad, where
-        assert one.device == other.device, where
-        if one.is_quantized:
-            one, other = one.int_repr(), other.int_repr()
-        assert torch.equal(one.to_dense(), other.to_dense()), where
+        _assert_equal_tensors(one, other, where)
     elif isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            assert_equal(one[key], other[key], f"{where}[{key!r}]")
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_equal(left, right, f"{where}: key {index}")
+            assert_equal(one[left], other[right], f"{where}[{left!r}]")
         if isinstance(one, defaultdict):
             assert one.default_factory is other.default_factory, where
         if isinstance(one, OrderedDict):
             assert_equal(vars(one), vars(other), f"{where}.__dict__")
-    elif isinstance(one, (list, tuple)):
+    elif isinstance(one, (list, tuple, deque)):
         assert len(one) == len(other), where
         for index, (left, right) in enumerate(zip(one, other, strict=True)):
             assert_equal(left, right, f"{where}[{index}]")
+        assert getattr(one, "maxlen", None) == getattr(other, "maxlen", None), where
+    elif isinstance(one, (set, frozenset)):
+        assert one == other, where
+        assert sorted(map(repr, map(type, one))) == sorted(map(repr, map(type, other))), where
     elif is_dataclass(one):
         for field in fields(one):
             assert_equal(getattr(one, field.name), getattr(other, field.name), f"{where}.{field.name}")
         assert_equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None), f"{where}.__dict__")
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype, where
-        assert np.array_equal(one, other), where
-        assert other.flags.writeable, where
+    elif isinstance(one, (np.ndarray, np.generic)):
+        assert (one.dtype, one.dtype.char, one.shape) == (other.dtype, other.dtype.char, other.shape), where
+        if one.dtype == object:
+            assert_equal(list(one.flat), list(other.flat), where)
+        else:
+            # Between the fields of a record, and beside the bits of a long double, are bytes of no value.
+            plain = one.dtype.names is None and one.dtype.char not in "gG"
+            assert one.tobytes() == other.tobytes() if plain else _texts(one) == _texts(other), where
+        if isinstance(one, np.ndarray):
+            assert one.flags.writeable, where
+        if isinstance(one, (str, bytes)):
+            assert one == other, where
     elif isinstance(one, io.BytesIO):
         assert (one.getvalue(), one.tell()) == (other.getvalue(), other.tell()), where
     elif isinstance(one, float):
-        assert one.hex() == other.hex(), where
+        assert struct.pack("d", one) == struct.pack("d", other), where
+    elif isinstance(one, complex):
+        assert_equal((one.real, one.imag), (other.real, other.imag), where)
+    elif isinstance(one, Decimal):
+        assert str(one) == str(other), where
     else:
         assert one == other, where
+        assert getattr(one, "fold", None) == getattr(other, "fold", None), where
+
+
+def _texts(value: Any) -> str:
+    with np.printoptions(threshold=2**31):
+        return repr(value.tolist())
+
+
+def _assert_equal_tensors(one: torch.Tensor, other: torch.Tensor, where: str) -> None:
+    assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout), where
+    assert one.requires_grad == other.requires_grad, where
+    assert one.device == other.device, where
+    one, other = one.detach(), other.detach()
+    if one.is_quantized:
+        one, other = one.int_repr(), other.int_repr()
+    if one.is_meta:
+        return
+    if one.layout is torch.sparse_coo:
+        assert one.is_coalesced() == other.is_coalesced(), where
+        one, other = one.coalesce(), other.coalesce()
+        assert torch.equal(one.indices(), other.indices()), where
+        one, other = one.values(), other.values()
+    assert torch.equal(_bits(one.to_dense()), _bits(other.to_dense())), where
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg()
+    if not plain.is_contiguous():
+        copied = torch.empty(plain.shape, dtype=plain.dtype)
+        copy_all([copied], [plain])
+        plain = copied
+    return plain.reshape(-1).view(torch.uint8)

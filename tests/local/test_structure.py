@@ -230,7 +230,7 @@ def _load_crafted(base: Path, description: Any) -> Any:
 
 
 def _described(root: Any, **changed: Any) -> dict[str, Any]:
-    described = {"local": 1, "root": root, "names": ["t"], "devices": [["cpu", 1]], "same": {}}
+    described = {"local": 2, "root": root, "names": ["t"], "devices": [["cpu", 1]], "same": {}}
     return {**described, "meshes": [], "dtensors": [], "bytes": [], **changed}
 
 
@@ -286,7 +286,7 @@ def test_a_pickle_is_not_opened(tmpfs: Path) -> None:
         _described(["basic", ["n", "tests.local.states:Pair", []]]),
         _described(["basic", 1], names=["nothing"]),
         _described(["basic", 1], same={"0": 5}),
-        _described(["basic", 1], local=2),
+        _described(["basic", 1], local=1),
     ],
     ids=lambda description: str(description)[:60],
 )

@@ -28,8 +28,11 @@ def describe_mesh(mesh: DeviceMesh) -> MeshKey:
     return json.dumps([mesh.device_type, mesh.mesh.tolist(), names])
 
 
-def describe_placement(placement: Placement) -> list[Any]:
+def describe_placement(placement: Placement, where: str) -> list[Any]:
     """A placement as plain values.
+
+    Args:
+        where: the DTensor's place in the state, for errors.
 
     Raises:
         InvalidArgumentError: it is of a kind that is not known here.
@@ -42,7 +45,7 @@ def describe_placement(placement: Placement) -> list[Any]:
         return ["P", placement.reduce_op]
     if type(placement) is _StridedShard:
         return ["SS", placement.dim, placement.split_factor]
-    raise InvalidArgumentError("a DTensor with this placement cannot be stored", argument="state_dict", value=placement)
+    raise InvalidArgumentError("a DTensor with this placement cannot be stored", argument=where, value=placement)
 
 
 def placement_of(described: Sequence[Any]) -> Placement:

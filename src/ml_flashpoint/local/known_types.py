@@ -81,8 +81,11 @@ class KnownTypes:
             raise UnsafeContentError(f"{name.replace(':', '.')} is no type")
         return kind
 
-    def nameable(self, kind: type) -> str:
+    def nameable(self, kind: type, where: str) -> str:
         """The name of a type that is to be stored.
+
+        Args:
+            where: the place of the value in the state, for errors.
 
         Raises:
             UnsafeContentError: nobody could find it again by its name.
@@ -90,7 +93,7 @@ class KnownTypes:
         name = name_of(kind)
         if self._by_name.get(name, _imported(name)) is not kind:
             raise UnsafeContentError(
-                f"the type {name.replace(':', '.')} cannot be found again by its name",
+                f"{where or 'the state'}: the type {name.replace(':', '.')} cannot be found again by its name",
                 hint="define it at the top level of a module",
             )
         return name

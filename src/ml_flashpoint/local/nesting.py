@@ -21,6 +21,8 @@ _HOOKS = ("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 def is_namedtuple(kind: type) -> bool:
     """Whether a type is what `collections.namedtuple` or `typing.NamedTuple` makes."""
     fields = getattr(kind, "_fields", None)
+    if kind.__dictoffset__:  # may have attributes besides
+        return False
     return tuple in kind.__bases__ and isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
 
 

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import logging
+import struct
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +19,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from ml_flashpoint.adapter.pytorch.storage_data import check_bytes
 from ml_flashpoint.core.errors import DamagedError, FlashpointError
+from ml_flashpoint.core.numpy_values import array_of, dtype_of, scalar_of
 from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.local.archives import unpack
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes, MeshKey, rebuild
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.nesting import DICTS, is_namedtuple, new_instance
+from ml_flashpoint.local.plain_values import plain_value
 from ml_flashpoint.local.structure import FACTORIES, STRUCTURE_KEY, TORCH_VALUES, VERSION
 from ml_flashpoint.staging.copy import copy_all
 
 _log = logging.getLogger(__name__)
-_MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError)
+_MALFORMED = (
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,7 @@ class _Decoder:
         self._reader = reader
         self._types = types
         self._meshes = meshes
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
         self._tags: dict[str, Callable[..., Any]] = {
             "t": self._tensor,
             "dt": self._dtensor,
@@ -158,18 +171,24 @@ class _Decoder:
             "dd": lambda name, node: defaultdict(FACTORIES[name] if name else None, self._dict(node)),
             "set": lambda nodes: set(self._nodes(nodes)),
             "fset": lambda nodes: frozenset(self._nodes(nodes)),
+            "s": lambda data: self._bytes(data).decode(errors="surrogatepass"),
+            "f": lambda data: struct.unpack("<d", bytes.fromhex(data))[0],
             "i": lambda text: int(text, 16),
-            "c": complex,
+            "c": lambda nodes: complex(*self._nodes(nodes)),
+            "v": lambda name, nodes: plain_value(name, self._nodes(nodes)),
             "b": self._bytes,
             "ba": lambda data: bytearray(self._bytes(data)),
             "bio": self._stream,
             "sl": lambda nodes: slice(*self._nodes(nodes)),
-            "rg": range,
+            "rg": lambda nodes: range(*self._nodes(nodes)),
             "sz": torch.Size,
             "dev": torch.device,
             "torch": _torch_value,
-            "nd": self._array,
-            "np": lambda dtype, data: np.frombuffer(self._bytes(data), dtype=_plain_dtype(dtype))[0],
+            "nd": lambda dtype, shape, data: array_of(self._raw(data), dtype, shape),
+            "no": self._object_array,
+            "np": lambda dtype, data: scalar_of(self._raw(data), dtype),
+            "nps": self._numpy_string,
+            "npd": dtype_of,
             "e": lambda name, member: self._types.find(name)._member_map_[member],  # type: ignore[attr-defined]
             "n": self._namedtuple,
             "o": self._object,
@@ -201,25 +220,41 @@ class _Decoder:
         return made
 
     def _tensor(self, index: int, flags: int = 0) -> torch.Tensor:
-        return _flagged(self._tensors[_index(index)], flags)
+        index = _index(index)
+        # One memory may have been there as several tensors, of which some want a gradient.
+        key = self._description.same.get(index, index), flags
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _flagged(self._tensors[index], flags)
+        return made
 
     def _dtensor(self, node: Any, place: int) -> torch.Tensor:
         described = self._description.dtensors[_index(place)]
         mesh = self._meshes[self._description.meshes[_index(described["mesh"])]]
         return _flagged(rebuild(self._node(node), mesh, described), described["flags"])
 
-    def _bytes(self, data: Any) -> bytes:
+    def _raw(self, data: Any) -> bytes | memoryview:
         if isinstance(data, str):
             return base64.b64decode(data, validate=True)
-        return bytes(self._reader.bytes_of(self._description.byte_names[_index(data)]))
+        return self._reader.bytes_of(self._description.byte_names[_index(data)])
+
+    def _bytes(self, data: Any) -> bytes:
+        return bytes(self._raw(data))
 
     def _stream(self, data: Any, position: int) -> io.BytesIO:
         stream = io.BytesIO(self._bytes(data))
         stream.seek(position)
         return stream
 
-    def _array(self, dtype: str, shape: Sequence[int], data: Any) -> Any:
-        return np.frombuffer(self._bytes(data), dtype=_plain_dtype(dtype)).reshape(shape).copy()
+    def _object_array(self, shape: Sequence[int], nodes: Sequence[Any]) -> Any:
+        flat = np.empty(len(nodes), dtype=object)
+        for place, node in enumerate(nodes):
+            flat[place] = self._node(node)
+        return flat.reshape(shape)
+
+    def _numpy_string(self, node: Any) -> Any:
+        value = self._node(node)
+        return np.bytes_(value) if type(value) is bytes else np.str_(_checked_text(value))
 
     def _namedtuple(self, name: str, nodes: Sequence[Any]) -> Any:
         kind: Any = self._types.find(name)
@@ -233,17 +268,20 @@ class _Decoder:
             raise TypeError(f"{name} is not stored by its attributes")
         return new_instance(kind, dict(zip(map(str, attributes), self._nodes(nodes), strict=True)))
 
-    def _archive(self, data: Any) -> Any:
-        stream = check_bytes(
-            memoryview(self._bytes(data)), "archive", path=self._reader.path, allowed=self._types.listed
-        )
-        # Checked, so this makes nothing but what is allowed.
-        return torch.load(stream, map_location=None if torch.cuda.is_available() else "cpu", weights_only=False)
+    def _archive(self, data: Any, flags: int = 0) -> Any:
+        made = unpack(self._bytes(data), "", self._reader.path, self._types)
+        return _flagged(made, flags) if flags else made
 
 
 def _scalar(value: Any) -> Any:
     if isinstance(value, dict):
         raise TypeError("no node")
+    return value
+
+
+def _checked_text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("no text")
     return value
 
 
@@ -257,14 +295,7 @@ def _index(value: Any) -> int:
 def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags & 2:
         return torch.nn.Parameter(tensor, bool(flags & 1))
-    return tensor.requires_grad_() if flags & 1 else tensor
-
-
-def _plain_dtype(name: str) -> Any:
-    dtype = np.dtype(name)
-    if dtype.hasobject:
-        raise TypeError(f"no plain dtype: {name}")
-    return dtype
+    return tensor.detach().requires_grad_() if flags & 1 else tensor
 
 
 def _torch_value(name: str) -> Any:

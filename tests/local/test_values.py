@@ -1,0 +1,374 @@
+"""Whatever a state may hold comes back with the same value and the same type, or is refused when it is saved."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import io
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from ml_flashpoint.core.dtypes import is_storable
+from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.core.numpy_values import array_of, describe_dtype, dtype_of
+from ml_flashpoint.local import BasicTensorAwareStateDict, CheckpointingException, LocalCheckpointManager
+from tests.local.states import Colour, Frozen, Ordinary, Pair, Plain, assert_equal
+
+
+@pytest.fixture
+def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
+    made = LocalCheckpointManager(tmpfs / "job")
+    yield made
+    made.close()
+
+
+def round_trip(manager: LocalCheckpointManager, value: Any) -> Any:
+    manager.save(BasicTensorAwareStateDict({"v": value}), manager.latest_iteration + 1)
+    loaded, _ = manager.load()
+    return loaded.state_dict["v"]  # type: ignore[attr-defined]
+
+
+def refusal(manager: LocalCheckpointManager, value: Any) -> str | None:
+    try:
+        manager.save(BasicTensorAwareStateDict({"v": value}), manager.latest_iteration + 1)
+    except CheckpointingException as error:
+        return str(error)
+    return None
+
+
+X = torch.tensor([1 + 2j, 3 - 4j, complex("nan")])
+RECORD = np.dtype([("a", "<i4"), ("b", ">f8", (2,)), (("title", "c"), "U3"), ("d", [("e", "S2")])], align=True)
+
+
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Kind(str, enum.Enum):
+    TEXT = "text"
+
+
+VALUES: dict[str, Any] = {
+    "conjugate": [X, X.conj(), X.conj().imag, X.imag, X],
+    "conjugate parameter": {"a": torch.nn.Parameter(X), "b": torch.nn.Parameter(X.conj())},
+    "one memory, two gradients": [X, X.detach().requires_grad_(), torch.nn.Parameter(X), X],
+    "expanded": torch.arange(3).expand(4, 3),
+    "no elements": [torch.empty(0), torch.empty(3, 0, dtype=torch.bool), torch.empty(0, dtype=torch.complex32)],
+    "scalars": [torch.tensor(1.0), torch.tensor(True), torch.tensor(1j).conj()],
+    "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse().requires_grad_()],
+    "uncoalesced": torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=False),
+    "meta": torch.empty(3, device="meta"),
+    "empty strings of numpy": [np.str_(""), np.bytes_(b""), np.void(b""), np.str_("a\0"), np.bytes_(b"\0")],
+    "arrays without bytes": [np.empty(2, "V0"), np.empty((0, 3)), np.empty((2, 0), "<M8[s]"), np.ndarray((2,), "<U0")],
+    "types of C": [
+        np.longlong(1),
+        np.array([1], "q"),
+        np.array([1], ">q"),
+        np.ulonglong(3),
+        np.intc(1),
+        np.longdouble(1),
+    ],
+    "records": [np.zeros(3, RECORD), np.ones(2, RECORD)[0], np.zeros(0, RECORD), np.rec.array([(1, 2.0)])[0]],
+    "dtypes of numpy": [RECORD, np.dtype(">f4"), np.dtype(("<f4", (2, 3))), np.dtype([])],
+    "times of numpy": [np.datetime64("NaT"), np.datetime64(3, "25s"), np.timedelta64(5), np.array(["2020"], "M8[ns]")],
+    "array of objects": np.array([None, 2**70, "a", {"n": [1]}, torch.ones(2), np.float32(1)], dtype=object),
+    "array of arrays": np.array([np.ones(2), np.ones(3), None], dtype=object)[:2],
+    "large array": [np.arange(3000.0)[::2], np.asfortranarray(np.ones((40, 50))), np.frombuffer(b"x" * 5000, "V5")],
+    "flags of an array": [np.array(3), np.array("é"), np.broadcast_to(np.arange(3), (1000, 3))],
+    "surrogates": ["\ud83d\ude00", "\ud800", "😀", {"\ud83d\ude00": 1, "😀": 2}],
+    "not numbers": [float("nan"), -float("nan"), complex("nan"), complex(-0.0, -float("nan")), np.float16("nan")],
+    "huge ranges": [range(10**5000), slice(10**5000), range(True, 5)],
+    "times": [
+        datetime.datetime(2020, 1, 1, fold=1, tzinfo=datetime.timezone.utc),
+        datetime.datetime(1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3), "here")),
+        datetime.time(1, 2, 3, 4),
+        datetime.date(2020, 2, 29),
+        datetime.timedelta(-3, 5, 7),
+    ],
+    "numbers": [Decimal("-1.10"), Decimal("sNaN5"), Fraction(1, 3), uuid.UUID(int=5)],
+    "paths": [Path("/a/b"), PurePosixPath("../c")],
+    "deque": deque([torch.ones(1), np.float32(1), Pair(1, 2)], maxlen=5),
+    "counter": collections.Counter(a=2),
+    "enumerations": [Kind.TEXT, Bits.A, Colour.RED],
+    "torch": [torch.per_tensor_affine, torch.preserve_format, torch.sparse_csr, torch.complex32, torch.Size([])],
+    "rest": [..., io.BytesIO(b"abc"), io.BytesIO(), bytearray(b"\0" * 2000), frozenset({(1, None)})],
+    "generators": [torch.Generator().get_state(), np.random.default_rng(1).bit_generator.state],
+    "numpy keys": {np.int64(1): 1, np.str_("a\0"): 2, (np.float32(1), None): 3, b"b" * 2000: 4},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_it_comes_back(manager: LocalCheckpointManager, name: str) -> None:
+    assert_equal(round_trip(manager, VALUES[name]), VALUES[name])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_of_every_dtype_come_back_bit_for_bit(manager: LocalCheckpointManager) -> None:
+    dtypes = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+    held = {}
+    for dtype in dtypes:
+        try:
+            made = (torch.arange(0, 64, dtype=torch.uint8) % 2).view(dtype)
+        except RuntimeError:
+            continue
+        if is_storable(dtype):
+            held[str(dtype)] = [made, made[::2], made[:0]]
+    assert len(held) > 20
+    held["quantized"] = [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)]
+    assert_equal(round_trip(manager, held), held)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+class Number(int):
+    pass
+
+
+class Words(list):  # type: ignore[type-arg]
+    pass
+
+
+class Loose(tuple):  # type: ignore[type-arg]
+    _fields = ("a",)
+
+
+_loose = Loose((1,))
+_loose.more = 2  # type: ignore[attr-defined]
+_deep: Any = 1
+for _ in range(200):
+    _deep = [_deep]
+
+REFUSED: dict[str, Any] = {
+    "class": Ordinary(1),
+    "tensor subclass": torch.ones(2).as_subclass(Tagged),
+    "int subclass": Number(1),
+    "list subclass": Words([1]),
+    "tuple with attributes": _loose,
+    "combined flags": Bits.A | Bits.B,
+    "function": len,
+    "lambda": lambda: 0,
+    "type": int,
+    "view": memoryview(b"a"),
+    "text stream": io.StringIO("a"),
+    "generator": torch.Generator(),
+    "strings of numpy": np.array(["a"], dtype=getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()),
+    "matrix": np.asmatrix(np.ones((1, 1))),
+    "masked": np.ma.masked_array([1], [True]),
+    "objects in records": np.zeros(1, [("a", object)]),
+    "nested too deeply": _deep,
+    "tensor as key": {torch.ones(1): 1},
+}
+if not hasattr(np, "dtypes") or not hasattr(np.dtypes, "StringDType"):
+    del REFUSED["strings of numpy"]
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_come_back_is_refused_with_its_place(manager: LocalCheckpointManager, name: str) -> None:
+    state = BasicTensorAwareStateDict({"model": torch.ones(1), "part": {"key": [0, REFUSED[name]]}})
+    with pytest.raises(CheckpointingException, match=r"part\.key\.1") as refused:
+        manager.save(state, 1)
+    assert isinstance(refused.value.__cause__, (InvalidArgumentError, UnsafeContentError))
+    assert manager.find_latest() == -1
+
+
+def _nested_tensors() -> list[torch.Tensor]:
+    parts = [torch.ones(2), torch.zeros(3)]
+    return [torch.nested.nested_tensor(parts), torch.nested.nested_tensor(parts, layout=torch.jagged)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["strided", "jagged", "mkldnn"])
+def test_tensors_of_odd_layouts_come_back_or_are_refused(manager: LocalCheckpointManager, index: int) -> None:
+    value = _nested_tensors()[index] if index < 2 else torch.ones(3).to_mkldnn()
+    refused = refusal(manager, {"odd": value})
+    if refused is not None:
+        assert "v.odd" in refused
+        return
+    got = round_trip(manager, value)
+    assert (type(got), got.layout, got.dtype) == (type(value), value.layout, value.dtype)
+    ours, theirs = (got.unbind(), value.unbind()) if value.is_nested else ([got.to_dense()], [value.to_dense()])
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- anything, in any nesting -----------------------------------------------------------------------------
+
+_scalar_dtypes = (
+    npst.scalar_dtypes()
+    | npst.byte_string_dtypes()
+    | npst.unicode_string_dtypes()
+    | npst.datetime64_dtypes()
+    | npst.timedelta64_dtypes()
+)
+_arrays = (_scalar_dtypes | npst.array_dtypes(_scalar_dtypes, max_size=3, allow_subarrays=True)).flatmap(
+    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+)
+
+
+_torch_dtypes = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool
+]  # fmt: skip
+
+
+def _tensor(drawn: tuple[torch.dtype, list[int], int]) -> torch.Tensor:
+    dtype, shape, seed = drawn
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+    ways = [
+        lambda: made,
+        lambda: made.conj() if dtype.is_complex else made.t() if made.dim() == 2 else made,
+        lambda: made.expand(3, *made.shape),
+        lambda: torch.nn.Parameter(made, dtype.is_floating_point),
+        lambda: made.to_sparse() if made.dim() else made,
+        lambda: made.conj().imag if dtype.is_complex else made[:1] if made.dim() else made,
+    ]
+    return ways[seed % len(ways)]()
+
+
+_tensors = st.builds(
+    lambda *drawn: _tensor(drawn),
+    st.sampled_from(_torch_dtypes),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 99),
+)
+_hashable = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(codec=None, categories=None), max_size=6)
+    | st.text(st.sampled_from("\ud83d\ude00a"), max_size=4)
+    | st.binary(max_size=8)
+    | st.datetimes(timezones=st.just(datetime.timezone.utc) | st.none())
+    | st.timedeltas()
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+    | st.uuids()
+    | st.sampled_from([*Colour, *Kind, torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.strided, ...])
+    | st.builds(range, st.integers(), st.integers(), st.integers(1))
+)
+_leaves = (
+    _hashable
+    | _tensors
+    | _arrays
+    | _arrays.map(lambda array: array.T[..., ::2] if array.ndim else array)
+    | _arrays.filter(lambda array: array.size).map(lambda array: array.ravel()[0])
+    | _arrays.map(lambda array: array.dtype)
+    | st.binary(max_size=2000).map(bytearray)
+    | st.binary(max_size=2000).map(io.BytesIO)
+    | st.slices(8)
+    | st.sets(_hashable.filter(lambda v: v == v), max_size=3)
+    | st.frozensets(_hashable.filter(lambda v: v == v), max_size=3)
+    | st.sampled_from([Ordinary(1), len, Number(3), torch.Generator()])
+)
+_nests = st.recursive(
+    _leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.lists(inner, max_size=3).map(lambda held: [held, held])
+        | st.lists(inner, max_size=3).map(deque)
+        | st.dictionaries(_hashable.filter(lambda v: v == v), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Frozen, inner, inner)
+        | st.builds(Plain, inner)
+    ),
+    max_leaves=10,
+)
+_UNABLE = (Ordinary, type(len), Number, torch.Generator)
+
+
+def _check_any(manager: LocalCheckpointManager, examples: int) -> None:
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @given(_nests)
+    def check(nest: Any) -> None:
+        if any(type(each) in _UNABLE for each in _everything_in(nest)):
+            refused = refusal(manager, nest)
+            assert refused is not None
+            assert "could not be loaded" in refused or "cannot be stored" in refused
+        else:
+            assert_equal(round_trip(manager, nest), nest)
+
+    check()
+
+
+def _everything_in(nest: Any) -> Iterator[Any]:
+    yield nest
+    if isinstance(nest, dict):
+        nest = list(nest.values())
+    elif isinstance(nest, (Frozen, Plain)):
+        nest = [nest.content, getattr(nest, "more", None)]
+    if isinstance(nest, (list, tuple, deque)):
+        for each in nest:
+            yield from _everything_in(each)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_anything_comes_back_or_is_refused(manager: LocalCheckpointManager) -> None:
+    _check_any(manager, 100)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_anything_comes_back_or_is_refused_at_length(manager: LocalCheckpointManager) -> None:
+    _check_any(manager, 5000)
+
+
+# ---- descriptions of dtypes -------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(_scalar_dtypes | npst.nested_dtypes(_scalar_dtypes, max_leaves=4))
+def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:
+    assert dtype_of(describe_dtype(dtype)) == dtype
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        "O",
+        "O,i4",
+        "x" * 500,
+        "no such",
+        3,
+        None,
+        [],
+        ["array"],
+        ["array", "<f4", [-1]],
+        ["array", "O", [1]],
+        ["fields", [["a", None, 0, "O"]], 8, False, False],
+        ["fields", [["a", None, -8, "<f8"]], 8, False, False],
+        ["fields", [["a", None, 4, "<f8"]], 8, False, False],
+        ["fields", [["a", None, 0, "<f8"], ["a", None, 0, "<f8"]], 8, False, False],
+        ["fields", [["a", None, 0, "<f8"]], "8", False, False],
+    ],
+    ids=str,
+)
+def test_forged_dtypes_are_refused(described: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        dtype_of(described)
+
+
+@pytest.mark.parametrize("shape", [[2], [-1], [1, 0], ["1"], [2**62, 4]])
+def test_forged_shapes_are_refused(shape: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        array_of(b"12345678", "<f8", shape)

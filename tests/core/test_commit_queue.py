@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ml_flashpoint.core.commit_queue import CommitQueue, PendingSave
+from tests.support.injector import Fault, Injector
 
 
 class TwoRanks:
@@ -50,3 +51,19 @@ def test_only_the_first_outcome_of_a_save_counts() -> None:
     assert pending.resolve(None, None, OSError("first"))
     assert not pending.resolve(None, None, OSError("second"))
     assert str(pending.error) == "first"
+
+
+def test_a_thread_that_cannot_be_started_is_started_later() -> None:
+    group: Any = TwoRanks()
+    queue = CommitQueue(group, None, seal_deadline_s=lambda: 10.0, watch=lambda pending: 0.1)
+    one, other = PendingSave("a-1", 1), PendingSave("a-2", 2)
+    for pending in (one, other):
+        pending.resolve(None, None, OSError("lost"))
+    with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread")]) as injector:
+        queue.submit(one)
+        assert len(injector.fired) == 1
+        assert queue.wait_for_change(lambda: queue.idle, 10)
+        queue.submit(other)
+        assert queue.wait_for_change(lambda: queue.idle, 10)
+    assert len(group.votes) == 2
+    queue.close(5)

@@ -106,10 +106,20 @@ class CommitQueue:
         """Queue a save that has begun."""
         with self._changed:
             self._queue.append(save)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="flashpoint-commit", daemon=True)
-                self._thread.start()
+            self._ensure_thread()
             self._changed.notify_all()
+
+    def _ensure_thread(self) -> None:
+        """Start the thread if there is none. If there cannot be one now, whoever comes or waits next tries again."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="flashpoint-commit", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("saves are not settled until a thread can be started: %s", error)
+        else:
+            self._thread = thread
 
     def drop(self, save: PendingSave) -> bool:
         """Give up a resolved save that is not being replicated now, to reuse its arena. Returns whether it was."""
@@ -130,6 +140,8 @@ class CommitQueue:
     def wait_for_change(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Wait until ``done()``, asked again after every save that settles."""
         with self._changed:
+            if self._queue:
+                self._ensure_thread()
             return self._changed.wait_for(done, deadline_s)
 
     @property

@@ -1,0 +1,354 @@
+"""Plays scenarios with real processes, and says what they break of what was promised.
+
+Owns a pool of warm rank processes, the order of a round, and what must hold after each life. Ranks are
+`tests.crucible.ranks`'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.crucible.ranks import DEADLINE_S, Order, serve
+from tests.crucible.scenarios import BLOCK, Life, Scenario
+from tests.crucible.states import Spec
+from tests.support.forked import Child, preload
+from tests.support.part_checker import PartChecker
+
+preload("tests.crucible.ranks")
+preload("torch._dynamo")  # imported by the first step of an optimizer, for seconds
+
+_LIFE_S = 150.0
+_SLACK = 8 << 17  # small states: what their arenas are rounded up to
+_ENV = {
+    "FLASHPOINT_TEST_BLOCK_BYTES": str(BLOCK),
+    "FLASHPOINT_SEAL_DEADLINE_S": str(DEADLINE_S),
+    "FLASHPOINT_COLLECTIVE_DEADLINE_S": str(DEADLINE_S),
+    "FLASHPOINT_TRANSFER_DEADLINE_S": str(DEADLINE_S / 2),
+    "FLASHPOINT_LOCK_DEADLINE_S": str(DEADLINE_S),
+}
+
+
+class Finding(AssertionError):
+    """A round has broken a promise."""
+
+
+@dataclass
+class _Begun:
+    """A save that began. Sealed and verified are facts that some rank has told of before its end."""
+
+    life: int
+    step: int
+    variant: int
+    world_size: int
+    sealed: bool = False
+    verified: bool = False
+
+
+@dataclass
+class _History:
+    """What the job must still have, and what it may have."""
+
+    saves: list[_Begun] = field(default_factory=list)
+
+    def begins(self, life: int, step: int, variant: int, world_size: int) -> None:
+        if not any((s.life, s.step) == (life, step) for s in self.saves):
+            self.saves.append(_Begun(life, step, variant, world_size))
+
+    def tell(self, life: int, verified: int | None, sealed: int | None) -> None:
+        for save in self.saves:
+            if save.life == life:
+                save.verified |= save.step == verified
+                save.sealed |= save.step in (verified, sealed)
+
+    def floor(self, lost_nodes: int) -> int:
+        """Index of the oldest save that may be found; -1 if finding nothing is right too."""
+        sure = [i for i, save in enumerate(self.saves) if (save.verified if lost_nodes else save.sealed)]
+        return max(sure, default=-1) if lost_nodes < 2 else -1
+
+    def variants(self) -> tuple[int, ...]:
+        known = list(dict.fromkeys(save.variant for save in reversed(self.saves)))
+        return (*known, *({0} - set(known)))
+
+
+class Campaign:
+    """Rounds, one after the other, in a folder. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._idle: list[Child] = []
+        self._checker = PartChecker()
+        self.lives = 0
+
+    def __enter__(self) -> Campaign:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._idle:
+            child.__exit__(None, None, None)
+
+    def play(self, scenario: Scenario) -> None:
+        """Raises `Finding` if something does not hold."""
+        root = Path(tempfile.mkdtemp(prefix="round-", dir=self._folder))
+        try:
+            _Round(self, scenario, root).play()
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+    def take(self, count: int) -> list[Child]:
+        self._idle = [child for child in self._idle if child.alive]
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken + [Child(serve, env=_ENV) for _ in range(count - len(taken))]
+
+    def give_back(self, child: Child) -> None:
+        child.reports.clear()
+        self._idle.append(child)
+
+    def problems(self, root: Path) -> list[str]:
+        return self._checker.problems(root)
+
+
+class _Round:
+    def __init__(self, campaign: Campaign, scenario: Scenario, root: Path) -> None:
+        self._campaign, self._scenario, self._root = campaign, scenario, root
+        self._history = _History()
+        self._copies = False
+        self._placement: tuple[int, ...] = ()
+        self._floor = -1
+        self._ranks: list[Child] = []
+        self._said: list[list[tuple[Any, ...]]] = []
+
+    def play(self) -> None:
+        lives = self._scenario.lives
+        for number, life in enumerate(lives):
+            self._placement = life.placement
+            self._copies = len(set(life.placement)) > 1
+            self._live(number, life)
+            self._campaign.lives += 1
+            if problems := self._campaign.problems(self._root):
+                raise self._finding(number, "damaged parts: " + "; ".join(problems))
+            self._check_memory(number)
+            gone = set() if life.loses is None else {life.loses}
+            for node in gone:
+                shutil.rmtree(self._root / f"node-{node}", ignore_errors=True)
+            if number + 1 < len(lives):
+                # A node that nobody runs on any more is as good as lost.
+                gone |= set(life.placement) - set(lives[number + 1].placement)
+            self._floor = self._history.floor(len(gone))
+
+    # ---- one life -----------------------------------------------------------------------------------------
+
+    def _live(self, number: int, life: Life) -> None:
+        placement = life.placement
+        self._ranks = self._campaign.take(len(placement))
+        self._said = [[] for _ in placement]
+        meeting = tempfile.mkdtemp(prefix="meeting-", dir=self._root)
+        for rank, node in enumerate(placement):
+            base = self._root / f"node-{node}" / "job"
+            base.parent.mkdir(exist_ok=True)
+            order = Order(
+                life=number,
+                rank=rank,
+                world_size=len(placement),
+                saved_by={(save.step, save.life): save.world_size for save in self._history.saves},
+                node=f"node-{node}",
+                base=str(base),
+                meeting=f"{meeting}/store",
+                door=self._scenario.door,
+                spec=self._scenario.spec,
+                variants=self._history.variants(),
+                saves=life.saves,
+                faults=life.faults,
+                clock_s=life.clock_s if rank == 0 else 0.0,
+                interrupted=life.interrupted,
+                on_this_node=tuple(c.pid for c, n in zip(self._ranks, placement, strict=True) if n == node),
+                copies=self._copies,
+            )
+            self._ranks[rank].say(order)
+        try:
+            killed = self._watch(number, life)
+            self._judge(number, life, killed)
+        finally:
+            for rank, child in enumerate(self._ranks):
+                lived = any(said[0] == "lived" for said in self._said[rank])
+                # Only who has lived well is warm; one that a fault has hurt may have threads that still wait.
+                if lived and child.alive and not life.faults:
+                    self._campaign.give_back(child)
+                else:
+                    child.__exit__(None, None, None)
+
+    def _watch(self, number: int, life: Life) -> bool:
+        """Hear what ranks say until all have ended; as soon as one is dead, so are the others. Whether that was so."""
+        ended: set[int] = set()
+        give_up = time.monotonic() + _LIFE_S
+        pipes = {child._pipe: rank for rank, child in enumerate(self._ranks)}
+        while len(ended) < len(self._ranks):
+            ready = wait([pipe for pipe, rank in pipes.items() if rank not in ended], give_up - time.monotonic())
+            if not ready:
+                raise self._finding(number, "it hangs", stacks=True)
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    said = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    self._kill_all()
+                    return True
+                self._hear(number, rank, said)
+                if said[0] in ("lived", "raised"):
+                    ended.add(rank)
+                if said[0] == "raised":
+                    return self._end_of_others(ended, pipes, number)
+                if self._strikes(life, rank):
+                    assert life.strike is not None
+                    time.sleep(life.strike[2])
+                    self._kill_all()
+                    return True
+        return False
+
+    def _end_of_others(self, ended: set[int], pipes: dict[Any, int], number: int) -> bool:
+        """One rank has raised: what others do is awaited for a moment, as a launcher does, and then ended. Whether one
+        of them was dead, and so the reason."""
+        give_up, dead = time.monotonic() + 1.0, False
+        while len(ended) < len(self._ranks):
+            ready = wait([p for p, rank in pipes.items() if rank not in ended], max(0, give_up - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                try:
+                    said = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    dead = True
+                    ended.add(pipes[pipe])  # type: ignore[index]
+                    continue
+                self._hear(number, pipes[pipe], said)  # type: ignore[index]
+                if said[0] in ("lived", "raised"):
+                    ended.add(pipes[pipe])  # type: ignore[index]
+        self._kill_all()
+        return dead
+
+    def _hear(self, number: int, rank: int, said: tuple[Any, ...]) -> None:
+        self._said[rank].append(said)
+        if said[0] == "begins":
+            self._history.begins(number, said[1], said[2], len(self._placement))
+        elif said[0] == "state":
+            self._history.tell(number, said[1], said[2])
+
+    def _strikes(self, life: Life, rank: int) -> bool:
+        if life.strike is None or rank != life.strike[0]:
+            return False
+        return sum(said[0] == "begins" for said in self._said[rank]) >= life.strike[1]
+
+    def _kill_all(self) -> None:
+        for child in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        for child in self._ranks:
+            child.kill()
+
+    # ---- what must hold -----------------------------------------------------------------------------------
+
+    def _judge(self, number: int, life: Life, killed: bool) -> None:
+        for rank, said in enumerate(self._said):
+            for each in said:
+                if each[0] == "raised" and not killed and not (each[1] and life.faults):
+                    raise self._finding(number, f"rank {rank} raised {each[2]}: {each[3]}")
+        loaded = {said[1] for each in self._said for said in each if said[0] == "loaded"}
+        if len(loaded) > 1:
+            raise self._finding(number, f"ranks have loaded a mix: {loaded}")
+        for found in loaded:
+            self._judge_found(number, found)
+        if killed and not life.strike and not any(fault.action.startswith("kill") for fault in life.faults):
+            raise self._finding(number, "a rank has ended by itself")
+        if not killed and not any(said[0] == "raised" for each in self._said for said in each):
+            self._judge_end(number, life)
+
+    def _judge_found(self, number: int, found: tuple[int, int, int] | None) -> None:
+        saves = self._history.saves
+        least = saves[self._floor] if self._floor >= 0 else None
+        if found is None:
+            if least is not None:
+                raise self._finding(number, f"nothing was found, and there was {least}")
+            return
+        step, life, variant = found
+        at = [i for i, save in enumerate(saves) if (save.step, save.life) == (step, life)]
+        if not at:
+            raise self._finding(number, f"found step {step} of life {life}, which was never begun")
+        if at[0] < self._floor:
+            raise self._finding(number, f"found step {step} of life {life}, and there was {least}")
+        if variant != saves[at[0]].variant:
+            raise self._finding(number, f"found structure {variant}, not that of {saves[at[0]]}")
+        # What was found is there, sealed: so it must be in the next life, too. What came after it is not any more.
+        saves[at[0]].sealed = True
+        del saves[at[0] + 1 : len(saves) - sum(save.life == number for save in saves)]
+
+    def _judge_end(self, number: int, life: Life) -> None:
+        results = [said[1] for each in self._said for said in each if said[0] == "lived"]
+        fired = [fault for result in results for fault in result["fired"]]
+        failures = sorted({text for result in results for text in result["failures"]})
+        grows = any(save.grows for save in life.saves)
+        wrong = [text for text in failures if not (grows and "NotStagedError" in text)]
+        if wrong and all(fault.action == "slow" for fault, _ in fired):
+            raise self._finding(number, f"saves failed for no reason: {failures}")
+        if not all(result["settled"] for result in results):
+            raise self._finding(number, "saves never settled")
+        if not life.saves or any(step >= len(life.saves) - 1 for fault, step in fired if fault.action != "slow"):
+            return
+        if grows and any(save.grows for save in life.saves[-2:]):
+            return  # the last save may rightly have failed
+        mine = [save for save in self._history.saves if save.life == number]
+        if not mine[-1].verified:
+            raise self._finding(number, f"what went wrong was over, and the last save is not verified: {failures}")
+
+    def _check_memory(self, number: int) -> None:
+        """No node has more in memory than docs/operations.md says."""
+        state = _bytes_of(self._scenario.spec)
+        earlier = self._scenario.lives[: number + 1]
+        for node in set(self._placement):
+            # Ranks of an earlier life that ran here and do not now have left theirs until something newer is verified.
+            ranks = sum({life.placement: life.placement.count(node) for life in earlier}.values())
+            arenas = 5 if self._copies else 3
+            most = ranks * (arenas * state * 1.02 + _SLACK)
+            folder = self._root / f"node-{node}"
+            files = {path.lstat().st_ino: path for path in folder.rglob("*") if not path.is_dir()}
+            held = {str(path.relative_to(folder)): path.lstat().st_blocks * 512 for path in files.values()}
+            if sum(held.values()) > most:
+                raise self._finding(
+                    number,
+                    f"node {node} holds {sum(held.values())} bytes, more than {most:.0f} ({state} a rank): {held}",
+                )
+
+    def _finding(self, number: int, text: str, *, stacks: bool = False) -> Finding:
+        if stacks:
+            for child in self._ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGABRT)
+            time.sleep(1.0)
+        logs = []
+        for rank, child in enumerate(self._ranks):
+            with contextlib.suppress(OSError):
+                logs.append(f"--- rank {rank}, said {self._said[rank]}\n{child.log[-5000:]}")
+        return Finding("\n".join([f"life {number}: {text}", repr(self._scenario), *logs]))
+
+
+def _bytes_of(spec: Spec) -> int:
+    sizes = {"complex128": 16, "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+    moments = {"adamw": 2, "sgd": 1, "none": 0}[spec.optimizer]
+    total = 2 * spec.payload
+    for leaf in (*spec.leaves, *spec.grown):
+        count = 1
+        for each in leaf.shape:
+            count *= each
+        copies = 1 + (moments if leaf.role == "parameter" else 0)
+        total += (count * sizes.get(leaf.dtype, 1) + 64) * copies
+    return total

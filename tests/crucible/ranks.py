@@ -1,0 +1,360 @@
+"""What a rank does in the crucible: one life after the other, as it is told, in a process that stays warm.
+
+Owns the doors as ranks see them. What is told and what is made of the answers is `tests.crucible.campaign`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.errors import FlashpointError, LoadError
+from ml_flashpoint.local import AsyncCallsQueue, BasicTensorAwareStateDict, LocalCheckpointManager
+from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy
+from tests.crucible.states import Holder, Spec
+from tests.support import dcp
+from tests.support.forked import Report
+from tests.support.injector import Fault, Injector, Interrupted
+
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of a life, the n-th after what it found: how it is made, and whether it is awaited before the next."""
+
+    nth: int
+    grows: bool  # whether the structure changes before it
+    mode: str = "sync"
+    awaited: bool = False
+    step: int = 0  # known once it is known what was found
+
+
+@dataclass(frozen=True)
+class Order:
+    """One life of one rank."""
+
+    life: int
+    rank: int
+    world_size: int
+    saved_by: Mapping[tuple[int, int], int]  # number of ranks that saved a step in a life
+    node: str
+    base: str
+    meeting: str
+    door: str
+    spec: Spec
+    variants: tuple[int, ...]  # that the newest version may have, the likeliest first
+    saves: tuple[Save, ...]
+    faults: tuple[Fault, ...]
+    clock_s: float
+    interrupted: bool
+    on_this_node: tuple[int, ...]
+    copies: bool
+
+
+class Door(ABC):
+    """A way in, on one rank."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.holder: Holder = None  # type: ignore[assignment]
+        self.sealed: int | None = None
+        self.failures: list[str] = []
+
+    def make(self, variant: int) -> None:
+        self.holder = Holder(self.order.spec, variant, self.order.rank, self.order.world_size)
+        self.holder.fill(0, 99)
+
+    @abstractmethod
+    def load(self) -> int | None:
+        """Load the newest version into a holder; its step."""
+
+    @abstractmethod
+    def save(self, save: Save) -> None:
+        """Save the holder."""
+
+    @abstractmethod
+    def settle(self) -> bool:
+        """Wait until all is sealed and copied, or lost."""
+
+    @property
+    @abstractmethod
+    def verified(self) -> int | None:
+        """The newest step that this rank knows to be verified everywhere."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End; versions stay."""
+
+
+class FacadeDoor(Door):
+    """`Flashpoint`."""
+
+    fp: Flashpoint | None = None
+
+    def _open(self, variant: int) -> Flashpoint:
+        if self.fp is not None:
+            self.fp.close()
+        self.make(variant)
+        self.fp = Flashpoint(self.order.base, deadline_s=DEADLINE_S, handle_sigterm=False)
+        tracked: dict[str, Any] = {"model": self.holder.model, "notes": self.holder.notes}
+        if self.holder.optimizer is not None:
+            tracked["optimizer"] = self.holder.optimizer
+        return self.fp.track(**tracked)
+
+    def load(self) -> int | None:
+        for variant in self.order.variants[:-1]:
+            try:
+                return self._resume(variant)
+            except LoadError:  # of another structure: what a user would do is to go back to the code of then
+                continue
+        return self._resume(self.order.variants[-1])
+
+    def _resume(self, variant: int) -> int | None:
+        fp = self._open(variant)
+        step = fp.resume()
+        assert fp.last_recovery is not None
+        if fp.last_recovery.source == "nothing":
+            return None
+        assert fp.last_recovery.version == f"step-{step}_ckpt"
+        return step
+
+    def save(self, save: Save) -> None:
+        assert self.fp is not None
+        self.fp.save(save.step)
+        if save.awaited:
+            self.fp.wait()
+
+    def settle(self) -> bool:
+        assert self.fp is not None
+        settled = self.fp.wait()
+        return settled
+
+    @property
+    def verified(self) -> int | None:
+        assert self.fp is not None
+        saves = self.fp.health
+        if saves.last_error is not None and saves.last_error not in self.failures:
+            self.failures.append(saves.last_error)
+        self.sealed = self.fp._saves.last_saved
+        return self.fp.last_replicated if self.order.copies else self.sealed
+
+    def close(self) -> None:
+        if self.fp is not None:
+            self.fp.close()
+
+
+class DcpDoor(Door):
+    """`dcp.save`, `dcp.async_save` and `dcp.load`."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self.door = dcp.Door(order.base)  # type: ignore[arg-type]
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+        self._under_way: tuple[int, Future[Any]] | None = None
+
+    def state(self) -> dict[str, Any]:
+        tensors = {name: tensor.detach() for name, tensor in self.holder.tensors()}
+        notes = {key: value for key, value in self.holder.notes.state.items() if key != "rank"}
+        return {"tensors": tensors, "notes": notes}
+
+    def load(self) -> int | None:
+        step = self.door.latest()
+        if step is None:
+            self.make(0)
+            return None
+        errors: list[BaseException] = []
+        for variant in self.order.variants:
+            self.make(variant)
+            state = self.state()
+            try:
+                self.door.load(state, step, process_group=self.group)
+            except (Exception, CheckpointException) as error:
+                errors.append(error)
+                if "Missing key" in str(error) or "size mismatch" in str(error).lower():
+                    continue
+                raise
+            self.holder.notes.state = {**state["notes"], "rank": self.order.rank}
+            return step
+        raise errors[0]
+
+    def save(self, save: Save) -> None:
+        self._end()
+        try:
+            if save.mode == "sync":
+                self.door.save(self.state(), save.step, process_group=self.group)
+                self.sealed = save.step
+                return
+            options = dcp.checkpointer(save.mode)
+            future = self.door.async_save(self.state(), save.step, process_group=self.group, **options)
+        except (Exception, CheckpointException) as error:
+            self._failed(error)
+            return
+        self._under_way = (save.step, future)
+        if save.awaited:
+            self._end()
+
+    def _failed(self, error: BaseException) -> None:
+        self.failures.append(f"{type(error).__name__}: {error}")
+
+    def _end(self) -> None:
+        if self._under_way is None:
+            return
+        (step, future), self._under_way = self._under_way, None
+        try:
+            future.result(DEADLINE_S * 2)
+            self.sealed = step
+        except (Exception, CheckpointException) as error:
+            self._failed(error)
+
+    def settle(self) -> bool:
+        self._end()
+        return self.door.saver.wait(DEADLINE_S)
+
+    @property
+    def verified(self) -> int | None:
+        return self.door.saver.stats.last_verified
+
+    def close(self) -> None:
+        self.door.close()
+
+
+class LocalDoor(Door):
+    """`LocalCheckpointManager`."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        strategy = PairwiseReplicationStrategy() if order.copies else None
+        self.manager = LocalCheckpointManager(order.base, repl_strategy=strategy)
+        self.queue = AsyncCallsQueue()
+        self._under_way: int | None = None
+
+    def load(self) -> int | None:
+        step = self.manager.find_latest()
+        if step == -1:
+            self.make(0)
+            return None
+        loaded, (iteration, _, _) = self.manager.load()
+        state = loaded.state_dict  # type: ignore[attr-defined]
+        self.make(int(state["variant"]))
+        found = dict(self.holder.tensors())
+        assert list(found) == list(state["tensors"]), "other keys"
+        for name, tensor in found.items():
+            value = state["tensors"][name]
+            assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype), name
+            with torch.no_grad():
+                tensor.detach().copy_(value)
+        self.holder.notes.state = state["notes"]
+        return int(iteration)
+
+    def save(self, save: Save) -> None:
+        self._end()
+        tensors = {name: tensor.detach() for name, tensor in self.holder.tensors()}
+        content = {"tensors": tensors, "notes": dict(self.holder.notes.state), "variant": self.holder.variant}
+        try:
+            request = self.manager.save(BasicTensorAwareStateDict(content), save.step, is_async=save.mode != "sync")
+            if request is None:
+                self.sealed = save.step
+                return
+            self.queue.schedule_async_request(request)
+            self._under_way = save.step
+        except FlashpointError as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+        if save.awaited:
+            self._end()
+
+    def _end(self) -> None:
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            try:
+                self.queue.maybe_finalize_async_calls(blocking=True)
+                self.sealed = step
+            except FlashpointError as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def settle(self) -> bool:
+        self._end()
+        return True
+
+    @property
+    def verified(self) -> int | None:
+        return self.sealed
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+DOORS: dict[str, type[Door]] = {"facade": FacadeDoor, "dcp": DcpDoor, "local": LocalDoor}
+
+
+def serve(report: Report) -> None:
+    """Live as often as told."""
+    torch.set_num_threads(1)
+    while True:
+        order = report.listen()[0]
+        if order is None:
+            return
+        try:
+            report("lived", live(report, order))
+        except (Exception, CheckpointException) as error:
+            traceback.print_exc()
+            report("raised", _is_ours(error), type(error).__name__, str(error))
+        gc.collect()
+
+
+def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
+    """One life: recover, check, save, end."""
+    os.environ["FLASHPOINT_NODE_ID"] = order.node
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{order.meeting}",
+        rank=order.rank,
+        world_size=order.world_size,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
+    injector = Injector(
+        order.rank, order.faults, base=order.base, on_this_node=order.on_this_node, clock_s=order.clock_s
+    )
+    with injector, Interrupted() if order.interrupted else contextlib.nullcontext():
+        door = DOORS[order.door](order)
+        found = door.load()
+        if found is not None:
+            step, life = door.holder.check(order.saved_by if order.door != "dcp" else {})
+            assert step == found, f"version {found} holds step {step}"
+            report("loaded", (step, life, door.holder.variant))
+        else:
+            report("loaded", None)
+        for planned in order.saves:
+            save = replace(planned, step=planned.nth + (found or 0))
+            injector.at(save.nth)
+            if save.grows and door.holder.variant < len(order.spec.grown):
+                door.holder.grow()
+            door.holder.fill(save.step, order.life)
+            report("begins", save.step, door.holder.variant)
+            door.save(save)
+            report("state", door.verified, door.sealed)
+        settled = door.settle()
+        report("state", door.verified, door.sealed)
+        dist.barrier()  # as training does: nobody leaves while others still copy from here
+        door.close()
+    dist.destroy_process_group()
+    return {"settled": settled, "failures": door.failures, "fired": injector.fired}
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is an error that the docs name; DCP wraps those of all ranks into one."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return all(isinstance(cause, FlashpointError) for cause in causes)

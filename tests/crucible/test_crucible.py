@@ -1,0 +1,58 @@
+"""Random models, shardings, kills and failures through every door; what is promised must hold after each round.
+
+`make soak` plays FLASHPOINT_SOAK_ROUNDS rounds from the seed FLASHPOINT_SOAK_SEED on; `make test` a few, always the
+same. A failing round names its seed and its scenario: kept in `KEPT`, it is played from then on by every run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.crucible.campaign import Campaign, Finding
+from tests.crucible.scenarios import Scenario, draw
+
+KEPT: list[Scenario] = []
+
+CUT_ROUNDS = 40
+
+
+def rounds(folder: Path, seeds: range, seconds: float = float("inf")) -> None:
+    findings: list[str] = []
+    began, played = time.monotonic(), 0
+    doors = tuple(os.environ["FLASHPOINT_SOAK_DOORS"].split(",")) if "FLASHPOINT_SOAK_DOORS" in os.environ else None
+    with Campaign(folder) as campaign:
+        for seed in seeds:
+            if time.monotonic() - began > seconds:
+                break
+            played += 1
+            try:
+                campaign.play(draw(seed, doors) if doors else draw(seed))
+            except Finding as finding:
+                print(f"FINDING in the round of seed {seed}: {str(finding)[:3000]}", flush=True)
+                findings.append(f"seed {seed}: {finding}")
+    print(f"{played} rounds, {campaign.lives} lives, from seed {seeds.start}, {time.monotonic() - began:.0f} s")
+    assert not findings, f"{len(findings)} findings in {played} rounds\n" + "\n\n".join(findings)
+
+
+@pytest.mark.parametrize("scenario", KEPT, ids=range(len(KEPT)))
+def test_kept_scenarios(tmpfs: Path, scenario: Scenario) -> None:
+    with Campaign(tmpfs) as campaign:
+        campaign.play(scenario)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_cut_of_the_crucible(tmpfs: Path) -> None:
+    rounds(tmpfs, range(1, 1 + CUT_ROUNDS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_crucible(tmpfs: Path) -> None:
+    seed = int(os.environ.get("FLASHPOINT_SOAK_SEED", time.time_ns() // 1_000_000_000 * 10_000))
+    count = int(os.environ.get("FLASHPOINT_SOAK_ROUNDS", 1_000_000_000))
+    rounds(tmpfs, range(seed, seed + count), seconds=float(os.environ.get("FLASHPOINT_SOAK_SECONDS", 1800)))

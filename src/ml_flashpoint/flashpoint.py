@@ -251,15 +251,15 @@ class Flashpoint:
         began = time.perf_counter()
         if not self._saves.await_current(self._deadline_s):
             raise DeadlineError("a save is still under way", rank=self._ranks.rank)
-        fresh, generators = self._tracked.fresh_optimizers(), capture_rng_state()
+        fresh, generators = self._tracked.fresh(), capture_rng_state()
         outcome = self._states.load_newest(self._base)
         source: Literal["memory", "fallback", "nothing"] = "memory"
         if outcome.version is not None:
             step = self._resumed_from = outcome.version.step or 0
         else:
             # What the tries left behind must not show in a training that starts anew.
-            for optimizer in fresh:
-                optimizer.forget()
+            for each in fresh:
+                each.forget()
             restore_rng_state(generators)
             if fallback is not None:
                 step, source = self._fall_back(fallback), "fallback"

@@ -1,7 +1,7 @@
 """The random number generators that a training loop draws from: their state, taken and put back.
 
 Owns Python's `random`, NumPy's global generator, torch's CPU generator and those of all CUDA devices. Generators
-that a program makes for itself are tracked like anything else that has a state.
+that a program makes for itself are tracked by name, a `torch.Generator` by `GeneratorState`.
 """
 
 from __future__ import annotations
@@ -36,3 +36,22 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(saved, device)
+
+
+class GeneratorState:
+    """A generator of the program's own, as something to track.
+
+    Args:
+        generator: stays the program's.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the state back."""
+        self._generator.set_state(state["state"].cpu())

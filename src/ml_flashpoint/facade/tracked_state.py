@@ -26,12 +26,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ml_flashpoint.core.errors import InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.planners import PACKED, PackedState
-from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class TrackedState:
         self._module_states: dict[str, ModuleState] = {}
         self._optimizers: dict[str, OptimizerState] = {}
         self._others: dict[str, Stateful] = {}
+        self._given: list[object] = []
         self._warned_large: set[str] = set()
 
     @property
@@ -100,14 +103,19 @@ class TrackedState:
             )
         if name in self.names:
             raise InvalidArgumentError("this name is tracked already", argument="name", value=name)
+        given = value
+        if isinstance(value, DataLoader):
+            value = loader_state(name, value)
+        elif isinstance(value, torch.Generator):
+            value = GeneratorState(value)
         methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
         if isinstance(value, type) or not all(map(callable, methods)):
             raise InvalidArgumentError(
                 "must have the methods state_dict and load_state_dict", argument=name, value=value
             )
-        held = (*self._modules.values(), *(o.optimizer for o in self._optimizers.values()), *self._others.values())
-        if any(value is other for other in held):
-            raise InvalidArgumentError("this object is tracked already, under another name", argument=name, value=value)
+        if any(given is other for other in self._given):
+            raise InvalidArgumentError("this object is tracked already, under another name", argument=name, value=given)
+        self._given.append(given)
         if isinstance(value, nn.Module):
             self._modules[name] = value
             self._module_states[name] = ModuleState(value)
@@ -237,9 +245,10 @@ class TrackedState:
         locate = None if target.source_rank == self._rank and torch.cuda.is_available() else _on_this_device
         return torch.load(io.BytesIO(data), map_location=locate, weights_only=False)
 
-    def fresh_optimizers(self) -> list[OptimizerState]:
-        """Optimizers that have not stepped: what a failed load must leave fresh."""
-        return [optimizer for optimizer in self._optimizers.values() if not optimizer.optimizer.state]
+    def fresh(self) -> list[OptimizerState | LoaderState]:
+        """Optimizers that have not stepped, and loaders: what a failed load must leave as they are."""
+        loaders = (other for other in self._others.values() if isinstance(other, LoaderState))
+        return [*(each for each in self._optimizers.values() if not each.optimizer.state), *loaders]
 
 
 def _rank_key(rank: int) -> str:

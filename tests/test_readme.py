@@ -1,0 +1,74 @@
+"""The lines that README and docs/flashpoint.md begin with, run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ml_flashpoint import Flashpoint
+from tests.support.processes import REPOSITORY
+
+STEPS = 10
+
+
+class Crash(Exception):
+    """Ends a life."""
+
+
+def lines_of(page: str, base: Path) -> str:
+    """The first Python block of a page that makes a Flashpoint, with another base container."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Flashpoint(" in each)
+    return block.replace("/dev/shm/mlf-jobs/job-145", str(base))
+
+
+def live(block: str, seed: int, crash_at: int | None = None) -> tuple[list[float], list[bytes]]:
+    """Runs the block after what a reader has before it: a model, an optimizer, data."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses: list[float] = []
+
+    def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        if len(losses) == crash_at:
+            raise Crash
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        losses.append(loss.item())
+        return loss
+
+    inputs = torch.linspace(-9, 9, 40 * 8).sin().view(40, 8)
+    program: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
+        "loader": DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=4, shuffle=True),
+        "load_from_long_term": lambda: 0,
+        "loss_of": loss_of,
+    }
+    try:
+        exec(block, program)
+    except Crash:
+        pass
+    finally:
+        fp: Flashpoint = program["fp"]
+        fp.close()
+    assert fp.health.failures == 0
+    return losses, [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/flashpoint.md"])
+def test_lines_run_and_go_on(tmpfs: Path, page: str) -> None:
+    undisturbed = live(lines_of(page, tmpfs / "undisturbed"), seed=1)
+    assert len(undisturbed[0]) == STEPS
+    block = lines_of(page, tmpfs / "job")
+    first, _ = live(block, seed=1, crash_at=3)
+    rest, parameters = live(block, seed=2)
+    assert (first + rest, parameters) == undisturbed
+    assert live(block, seed=3) == ([], parameters), "there is nothing left to do"

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal, unsafe_globals
 from ml_flashpoint.core.errors import LoadError, SaveError, UnsafeContentError
 
@@ -111,16 +114,29 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
 
     Args:
         structured: names of tracked objects that were not packed.
+        path: of the version, for errors.
+        safe_globals: further types that may be loaded, see `Flashpoint`.
+        device_of: where tensors in packed state are loaded to, see `load_archive`.
 
     Attributes:
-        packed: the packed items loaded, by key. They were checked by the reader and are not unpickled here.
+        packed: what the packed items held, by key.
         touched: whether tensors may have been written to.
     """
 
-    def __init__(self, structured: Collection[str]) -> None:
+    def __init__(
+        self,
+        structured: Collection[str],
+        *,
+        path: str,
+        safe_globals: Sequence[SafeGlobal] = (),
+        device_of: Callable[[str], torch.device] | None = None,
+    ) -> None:
         super().__init__()
         self._structured = frozenset(structured)
-        self.packed: dict[str, bytes] = {}
+        self._path = path
+        self._safe_globals = tuple(safe_globals)
+        self._device_of = device_of
+        self.packed: dict[str, Any] = {}
         self.touched = False
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -145,12 +161,20 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in an item that is no tensor; the reader has checked it against the allow-list."""
+        """Take in an item that is no tensor, as it comes from the checkpoint.
+
+        Raises:
+            UnsafeContentError: it names something that is not allowed.
+            DamagedError: it makes no sense.
+        """
         fqn = read_item.dest_index.fqn
-        if fqn.startswith(f"{PACKED}."):
-            self.packed[fqn] = value.getvalue()
-            return
-        super().load_bytes(read_item, value)
+        packed = fqn.startswith(f"{PACKED}.")
+        device_of = self._device_of if packed else None
+        loaded = load_archive(value.getbuffer(), fqn, path=self._path, allowed=self._safe_globals, device_of=device_of)
+        if packed:
+            self.packed[fqn] = loaded
+        else:
+            set_element(self.original_state_dict, self.mappings[fqn], loaded)
 
 
 def _is_empty(entry: object) -> bool:

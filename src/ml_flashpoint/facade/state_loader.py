@@ -136,7 +136,10 @@ class StateLoader:
 
     def _load(self, version: CheckpointContainerId) -> LoadFailure | None:
         """Load one version. Every rank gets the same answer."""
-        reader = _Reader(path=version, checkpoint_loader=self._loader, safe_globals=self._safe_globals)
+        # The planner loads items that are no tensors by itself, and trusts them no more than the reader would.
+        reader = _Reader(
+            path=version, checkpoint_loader=self._loader, safe_globals=self._safe_globals, trust_bytes=True
+        )
         error: BaseException | None = None
         try:
             target = self._tracked.target(reader.read_metadata())
@@ -152,7 +155,12 @@ class StateLoader:
                 self._ranks.world_size,
                 target.source_rank,
             )
-        planner = FacadeLoadPlanner(target.structured)
+        planner = FacadeLoadPlanner(
+            target.structured,
+            path=str(version),
+            safe_globals=self._safe_globals,
+            device_of=self._tracked.device_of(target),
+        )
         try:
             load(target.state, storage_reader=reader, planner=planner, process_group=self._group)
             self._tracked.apply(target, planner.packed)

@@ -217,18 +217,17 @@ class TrackedState:
         if extra := sorted(saved - {*self.names, _RNG}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
 
-    def apply(self, target: LoadTarget, packed: Mapping[str, bytes]) -> None:
+    def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
         """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.
 
         Args:
-            packed: the packed items, by key.
+            packed: what the packed items held, by key.
 
         Raises:
             Exception: an object refuses its state. Others may have theirs.
         """
-        # All are unpickled before any is applied: what fails there leaves the objects as they are.
         prefix = f"{PACKED}.{_rank_key(target.source_rank)}."
-        states = {key.removeprefix(prefix): self._unpack(data, target) for key, data in packed.items()}
+        states = {key.removeprefix(prefix): value for key, value in packed.items()}
         for name, module in self._module_states.items():
             module.load(target.state.get(name, {}))
         for name, optimizer in self._optimizers.items():
@@ -240,10 +239,9 @@ class TrackedState:
             other.load_state_dict(states[name])
         restore_rng_state(states[_RNG])
 
-    def _unpack(self, data: bytes, target: LoadTarget) -> Any:
-        # The reader let it pass only after checking it against the allow-list, so this makes nothing else.
-        locate = None if target.source_rank == self._rank and torch.cuda.is_available() else _on_this_device
-        return torch.load(io.BytesIO(data), map_location=locate, weights_only=False)
+    def device_of(self, target: LoadTarget) -> Callable[[str], torch.device]:
+        """Where tensors in packed state are loaded to, by the name of the device that they were on."""
+        return _as_it_was if target.source_rank == self._rank else _on_this_device
 
     def fresh(self) -> list[OptimizerState | LoaderState]:
         """Optimizers that have not stepped, and loaders: what a failed load must leave as they are."""
@@ -255,11 +253,15 @@ def _rank_key(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _on_this_device(storage: Any, location: str) -> Any:
+def _as_it_was(location: str) -> torch.device:
+    return torch.device(location if torch.cuda.is_available() else "cpu")
+
+
+def _on_this_device(location: str) -> torch.device:
     # Another rank's devices mean nothing here.
     if location.startswith("cuda") and torch.cuda.is_available():
-        return storage.cuda(torch.cuda.current_device())
-    return storage
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _share(tensor: torch.Tensor, world_size: int) -> int:

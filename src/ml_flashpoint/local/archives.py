@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.adapter.pytorch.storage_data import check_bytes
+from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
 from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.known_types import KnownTypes
 
@@ -54,9 +54,11 @@ def unpack(data: bytes, where: str, path: str, types: KnownTypes) -> Any:
         DamagedError: it is no archive.
         Exception: it cannot be opened.
     """
-    stream = check_bytes(memoryview(data), where or "archive", path=path, allowed=types.listed)
-    # Checked, so this makes nothing but what is allowed.
-    return torch.load(stream, map_location=None if torch.cuda.is_available() else "cpu", weights_only=False)
+    return load_archive(data, where or "archive", path=path, allowed=types.listed, device_of=_device)
+
+
+def _device(location: str) -> torch.device:
+    return torch.device(location if torch.cuda.is_available() else "cpu")
 
 
 def _unstorable(value: Any, where: str, error: Exception) -> InvalidArgumentError:

@@ -168,7 +168,7 @@ class DictionaryState(TrackedState):
             state[OWN] = {_of_rank(target.source_rank): own}
         return LoadTarget(state, frozenset({SHARED}), target.saved_by, target.source_rank)
 
-    def apply(self, target: LoadTarget, packed: Mapping[str, bytes]) -> None:
+    def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
         """See `TrackedState.apply`."""
         super().apply(target, packed)
         own = target.state.get(OWN, {}).get(_of_rank(target.source_rank), {})

@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.planner import (
 from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import item_keys
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, allowing
-from ml_flashpoint.core.errors import SaveError, UnsafeContentError
+from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.core.errors import FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.core.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
@@ -155,11 +156,10 @@ def _encoded(plan: SavePlan) -> bytes:
 
 
 def _decoded(data: bytes, rank: int) -> SavePlan:
-    with allowing([*_PLAN_TYPES, *metadata_types()]):
-        try:
-            plan = torch.load(io.BytesIO(data), weights_only=True)
-        except Exception as error:
-            raise UnsafeContentError(f"the plan that a rank sent is not acceptable: {error}", rank=rank) from error
+    try:
+        plan = load_archive(data, "plan", path=f"rank {rank}", allowed=[*_PLAN_TYPES, *metadata_types()])
+    except FlashpointError as error:
+        raise UnsafeContentError(f"the plan that a rank sent is not acceptable: {error}", rank=rank) from error
     if not isinstance(plan, SavePlan):
         raise UnsafeContentError(f"a rank sent a {type(plan).__name__} as its plan", rank=rank)
     return plan

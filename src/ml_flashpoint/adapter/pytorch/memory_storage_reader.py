@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
+from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
 from ml_flashpoint.adapter.pytorch.storage_data import (
     METADATA_KEY,
     METADATA_SCOPE,
@@ -196,8 +197,7 @@ class MemoryStorageReader(StorageReader):
 
     def _whole_tensor(self, reader: ObjectReader, key: str, item: ReadItem) -> torch.Tensor:
         """A tensor that is more than its memory (sparse, quantized, of a class of its own), saved by torch.save."""
-        checked = check_bytes(reader.bytes_of(key), key, path=reader.path, allowed=self._safe_globals)
-        value = torch.load(checked, map_location="cpu", weights_only=False)
+        value = load_archive(reader.bytes_of(key), key, path=reader.path, allowed=self._safe_globals)
         if not isinstance(value, torch.Tensor) or value.shape != torch.Size(item.lengths):
             raise LoadError(f"item {item.dest_index.fqn!r} can only be loaded as a whole", path=reader.path)
         return value

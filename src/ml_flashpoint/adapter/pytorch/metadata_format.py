@@ -36,8 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal, allowing
-from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal
+from ml_flashpoint.core.errors import DamagedError, FlashpointError, UnsafeContentError
 
 _VERSION = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -241,12 +242,11 @@ def _pickled(value: Any) -> bytes:
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:
-    with allowing([*_GLOBALS, *allowed]):
-        try:
-            return torch.load(io.BytesIO(data), weights_only=True)
-        except Exception as error:
-            raise UnsafeContentError(
-                f"the checkpoint's metadata is not acceptable: {error}",
-                path=path,
-                hint="pass the planner's own types as safe_globals",
-            ) from error
+    try:
+        return load_archive(data, "metadata", path=path, allowed=[*_GLOBALS, *allowed])
+    except FlashpointError as error:
+        raise UnsafeContentError(
+            f"the checkpoint's metadata is not acceptable: {error}",
+            path=path,
+            hint="pass the planner's own types as safe_globals",
+        ) from error

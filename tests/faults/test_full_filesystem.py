@@ -29,10 +29,10 @@ def test_a_full_tmpfs_fails_the_save_and_no_later_one(small_tmpfs: Path) -> None
 
 
 def test_no_room_for_a_larger_state(small_tmpfs: Path) -> None:
-    said = saves(small_tmpfs / "job", [SIZE, SIZE, SIZE, 8192, 8192, 8192, SIZE, SIZE], growing=True)
-    # The first of them may find its room in arenas that have become too small.
+    said = saves(small_tmpfs / "job", [*[SIZE] * 3, *[8192] * 6, SIZE, SIZE], growing=True)
+    # The first of them may find their room in arenas that have become too small.
     assert (said[:3], said[-2:]) == (["ok"] * 3, ["ok"] * 2)
-    assert said[4:6] == ["CapacityError"] * 2
+    assert said[7:9] == ["CapacityError"] * 2
 
 
 @pytest.mark.slow

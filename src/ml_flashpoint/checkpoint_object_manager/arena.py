@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Arena:
         self.path = path
         self.views: tuple[object, int, list[Any]] | None = None
         """Cache of whoever fills the arena: (layout, address, views of this mapping)."""
+        self.make_room: Callable[[], bool] | None = None
+        """Asked to free memory where growing finds none; whether it has."""
         self._fd = fd
         self._registered = 0
         self._prefault: threading.Thread | None = None
@@ -110,7 +112,13 @@ class Arena:
         if size <= self.size:
             return
         self.join_prefault()
-        _reserve(self._fd, self.size, size - self.size, self.path)
+        while True:
+            try:
+                _reserve(self._fd, self.size, size - self.size, self.path)
+                break
+            except CapacityError:
+                if self.make_room is None or not self.make_room():
+                    raise
         self._unregister()
         self._map(size)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
+from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.core.errors import CapacityError, FlashpointError, SaveError
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class ArenaPool:
         self._in_use: set[Arena] = set()
         self._next = 0
         self._spare_for = 0
+        self.budget: Budget | None = None
+        """How many arenas there may be, if that is limited."""
 
     # ---- taking and giving back ---------------------------------------------------------------------------
 
@@ -73,7 +76,7 @@ class ArenaPool:
                     raise
                 # None of these fits, and there is no room beside them: slow, and better than a save that fails.
                 self.discard(self._free)
-                arena = self._create(size if exact else with_slack(size))
+                arena = self._make(size if exact else with_slack(size))
             self._in_use.add(arena)
         arena.join_prefault()
         return arena
@@ -88,19 +91,43 @@ class ArenaPool:
         arena = self._first_reusable(sorted(growable, key=lambda a: a.size, reverse=True))
         if arena is None:
             return self._create(size if exact else with_slack(size))
-        arena.grow(size if exact else with_slack(size))
-        self._free.remove(arena)
+        self._free.remove(arena)  # or it would make room for itself
+        try:
+            arena.grow(size if exact else with_slack(size))
+        except CapacityError:
+            self._free.append(arena)
+            raise
         return arena
 
     def _first_reusable(self, arenas: Iterable[Arena]) -> Arena | None:
         return next((arena for arena in arenas if self._reusable is None or self._reusable(arena)), None)
 
     def _create(self, size: int) -> Arena:
+        """A new arena; beyond the budget, in place of free ones, which do not fit if this is called."""
+        while self._free and self.budget is not None and not self.budget.has_room(self.count, size):
+            self.discard(self._free[:1])
+        return self._make(size)
+
+    def _make(self, size: int) -> Arena:
         while True:
             path = self.directory / f"arena-{self._next}"
             self._next += 1
             with contextlib.suppress(FileExistsError):
-                return Arena.create(path, size)
+                arena = Arena.create(path, size)
+                arena.make_room = self._make_room
+                return arena
+
+    def _open(self, path: Path) -> Arena:
+        arena = Arena.open(path)
+        arena.make_room = self._make_room
+        return arena
+
+    def _make_room(self) -> bool:
+        """For an arena that cannot grow: delete the free ones. Returns whether there were any."""
+        with self._lock:
+            spare = list(self._free)
+            self.discard(spare)
+        return bool(spare)
 
     def release(self, arena: Arena) -> None:
         """Make an arena free, if it was in use."""
@@ -114,10 +141,34 @@ class ArenaPool:
         with self._lock:
             self._in_use.update(arenas)
 
-    def has_free(self, size: int) -> bool:
-        """Whether :meth:`acquire` would find a free arena for ``size`` bytes."""
+    def has_free(self, size: int, *, beside: int = 0) -> bool:
+        """Whether :meth:`acquire` would find a free arena for ``size`` bytes, and ``beside`` it there are so many."""
         with self._lock:
-            return any(_fits(a, size) for a in self._free)
+            return len(self._free) > beside and any(_fits(a, size) for a in self._free)
+
+    def ensure_free(self, count: int, size: int) -> bool:
+        """Have ``count`` free arenas, of ``size`` bytes if they are to be made. Returns whether there are: not where
+        the budget or the filesystem has no room for them."""
+        with self._lock:
+            while len(self._free) < count:
+                if self.budget is not None and not self.budget.has_room(self.count, with_slack(size)):
+                    return False
+                try:
+                    self._free.append(self._make(with_slack(size)))
+                except CapacityError:
+                    return False
+            return True
+
+    @property
+    def count(self) -> int:
+        """Arenas that there are."""
+        with self._lock:
+            return len(self._free) + len(self._in_use)
+
+    def in_use_beside(self, arenas: Collection[Arena]) -> int:
+        """Arenas in use that are not among these."""
+        with self._lock:
+            return len(self._in_use.difference(arenas))
 
     def prepare_spare(self, size: int) -> None:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
@@ -180,7 +231,7 @@ class ArenaPool:
                 continue
             self._next = max(self._next, int(match[1]) + 1)
             try:
-                found.append(Arena.open(path))
+                found.append(self._open(path))
             except (FlashpointError, OSError) as error:
                 _log.warning("sweeping unusable arena: %s", error)
                 path.unlink(missing_ok=True)
@@ -202,7 +253,7 @@ class ArenaPool:
             if arena is None:
                 if path.parent != self.directory:
                     raise SaveError("no arena of this rank", rank=rank, path=path)
-                arena = Arena.open(path)
+                arena = self._open(path)
                 self._in_use.add(arena)
             arena.refresh()
             return arena

@@ -30,6 +30,7 @@ from typing import BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena, with_slack
+from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
 from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts
@@ -37,7 +38,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import list_versions 
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
-from ml_flashpoint.core.errors import JobInUseError
+from ml_flashpoint.core.errors import CapacityError, JobInUseError
 from ml_flashpoint.core.manifest import Manifest, object_name
 from ml_flashpoint.core.recovery import superseded
 
@@ -72,10 +73,13 @@ class RankStore:
     ) -> None:
         self.base = base
         self.rank = rank
-        self.directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
+        self.directory = self.directory_of(rank)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         warn_unless_memory(base)
         self._lock = threading.RLock()
+        self._released = threading.Condition(self._lock)
+        self.evict: Callable[[], bool] | None = None
+        """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
         self._lock_fd = self._take_lock(lock_deadline_s)
         self._arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self._parts: dict[tuple[str, int], HeldPart] = {}
@@ -83,12 +87,17 @@ class RankStore:
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
+        self._release_count = 0
         self._adopt()
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._lock_fd < 0
+
+    def directory_of(self, rank: int) -> Path:
+        """Where the arenas of a rank are."""
+        return self.base / PRIVATE_DIR / f"rank-{rank:05d}"
 
     # ---- arenas -------------------------------------------------------------------------------------------
 
@@ -110,9 +119,47 @@ class RankStore:
             self._useless.clear()
         return self._arenas.acquire(size, exact=exact)
 
+    def acquire_for_copy(self, size: int, rank: int, *, patience_s: float = 0.0) -> Arena:
+        """An arena of exactly ``size`` bytes for a part of another rank, before which must give way: copies of that
+        rank that will never be verified, and own unverified versions with a newer one.
+
+        Args:
+            patience_s: seconds to wait for one if there is no room: this rank may be about to learn that a version is
+                verified, which frees older ones.
+
+        Raises:
+            CapacityError: there is none and no room for one.
+        """
+        give_up = time.monotonic() + patience_s
+        while True:
+            with self._lock:
+                freed = self._release_count
+            try:
+                return self.acquire(size, exact=True)
+            except CapacityError:
+                if self._drop_rejected_of(rank) or (self.evict is not None and self.evict()):
+                    continue
+                with self._released:
+                    self._released.wait_for(
+                        lambda seen=freed: self._release_count != seen or self.closed,  # type: ignore[misc]
+                        give_up - time.monotonic(),
+                    )
+                    if self.closed or self._release_count == freed:
+                        raise
+
+    def _drop_rejected_of(self, rank: int) -> bool:
+        with self._lock:
+            parts = [p for p in self.held() if p.rank == rank != self.rank and p.attempt in self._rejected]
+            for part in parts:
+                self.drop(part)
+            return any(not part.pins for part in parts)
+
     def release(self, arena: Arena) -> None:
         """Return an arena that was acquired and not committed."""
-        self._arenas.release(arena)
+        with self._released:
+            self._arenas.release(arena)
+            self._release_count += 1
+            self._released.notify_all()
 
     def give_back(self, keep_bytes: int) -> int:
         """Delete free arenas until they have no more than ``keep_bytes`` together; returns the bytes deleted."""
@@ -122,9 +169,22 @@ class RankStore:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
         self._arenas.prepare_spare(size)
 
-    def has_free(self, size: int) -> bool:
-        """Whether :meth:`acquire` would find a free arena for ``size`` bytes."""
-        return self._arenas.has_free(size)
+    def has_free(self, size: int, *, beside: int = 0) -> bool:
+        """Whether :meth:`acquire` would find a free arena for ``size`` bytes, and ``beside`` it there are so many."""
+        return self._arenas.has_free(size, beside=beside)
+
+    def keep_to(self, budget: Budget) -> None:
+        """Have no more arenas than a budget allows, from now on."""
+        self._arenas.budget = budget
+
+    def missing_for_copies(self, own: Collection[Arena]) -> int:
+        """Arenas that copies will need beside those that they have. ``own``: those that this rank's versions are in."""
+        budget = self._arenas.budget
+        return max(0, budget.for_copies - self._arenas.in_use_beside(own)) if budget is not None else 0
+
+    def ensure_free(self, count: int, size: int) -> bool:
+        """See `ArenaPool.ensure_free`."""
+        return self._arenas.ensure_free(count, size)
 
     def arena_by_path(self, path: Path) -> Arena:
         """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew.
@@ -201,7 +261,7 @@ class RankStore:
             successor = None
         for arena in part.arenas:
             if successor is None or arena not in successor.arenas:
-                self._arenas.release(arena)
+                self.release(arena)
 
     def _note(self, part: HeldPart) -> None:
         self._parts[(part.attempt, part.rank)] = part
@@ -388,13 +448,14 @@ class RankStore:
 
     def close(self) -> None:
         """Unmap everything and let go of the lock. Files stay: they are the checkpoint."""
-        with self._lock:
+        with self._released:
             self._arenas.close()
             self._parts.clear()
             self._by_name.clear()
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
+            self._released.notify_all()
 
 
 class UnlockedStore:

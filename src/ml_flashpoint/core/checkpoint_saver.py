@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.capacity import preflight
+from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS, Budget
+from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
@@ -44,9 +45,6 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 _log = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_BYTES = 16 << 30
-# The newest verified version and the one being written; while replication lags behind the saves also the one being
-# replicated, and the newest sealed one, or a crash in the middle of the next save would lose more than that.
-_MAX_OWN_ARENAS = 4
 _SAVES_OF_A_SAVER = 10**9
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
@@ -249,16 +247,31 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         with self._lock:
             return [t for t in self._saves if _holds_arena(t)]
 
+    def _adopted(self, store: RankStore) -> list[HeldPart]:
+        """Versions of this rank that no save of this saver has made: what was recovered, say."""
+        with self._lock:
+            mine = {t.attempt for t in self._saves}
+        return [part for part in store.held() if part.rank == self.rank and part.attempt not in mine]
+
+    def _missing_for_copies(self, store: RankStore) -> int:
+        own = [arena for part in store.held() if part.rank == self.rank for arena in part.arenas]
+        with self._lock:
+            under_way = [arena for t in self._saves if not t.given_back for arena in t.arenas]
+        return store.missing_for_copies({*own, *under_way})
+
     def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
         """An arena for a save: a free one if there is, else a new one while few are in use and there is room, else
-        one taken from an older save that is not verified."""
+        one taken from an older save that is not verified. What copies of peers need is left to them."""
         assert isinstance(store, RankStore)
         self._preflight(store, size)
-        if not store.has_free(size) and 2 <= len(self._own_arenas()) < _MAX_OWN_ARENAS:
-            self._commits.wait_for_change(lambda: store.has_free(size), 0.05 + size / _FAULT_RATE)
+        held = len(self._own_arenas()) + len(self._adopted(store))
+        if OWN_VERSIONS <= held < MOST_OWN_VERSIONS:
+            self._commits.wait_for_change(
+                lambda: store.has_free(size, beside=self._missing_for_copies(store)), 0.05 + size / _FAULT_RATE
+            )
         give_up = time.monotonic() + seal_deadline_s()
         error: FlashpointError = SaveError(
-            f"{_MAX_OWN_ARENAS} earlier saves are still under way",
+            f"{MOST_OWN_VERSIONS} earlier saves are still under way",
             rank=self.rank,
             node=self.node,
             hint="save less often, or wait for a save before the next one",
@@ -267,15 +280,19 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             preceded = self._is_preceded(ticket)
             with self._lock:  # saves of several threads must not all take the last one
                 # There is always one for the oldest under way: later ones that hold all the others wait for it.
-                others = sum(held is not ticket for held in self._own_arenas())
-                ticket.taking = others < _MAX_OWN_ARENAS + (not preceded)
+                others = sum(held is not ticket for held in self._own_arenas()) + len(self._adopted(store))
+                ticket.taking = others < MOST_OWN_VERSIONS + (not preceded)
             if ticket.taking:
                 try:
-                    return store.acquire(size)
+                    due = others < OWN_VERSIONS or others >= MOST_OWN_VERSIONS  # the latter: the oldest under way
+                    if due or store.ensure_free(1 + self._missing_for_copies(store), size):
+                        return store.acquire(size)
+                    error = CapacityError("no room for a further version beside the copies", path=store.base)
                 except CapacityError as full:
-                    ticket.taking = False
                     error = full
-            if self._drop_one(ticket, full=isinstance(error, CapacityError)) or self._fail_abandoned():
+                ticket.taking = False
+            full_up = isinstance(error, CapacityError)
+            if self._drop_one(ticket, full=full_up, adopted=len(self._adopted(store))) or self._fail_abandoned():
                 continue
             # Nothing to take back now; an earlier save that is under way may free something when it settles, or when
             # it turns out that nobody goes on with it.
@@ -294,14 +311,17 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             earlier = [t.pending for t in self._saves if t.sequence < ticket.sequence]
         return any(pending is not None and not pending.settled.is_set() for pending in earlier)
 
-    def _drop_one(self, ticket: SaveTicket, *, full: bool) -> bool:
-        """Give up the oldest save before this one that is sealed, but neither verified nor being copied, if a newer
+    def _drop_one(self, ticket: SaveTicket | None, *, full: bool, adopted: int = 0) -> bool:
+        """Give up the oldest save (before this one) that is sealed, but neither verified nor being copied, if a newer
         one is sealed; without room on the filesystem, if any other is."""
         held = [t for t in self._own_arenas() if t.pending is not None and t.pending.part is not None]
-        if len(held) < 2:
+        if len(held) + adopted < 2:
             return False
-        earlier = [t.pending for t in held[: None if full else -1] if t.sequence < ticket.sequence]
-        return any(pending is not None and self._commits.drop(pending) for pending in earlier)
+        earlier = [t for t in held[: None if full else -1] if ticket is None or t.sequence < ticket.sequence]
+        return any(t.pending is not None and self._commits.drop(t.pending) for t in earlier)
+
+    def _make_way(self) -> bool:
+        return self._drop_one(None, full=False)
 
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:
@@ -311,6 +331,10 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         copies = len(self._replication.held_by(self.rank)) if self._replicates() and self._replication else 0
         in_use, free = store.resident_bytes()
         preflight(store.base, size, copies=copies, held_bytes=in_use + free)
+        here = self._group.topology.ranks_of(self._group.node)
+        neighbours = tuple(store.directory_of(rank) for rank in here if rank != self.rank)
+        store.keep_to(Budget(store.directory, neighbours, copies))
+        store.evict = self._make_way
         self._largest = size
 
     def _replicates(self) -> bool:

@@ -13,6 +13,9 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.errors import InvalidNameError, ObjectNotFoundError
 from ml_flashpoint.core.manifest import Manifest, manifest_name, parse_object_name
 
+ROOM_S = 5.0
+"""Seconds that a peer's copy waits for room: long enough for this rank to hear a verdict that its peer has heard."""
+
 
 class StoreBackend:
     """Serves the parts of this node and takes in copies for a store: a `TransferBackend`. Thread-safe.
@@ -46,19 +49,26 @@ class StoreBackend:
         held = store.find(manifest.attempt, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:
             return None
-        return IncomingCopy(store, manifest)
+        return IncomingCopy(store, manifest, patience_s=ROOM_S)
 
 
 class IncomingCopy:
-    """Arenas being filled with another rank's part; nothing is visible before :meth:`commit`."""
+    """Arenas being filled with another rank's part; nothing is visible before :meth:`commit`.
 
-    def __init__(self, store: RankStore, manifest: Manifest) -> None:
+    Args:
+        patience_s: see `RankStore.acquire_for_copy`.
+
+    Raises:
+        CapacityError: no room.
+    """
+
+    def __init__(self, store: RankStore, manifest: Manifest, *, patience_s: float = 0.0) -> None:
         self._store = store
         self._manifest = manifest
         self._arenas: list[Arena] = []
         try:
             for record in manifest.objects:
-                self._arenas.append(store.acquire(record.file_size, exact=True))
+                self._arenas.append(store.acquire_for_copy(record.file_size, manifest.rank, patience_s=patience_s))
         except BaseException:
             self.abort()
             raise

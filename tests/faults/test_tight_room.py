@@ -1,0 +1,94 @@
+"""Saves go on, and versions keep being verified, on a tmpfs of exactly the size that docs/operations.md states."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tmpfs as tmpfs_folders
+from tests.support.forked import call_team
+from tests.workers.tight_room import save_back_to_back
+
+MIB = 1 << 20
+
+
+def documented(states: int, size: int) -> int:
+    """The room for so many states of a size: 2 % and 1 MiB a rank more than their bytes."""
+    return states * size * 102 // 100 + MIB
+
+
+@contextlib.contextmanager
+def nodes(root: Path, room: int, count: int = 2) -> Iterator[Path]:
+    """A tmpfs of its own for each of some nodes."""
+    with contextlib.ExitStack() as stack:
+        for index in range(count):
+            folder = root / f"node-{index}"
+            folder.mkdir()
+            try:
+                stack.enter_context(tmpfs_folders.mounted(folder, room))
+            except OSError as error:
+                pytest.skip(f"cannot mount a small tmpfs here, which takes root: {error}")
+        yield root
+
+
+def check(results: list[dict[str, Any]], room: int, *, most_behind: int = 40) -> None:
+    """No save failed, and there was never a long time without a newly verified version."""
+    for said in results:
+        assert said["errors"] == []
+        assert said["settled"]
+        assert said["used"] <= room
+        verified = [said["loaded"], *said["verified"], said["last_verified"]]
+        longest = max(len(list(group)) for _, group in itertools.groupby(verified))
+        assert longest <= most_behind, verified
+        assert verified[-1] == said["loaded"] + len(said["verified"]), "the last one is verified"
+
+
+def constant(count: int) -> list[int]:
+    return [4 * MIB] * count
+
+
+def changing(count: int) -> list[int]:
+    return [MIB + 8 * 4096 * (index * 37 % 100) for index in range(count)]
+
+
+def growing(count: int) -> list[int]:
+    return [MIB + (3 * MIB * index // count & ~7) for index in range(count)]
+
+
+def job(root: Path, sizes: list[int], states: int, ranks: int) -> None:
+    """Ranks of two nodes save states of these sizes, are started anew, and go on."""
+    room = ranks * documented(states, max(sizes))
+    placement = [rank // ranks for rank in range(2 * ranks)]
+    with nodes(root, room):
+        for life in range(2):
+            here = sizes if life == 0 else sizes[: len(sizes) // 2]
+            said = call_team(save_back_to_back, root, 2 * ranks, here, 0, placement=placement)
+            assert {each["loaded"] for each in said} == {life * len(sizes)}
+            check(said, room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "states", "ranks"),
+    [(constant, 4, 1), (constant, 5, 1), (changing, 4, 1), (changing, 6, 1), (growing, 5, 1), (changing, 5, 2)],
+)
+def test_versions_are_verified_for_ever(
+    tmp_path: Path, sizes: Callable[[int], list[int]], states: int, ranks: int
+) -> None:
+    job(tmp_path, sizes(80), states, ranks)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sizes", [constant, changing, growing])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("states", [4, 5, 6])
+def test_versions_are_verified_for_ever_many_saves(
+    tmp_path: Path, sizes: Callable[[int], list[int]], states: int, ranks: int
+) -> None:
+    job(tmp_path, sizes(1000), states, ranks)

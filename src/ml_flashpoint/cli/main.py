@@ -6,11 +6,12 @@ is imported when it runs, so that help and `ls` need no torch.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from ml_flashpoint import __version__
+import ml_flashpoint
 
 app = typer.Typer(
     name="flashpoint",
@@ -30,12 +31,17 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on 
 
 def main() -> None:
     """Entry point of the `flashpoint` command."""
+    if not hasattr(ml_flashpoint, "DISTRIBUTION"):
+        sys.exit(
+            f"flashpoint: {ml_flashpoint.__file__} is of another distribution, ml-flashpoint. Run: pip uninstall -y "
+            "ml-flashpoint torch-flashpoint, then install torch-flashpoint again"
+        )
     app()
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"flashpoint {__version__}")
+        print(f"flashpoint {ml_flashpoint.__version__}")
         raise typer.Exit
 
 

@@ -37,7 +37,7 @@ def run_demo(*, steps: int, seed: int, as_json: bool = False, keep: bool = False
         keep: Leave the folders of both runs behind, with the output of their processes.
     """
     if importlib.util.find_spec("torch") is None:
-        print("flashpoint demo needs torch: pip install 'ml-flashpoint[pytorch]'", file=sys.stderr)
+        print("flashpoint demo needs torch: pip install torch", file=sys.stderr)
         return output.USAGE
     sweep_roots()
     console = output.console(stderr=as_json)

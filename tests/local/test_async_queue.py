@@ -185,6 +185,59 @@ def test_a_queue_that_was_not_closed_does_not_keep_its_process(tmp_path: Path) -
         child.join()
 
 
+def _leave_tensors(report: Any, path: Path, persistent: bool, is_daemon: bool) -> None:
+    # All at once, so that the process ends while most of them are still on their way.
+    queue = AsyncCallsQueue(persistent, is_daemon)
+    for index in range(3):
+        queue.schedule_async_request(AsyncRequest(write_tensor, (path / str(index), torch.ones(1000)), []))
+    queue.schedule_async_request(AsyncRequest(fail, ("no such luck",), []))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_nobody_closed_is_done_nevertheless_and_its_failures_are_told(tmp_path: Path, persistent: bool) -> None:
+    with Child(_leave_tensors, tmp_path, persistent, False) as child:
+        child.join()
+        assert [(tmp_path / str(index)).read_text().split()[0] for index in range(3)] == ["1000.0"] * 3
+        assert "asynchronous call 2 was not finalized" in child.log
+        assert "asynchronous call 3 failed: ValueError: no such luck" in child.log
+
+
+def _leave_a_daemon(report: Any, pipe: Path) -> None:
+    queue = AsyncCallsQueue(is_daemon=True)
+    queue.schedule_async_request(AsyncRequest(wait_for, (pipe,), []))
+
+
+def test_a_daemon_ends_with_its_process(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Child(_leave_a_daemon, pipe) as child:
+        child.join()
+        assert "asynchronous call 0 failed: it had not ended when the process did" in child.log
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_none_stands_for_no_arguments(tmp_path: Path, persistent: bool) -> None:
+    queue = AsyncCallsQueue(persistent)
+    queue.schedule_async_request(AsyncRequest(write, (tmp_path / "a", "x"), [], None))  # type: ignore[arg-type]
+    queue.schedule_async_request(AsyncRequest(make_tensor, None, None, None))  # type: ignore[arg-type]
+    queue.close()
+    assert (tmp_path / "a").exists()
+    AsyncRequest(make_tensor, None, None, None).execute_sync()  # type: ignore[arg-type]
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return fail, ("cannot be read",)
+
+
+def test_a_request_that_cannot_be_unpickled_is_reported(queue: AsyncCallsQueue) -> None:
+    if not queue.persistent:
+        pytest.skip("nothing is pickled")
+    queue.schedule_async_request(AsyncRequest(write, (Unreadable(), "x"), []))
+    with pytest.raises(BackgroundWorkerError, match="ValueError: cannot be read"):
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
 def test_requests_of_others_are_taken() -> None:
     class Theirs(NamedTuple):
         async_fn: Any

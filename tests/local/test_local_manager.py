@@ -106,6 +106,27 @@ def test_only_the_newest_complete_iteration_is_kept(manager: LocalCheckpointMana
     assert value_of(manager.load()) == 5
 
 
+class ByMethod(BasicTensorAwareStateDict):
+    """Overrides a property by a method, as subclasses in the field do."""
+
+    def is_hollow(self) -> bool:  # type: ignore[override]
+        return False
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None: ...
+
+
+class HollowByMethod(ByMethod):
+    def is_hollow(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def test_is_hollow_may_be_a_method(manager: LocalCheckpointManager) -> None:
+    manager.save(ByMethod({"a": torch.ones(1)}), 1)
+    assert manager.find_latest() == 1
+    with pytest.raises(CallOrderError, match="hollow"):
+        manager.save(HollowByMethod({"a": torch.ones(1)}), 2)
+
+
 def test_a_failed_save_can_be_repeated_at_once(manager: LocalCheckpointManager) -> None:
     for _ in range(3):
         with pytest.raises(CheckpointingException, match="can be repeated"):

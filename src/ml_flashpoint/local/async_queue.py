@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -143,19 +145,23 @@ def _how_it_ended(code: int | None) -> str:
 
 
 class _Worker:
-    """A process that runs one request after the other. Requests travel by pickle."""
+    """A process that runs one request after the other. Requests travel by pickle.
 
-    def __init__(self) -> None:
+    Args:
+        is_daemon: end it with this process, whatever it is doing.
+    """
+
+    def __init__(self, is_daemon: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, remote = context.Pipe()
-        self._process = context.Process(target=_work, args=(remote,), daemon=False)
+        self._process = context.Process(target=_work, args=(remote,), daemon=is_daemon)
         self._process.start()
         remote.close()
-        # Before a process that exits waits for its children, this one is told to end, if nobody has closed it.
-        self._at_exit = Finalize(None, _send_end, args=(self._pipe,), exitpriority=10)
         self._answers: dict[int, str | None] = {}
         self._preloaded: set[int] = set()
         self.ended = False
+        # Before a process that exits waits for its children, this one is told to end, if nobody has closed it.
+        self._at_exit = Finalize(None, _send_end, args=(self._pipe,), exitpriority=10)
 
     def submit(self, request: AsyncRequest) -> None:
         """Send a request; returns when it has preloaded.
@@ -163,13 +169,15 @@ class _Worker:
         Raises:
             BackgroundWorkerError: the process is gone, or did not preload in time.
         """
+        # Pickled apart, so that the worker can tell of a request that it cannot unpickle.
+        pickled = bytes(ForkingPickler.dumps(tuple(request._replace(finalize_fns=[]))))
+        index, deadline_s = request.call_idx, call_deadline_s()
         try:
-            self._pipe.send(tuple(request._replace(finalize_fns=[])))
+            self._pipe.send((index, pickled))
         except OSError as error:
             self._note_end()
             raise BackgroundWorkerError(f"the worker process is gone: {error}") from error
         if request.preload_fn is not None:
-            index, deadline_s = request.call_idx, call_deadline_s()
             self._receive_until(lambda: index in self._preloaded or index in self._answers, deadline_s)
             if not (index in self._preloaded or index in self._answers or self.ended):
                 self.close(abort=True)
@@ -229,18 +237,23 @@ def _send_end(pipe: Connection) -> None:
 def _work(pipe: Connection) -> None:
     # A worker must not outlive its trainer: that closes the pipe with its end.
     with contextlib.suppress(EOFError, OSError):
-        while (fields := pipe.recv()) is not None:
-            request = AsyncRequest(*fields)
+        while (sent := pipe.recv()) is not None:
+            index, pickled = sent
             failure: str | None = None
             try:
-                arguments = request.resolved_args()
+                request = AsyncRequest(*pickle.loads(pickled))
             except BaseException as error:
-                failure = f"preloading failed: {type(error).__name__}: {error}"
+                failure = f"it could not be unpickled: {type(error).__name__}: {error}"
             else:
-                pipe.send(("preloaded", request.call_idx, None))
-                assert request.async_fn is not None
-                failure = _failure_of(request.async_fn, arguments, request.async_fn_kwargs)
-            pipe.send(("done", request.call_idx, failure))
+                try:
+                    arguments = request.resolved_args()
+                except BaseException as error:
+                    failure = f"preloading failed: {type(error).__name__}: {error}"
+                else:
+                    pipe.send(("preloaded", index, None))
+                    assert request.async_fn is not None
+                    failure = _failure_of(request.async_fn, arguments, request.async_fn_kwargs)
+            pipe.send(("done", index, failure))
 
 
 class _SentCall:
@@ -279,14 +292,19 @@ class AsyncCallsQueue:
     Args:
         persistent: run foreign requests in one process that stays, to which they travel by pickle; else each in a
             process forked for it.
+        is_daemon: end that process with this one, whatever it is doing. Else a process that ends without `close` lets
+            requests end, within ``FLASHPOINT_CALL_DEADLINE_S`` each. Either way an error is logged for each of them,
+            since nobody finalizes it.
     """
 
-    def __init__(self, persistent: bool = True) -> None:
+    def __init__(self, persistent: bool = True, is_daemon: bool = False) -> None:
         self.persistent = persistent
+        self.is_daemon = is_daemon
         self._calls: deque[_Active] = deque()
         self._next_index = 0
         self._worker: _Worker | None = None
         self._closed = False
+        self._at_exit: Finalize | None = None
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request, and return its number. It is frozen from now on.
@@ -308,7 +326,7 @@ class AsyncCallsQueue:
             ) from error
         index = self._next_index
         self._next_index += 1
-        request = request.freeze()._replace(call_idx=index)
+        request = request.completed().freeze()._replace(call_idx=index)
         self._calls.append(_Active(index, request, self._start(request)))
         return index
 
@@ -318,10 +336,13 @@ class AsyncCallsQueue:
             return _Nothing()
         if isinstance(function, BackgroundSave) and function.runs_here:
             return _Nothing(function)
+        if self._at_exit is None:
+            # Before the workers are told to end, and before what tensors travel by is taken away.
+            self._at_exit = Finalize(None, self._end_with_process, exitpriority=20)
         if not self.persistent:
             return _ForkedCall(request)
         if self._worker is None or self._worker.ended:
-            self._worker = _Worker()
+            self._worker = _Worker(self.is_daemon)
         return _SentCall(self._worker, request)
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
@@ -382,6 +403,16 @@ class AsyncCallsQueue:
         for rank, why in failures.items():
             raise BackgroundWorkerError(f"asynchronous call {active.index} failed: {why}", rank=rank)
 
+    def _end_with_process(self) -> None:
+        """Let requests end that nobody waits for, and say what became of them: nobody else will."""
+        for active in self._calls:
+            if isinstance(active.call, _Nothing):
+                continue
+            active.call.wait(0 if self.is_daemon else call_deadline_s())
+            failure = active.call.failure() if active.call.is_done() else "it had not ended when the process did"
+            outcome = "was not finalized" if failure is None else f"failed: {failure}"
+            _log.error("the queue was not closed: asynchronous call %d %s", active.index, outcome)
+
     def get_num_unfinalized_calls(self) -> int:
         """How many requests are scheduled and not finalized."""
         return len(self._calls)
@@ -396,6 +427,8 @@ class AsyncCallsQueue:
             BackgroundWorkerError, Exception: see `maybe_finalize_async_calls`; the queue is closed nevertheless.
         """
         self._closed = True
+        if self._at_exit is not None:
+            self._at_exit.cancel()
         try:
             if not abort:
                 self.maybe_finalize_async_calls(blocking=True)

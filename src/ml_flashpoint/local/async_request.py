@@ -57,6 +57,14 @@ class AsyncRequest(NamedTuple):
         """The same request, to which nothing can be added."""
         return self._replace(is_frozen=True)
 
+    def completed(self) -> AsyncRequest:
+        """The same request, with nothing where programs leave None in place of arguments or finalizations."""
+        return self._replace(
+            async_fn_args=tuple(self.async_fn_args or ()),
+            async_fn_kwargs=dict(self.async_fn_kwargs or {}),
+            finalize_fns=self.finalize_fns if self.finalize_fns is not None else [],
+        )
+
     def resolved_args(self) -> tuple[Any, ...]:
         """The arguments of ``async_fn``, after preloading.
 
@@ -64,8 +72,8 @@ class AsyncRequest(NamedTuple):
             CallOrderError: there is something to preload, and no second argument to take it.
         """
         if self.preload_fn is None:
-            return tuple(self.async_fn_args)
-        if len(self.async_fn_args) < 2:
+            return tuple(self.async_fn_args or ())
+        if len(self.async_fn_args or ()) < 2:
             raise CallOrderError("preload_fn needs a second argument of async_fn to replace")
         first, _, *rest = self.async_fn_args
         return (first, self.preload_fn(), *rest)
@@ -79,7 +87,7 @@ class AsyncRequest(NamedTuple):
         error: Exception | None = None
         try:
             if self.async_fn is not None:
-                self.async_fn(*self.resolved_args(), **self.async_fn_kwargs)
+                self.async_fn(*self.resolved_args(), **(self.async_fn_kwargs or {}))
         except Exception as caught:
             error = caught
         if not rank_group().all_ok(error is None):
@@ -109,7 +117,7 @@ class AsyncRequest(NamedTuple):
                     rank=ranks.rank,
                     hint="schedule and finalize the same requests on all ranks",
                 )
-        for finalize in self.finalize_fns:
+        for finalize in self.finalize_fns or ():
             finalize()
         return self.call_idx
 

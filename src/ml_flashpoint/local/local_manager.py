@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
@@ -485,5 +485,6 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
             hint="wrap it: BasicTensorAwareStateDict(state_dict)",
         )
     with contextlib.suppress(NotImplementedError):
-        if state_dict.is_hollow:
+        hollow: Any = state_dict.is_hollow
+        if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
             raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")

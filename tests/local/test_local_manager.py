@@ -65,6 +65,14 @@ def test_a_fresh_folder(manager: LocalCheckpointManager, tmpfs: Path) -> None:
         manager.load()
 
 
+@pytest.mark.parametrize("folder", ["relative", "./a", Path("a/b"), "", 3, None])
+def test_the_folder_must_be_an_absolute_path(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"root_local_ckpt_dir.*absolute path|absolute path.*root_local"):
+        LocalCheckpointManager(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_save_find_load(manager: LocalCheckpointManager) -> None:
     assert manager.save(state(3), 7) is None
     assert manager.latest_iteration == 7

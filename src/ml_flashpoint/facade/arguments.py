@@ -12,12 +12,12 @@ from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError
 from ml_flashpoint.replication.strategies import ReplicationStrategy
 
 
-def checked_base(base: str | os.PathLike[str]) -> CheckpointContainerId:
-    """A base container."""
+def checked_base(base: str | os.PathLike[str], argument: str = "base") -> CheckpointContainerId:
+    """A base container, for every door: where a relative path leads depends on who starts the process where."""
     try:
         return CheckpointContainerId(base)
     except (InvalidNameError, TypeError) as error:
-        raise InvalidArgumentError(f"must be an absolute path: {error}", argument="base", value=base) from error
+        raise InvalidArgumentError(f"must be an absolute path: {error}", argument=argument, value=base) from error
 
 
 def checked_integer(argument: str, value: int, minimum: int, maximum: int | None = None) -> int:

@@ -32,7 +32,7 @@ from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
-from ml_flashpoint.facade.arguments import checked_globals
+from ml_flashpoint.facade.arguments import checked_base, checked_globals
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes
@@ -75,8 +75,8 @@ class LocalCheckpointManager:
     manager for the same folder takes over from the first, which is closed.
 
     Args:
-        root_local_ckpt_dir: folder on a tmpfs of this node, with room for two parts of each of its ranks and of each
-            rank whose copies they hold.
+        root_local_ckpt_dir: absolute path of a folder on a tmpfs of this node, with room for two parts of each of its
+            ranks and of each rank whose copies they hold.
         session_id: name of a job within that folder.
         repl_strategy: who holds copies of whose parts; by default nobody. Copies that exist are used for loading
             either way.
@@ -464,10 +464,7 @@ def _has_ended(ticket: SaveTicket) -> bool:
 
 
 def _base_container(root: str | os.PathLike[str], session_id: str) -> CheckpointContainerId:
-    try:
-        base = CheckpointContainerId(os.path.abspath(root))
-    except (InvalidNameError, TypeError) as error:
-        raise InvalidArgumentError(f"must be a folder: {error}", argument="root_local_ckpt_dir", value=root) from error
+    base = checked_base(root, "root_local_ckpt_dir")
     if session_id == "":
         return base
     try:

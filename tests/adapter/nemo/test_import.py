@@ -38,7 +38,7 @@ def test_signatures_of_the_recipe() -> None:
     ]
     assert inspect.signature(wrap).parameters["initial_write_buffer_size_bytes"].default == 16 * 2**30
     assert list(inspect.signature(MLFlashpointCheckpointCallback).parameters) == [
-        "base",
+        "checkpoint_base_container",
         "every_n_steps",
         "skip_every_n_steps",
         "enabled",
@@ -52,12 +52,14 @@ def test_bad_arguments_of_the_callback_fail_at_once() -> None:
 
     for name, options in {
         "every_n_steps": {"every_n_steps": 0},
-        "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": 0},
+        "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": -1},
         "enabled": {"every_n_steps": 1, "enabled": "yes"},
-        "base": {"base": "relative", "every_n_steps": 1},
+        "checkpoint_base_container": {"checkpoint_base_container": "relative", "every_n_steps": 1},
     }.items():
         with pytest.raises(InvalidArgumentError, match=name):
-            MLFlashpointCheckpointCallback(**{"base": "/dev/shm/never", **options})
+            MLFlashpointCheckpointCallback(**{"checkpoint_base_container": "/dev/shm/never", **options})
+    for none in (0, None):
+        assert MLFlashpointCheckpointCallback("/dev/shm/never", 1, skip_every_n_steps=none).skip_every_n_steps == 0
 
 
 @pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")

@@ -57,7 +57,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: how often to save.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
         replication, strict, safe_globals, deadline_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
@@ -70,7 +70,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self,
         base: str | os.PathLike[str],
         every_n_steps: int = 1,
-        skip_every_n_steps: int | None = None,
+        skip_every_n_steps: int | None = 0,
         enabled: bool = True,
         *,
         replication: ReplicationStrategy | None = None,
@@ -82,9 +82,9 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self.base = checked_base(base)
         self.every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
-        self.skip_every_n_steps = skip_every_n_steps
-        if skip_every_n_steps is not None:
-            checked_integer("skip_every_n_steps", skip_every_n_steps, 1)
+        self.skip_every_n_steps = checked_integer(
+            "skip_every_n_steps", 0 if skip_every_n_steps is None else skip_every_n_steps, 0
+        )
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
         self._options: dict[str, Any] = {

@@ -22,9 +22,10 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     `wrap_trainer_and_auto_resume_with_mlflashpoint` has wrapped.
 
     Args:
-        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
+        checkpoint_base_container: base container of the job on this node: an absolute path, best on a tmpfs. Restarts
+            use the same.
         every_n_steps: how often to save.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all, and to leave the trainer unwrapped.
 
     Raises:
@@ -33,17 +34,17 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
     def __init__(
         self,
-        base: str | os.PathLike[str],
+        checkpoint_base_container: str | os.PathLike[str],
         every_n_steps: int,
-        skip_every_n_steps: int | None = None,
+        skip_every_n_steps: int | None = 0,
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        self.base = checked_base(base)
+        self.base = checked_base(checkpoint_base_container, "checkpoint_base_container")
         self.every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
-        self.skip_every_n_steps = skip_every_n_steps
-        if skip_every_n_steps is not None:
-            checked_integer("skip_every_n_steps", skip_every_n_steps, 1)
+        self.skip_every_n_steps = checked_integer(
+            "skip_every_n_steps", 0 if skip_every_n_steps is None else skip_every_n_steps, 0
+        )
         self.enabled = checked_bool("enabled", enabled)
         self._step = 0
 
@@ -66,7 +67,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         if io is None or io.parts.base != self.base:
             raise InvalidArgumentError(
                 "is not the base container of this trainer's CheckpointIO",
-                argument="base",
+                argument="checkpoint_base_container",
                 value=str(self.base),
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )

@@ -54,7 +54,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         InvalidArgumentError: an argument is unusable or the trainer is not supported; says why.
         FlashpointError: ranks lost each other.
     """
-    base = checked_base(flashpoint_base_container)
+    base = checked_base(flashpoint_base_container, "flashpoint_base_container")
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)
     checked_integer("write_thread_count", write_thread_count, 1)

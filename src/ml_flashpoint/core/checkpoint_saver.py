@@ -226,6 +226,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 store.drop(part)
                 ticket.given_back = True
                 return False
+        if ticket.staged is not None and part.manifest is not None:
+            self._writer.learn(ticket.staged, part.manifest.objects[0].size)
         if not self._group.distributed and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
             ticket.pending.settled.wait(1.0)
@@ -320,9 +322,6 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         earlier = [t for t in held[: None if full else -1] if ticket is None or t.sequence < ticket.sequence]
         return any(t.pending is not None and self._commits.drop(t.pending) for t in earlier)
 
-    def _make_way(self) -> bool:
-        return self._drop_one(None, full=False)
-
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:
             return
@@ -334,7 +333,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         here = self._group.topology.ranks_of(self._group.node)
         neighbours = tuple(store.directory_of(rank) for rank in here if rank != self.rank)
         store.keep_to(Budget(store.directory, neighbours, copies))
-        store.evict = self._make_way
+        store.evict = lambda: self._drop_one(None, full=False)
         self._largest = size
 
     def _replicates(self) -> bool:

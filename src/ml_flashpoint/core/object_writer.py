@@ -185,6 +185,7 @@ class ObjectWriter:
         self._plan: _Cached | None = None
         self._named: tuple[object, Layout] | None = None
         self._extra_bytes = 0
+        self._behind_staged = 0
         self._template = HeaderTemplate()
         self._template_lock = threading.Lock()
 
@@ -209,7 +210,7 @@ class ObjectWriter:
         if self._cache:
             self._staged_plan = plan
         layout = plan.layout
-        arena = acquire(layout.size + self._extra_bytes)
+        arena = acquire(layout.size + self._behind_staged)
         try:
             views = self._views(arena, layout)
             # The caller waits for the copy, and digests would take memory bandwidth from it: they come after.
@@ -218,6 +219,10 @@ class ObjectWriter:
             release(arena)
             raise
         return StagedObject(arena.path, interior, plan.in_callers_order(views), arena)
+
+    def learn(self, staged: StagedObject, size: int) -> None:
+        """Take note that what was staged became an object of ``size`` bytes: as much will follow the next time."""
+        self._behind_staged = max(0, size - staged.interior.end)
 
     def _planned(self, cached: _Cached | None, tensors: Sequence[TensorItem], byte_keys: Sequence[str]) -> _Cached:
         if cached is not None and _is_signature_of(cached.signature, tensors, byte_keys):

@@ -821,6 +821,14 @@ def test_sigterm_seals_the_save_in_flight_and_ends(base: Path, how: str) -> None
     assert resumed(base, **tracked) == 3
 
 
+@pytest.mark.parametrize("function", ["wait", "notify_all"])
+def test_sigterm_where_the_main_thread_holds_a_lock(base: Path, function: str) -> None:
+    with Child(training.terminate_inside, str(base), function) as child:
+        assert child.wait() == -signal.SIGTERM
+        assert "not sealed" not in child.log
+    assert versions(base) == [1]
+
+
 def test_sigterm_ends_a_process_whose_main_thread_hangs(base: Path) -> None:
     with Child(training.hang_in_native_code, str(base)) as child:
         child.next_report("hangs")

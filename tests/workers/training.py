@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -206,6 +207,36 @@ def terminate_while_saving(report: Report, base: str, how: str) -> None:
         fp.wait()
         fp.step()
     os.kill(os.getpid(), signal.SIGTERM)
+    report("survived")
+
+
+def terminate_inside(report: Report, base: str, function: str) -> None:
+    """Gets SIGTERM where the main thread holds a lock that the handler wants: in a function of `threading.Condition`.
+
+    Args:
+        function: ``wait``: while the loop waits for a save; ``notify_all``: while an earlier SIGTERM is acted on.
+    """
+    code = getattr(threading.Condition, function).__code__
+    may_end = threading.Event()
+
+    def look(frame: Any, event: str, argument: object) -> None:
+        if frame.f_code is code:
+            sys.settrace(None)
+            may_end.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def end_later(*arguments: Any) -> None:
+        may_end.wait(30)
+        end(*arguments)
+
+    fp = Flashpoint(base, grace_s=15)
+    end, fp._saves._end = fp._saves._end, end_later  # type: ignore[method-assign]
+    fp.track(big=nn.Linear(64, 64)).save(1)
+    sys.settrace(look)
+    if function == "wait":
+        fp.wait()
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
     report("survived")
 
 

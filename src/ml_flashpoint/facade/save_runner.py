@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.errors import DeadlineError, FlashpointError
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
-from ml_flashpoint.facade.sigterm import TerminationGuard
+from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.staging.collection import collection_paused
 
@@ -65,7 +64,7 @@ class _Save:
 
     step: int
     began: float
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: ReentrantEvent = field(default_factory=ReentrantEvent)
 
 
 class SaveRunner:

@@ -26,7 +26,40 @@ _log = logging.getLogger(__name__)
 _RESPONSE_S = 1.0
 _BUSY_POLL_S = 0.05
 
-_responded = threading.Event()
+
+class ReentrantEvent:
+    """As `threading.Event`, for what a signal handler of the main thread sets or waits for too.
+
+    A handler may run anywhere in the main thread, also where that holds the lock of an event, and a
+    `threading.Event` has one that nobody gets twice.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake up whoever waits."""
+        with self._changed:
+            self._is_set = True
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Unset it."""
+        with self._changed:
+            self._is_set = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is set; returns whether that was so in time."""
+        with self._changed:
+            return self._changed.wait_for(self.is_set, timeout_s)
+
+
+_responded = ReentrantEvent()
 """Set by any guard's handler: the main thread lives. Of the process, since guards may be chained."""
 
 _writers: set[int] = set()

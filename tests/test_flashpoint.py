@@ -30,6 +30,7 @@ from ml_flashpoint.core.errors import (
     InvalidArgumentError,
     JobInUseError,
     LoadError,
+    NothingLoadableError,
     SaveError,
     UnsafeContentError,
 )
@@ -572,10 +573,15 @@ def test_fallback_is_called_when_nothing_is_left(base: Path) -> None:
 
 
 @pytest.mark.damages_on_purpose
-def test_without_fallback_damage_means_a_fresh_start(base: Path) -> None:
+def test_without_fallback_damage_is_an_error_and_no_fresh_start(base: Path) -> None:
     save(base, stored=Stored(1))
     damage(base, 1)
-    assert resumed(base, stored=Stored(5)) == 0
+    with pytest.raises(NothingLoadableError, match=r"step-1_ckpt .*digest.*discard_existing=True"):
+        resumed(base, stored=Stored(5))
+    assert versions(base) == [1]
+    with Flashpoint(base, discard_existing=True) as fp:
+        assert fp.track(stored=Stored(5)).resume() == 0
+    assert versions(base) == []
 
 
 @pytest.mark.parametrize(("returned", "step"), [(None, 0), (0, 0), (12, 12)])

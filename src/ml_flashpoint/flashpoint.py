@@ -11,10 +11,8 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -23,21 +21,23 @@ from typing import Literal
 import torch.distributed as dist
 
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
+from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.errors import (
     CapacityError,
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
-    JobInUseError,
     LoadError,
+    UnaskedVersionsError,
 )
 from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.facade.arguments import (
     checked_base,
@@ -47,6 +47,7 @@ from ml_flashpoint.facade.arguments import (
     checked_seconds,
     checked_strategy,
 )
+from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
@@ -93,6 +94,8 @@ class Flashpoint:
             ``torch.serialization.safe_globals``. Tensors, plain values, containers and NumPy arrays need none.
         deadline_s: seconds at most that a rank waits for the others, or for an earlier save, while saving or loading.
             By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
+        discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
+            for a script that is started again after a crash: it would remove what it should resume from.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -113,6 +116,7 @@ class Flashpoint:
         grace_s: float = 20.0,
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,
+        discard_existing: bool = False,
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -122,16 +126,20 @@ class Flashpoint:
         self._grace_s = checked_seconds("grace_s", grace_s)
         allowed = checked_globals(safe_globals)
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
+        discard_existing = checked_bool("discard_existing", discard_existing)
 
         self._ranks = rank_group()
         self._world = _default_group()
         with contextlib.ExitStack() as undo:
-            self._key = _claim(self, os.path.realpath(self._base), self._ranks.rank)
-            undo.callback(_release, self, self._key)
+            self._key = claim(self, os.path.realpath(self._base), self._ranks.rank)
+            undo.callback(release, self, self._key)
             self._objects = CheckpointObjectManager()
             undo.callback(self._objects.close)
-            self._store = self._open_store()
-            self._agree_on_arguments()
+            self._store = open_together(self._objects, self._base, self._ranks.rank, self._ranks)
+            self._agree_on_arguments(discard_existing)
+            if discard_existing:
+                discard_versions(self._store, self._ranks)
+            self._unasked = not self._ranks.all_ok(not holds_parts(self._store.base))
             self._replication = ReplicationManager(replication)
             undo.callback(self._replication.close)
             self._replication.initialize(self._objects)
@@ -169,31 +177,14 @@ class Flashpoint:
         if handle_sigterm:
             self._guard.install()
 
-    def _open_store(self) -> RankStore:
-        store: RankStore | None = None
-        error: FlashpointError | None = None
-        try:
-            store = self._objects.open(self._base, self._ranks.rank)
-        except FlashpointError as caught:
-            error = caught
-        except OSError as caught:
-            error = FlashpointError(
-                f"the base container cannot be used: {caught}", rank=self._ranks.rank, path=str(self._base)
-            )
-        # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
-        if not self._ranks.all_ok(error is None):
-            raise error or FlashpointError(
-                "another rank cannot use its base container; its log says why", rank=self._ranks.rank
-            )
-        assert store is not None
-        return store
-
-    def _agree_on_arguments(self) -> None:
-        said = sorted({int(blob) for blob in self._ranks.gather(str(self._every).encode())})
-        if len(said) > 1:
-            raise InvalidArgumentError(
-                f"differs between ranks: {said}", argument="every_n_steps", value=self._every, rank=self._ranks.rank
-            )
+    def _agree_on_arguments(self, discard_existing: bool) -> None:
+        mine = {"every_n_steps": self._every, "discard_existing": discard_existing}
+        said = [json.loads(blob) for blob in self._ranks.gather(json.dumps(mine).encode())]
+        for argument, value in mine.items():
+            if len(values := sorted({each[argument] for each in said})) > 1:
+                raise InvalidArgumentError(
+                    f"differs between ranks: {values}", argument=argument, value=value, rank=self._ranks.rank
+                )
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
@@ -230,7 +221,8 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None) -> int:
         """Restore the newest state that all ranks can load. Collective.
 
-        Versions that turn out to be damaged are left for older ones. Afterwards the filesystem is checked to have room
+        Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
+        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards the filesystem is checked to have room
         for the checkpoints to come. May be called again during training, to go back to the newest version.
 
         Args:
@@ -242,8 +234,9 @@ class Flashpoint:
             from there.
 
         Raises:
-            LoadError: there are versions that do not fit the tracked objects, and no fallback. Going on from step 0
-                would in the end overwrite them.
+            LoadError: there are versions, and none could be loaded (`NothingLoadableError`) or they do not fit the
+                tracked objects, and no fallback. Going on from step 0 would in the end overwrite them. May be called
+                again: nothing is remembered of what failed.
             CapacityError: the filesystem is too small.
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
         """
@@ -262,11 +255,14 @@ class Flashpoint:
                 each.forget()
             restore_rng_state(generators)
             if fallback is not None:
+                if (why := outcome.why()) is not None:
+                    _log.error("falling back, and what is in memory will be overwritten: %s", why)
                 step, source = self._fall_back(fallback), "fallback"
             else:
                 outcome.refuse_to_start_anew(self._ranks.rank)
                 step, source = 0, "nothing"
         self._steps = step
+        self._unasked = False
         self._check_capacity()
         self._last_recovery = Recovery(
             step=step,
@@ -319,9 +315,11 @@ class Flashpoint:
             The number of steps done.
 
         Raises:
+            UnaskedVersionsError: see `save`.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._check_usable()
+        self._check_asked()
         self._steps += 1
         if self._steps % self._every == 0:
             self._save(self._steps)
@@ -336,9 +334,11 @@ class Flashpoint:
 
         Raises:
             InvalidArgumentError: ``step`` is no step.
+            UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._check_usable()
+        self._check_asked()
         self._save(self._steps if step is None else checked_integer("step", step, 0, MAX_STEP))
         self._raise_failure()
 
@@ -425,6 +425,17 @@ class Flashpoint:
                 hint="construct it after init_process_group, and close it before destroy_process_group",
             )
 
+    def _check_asked(self) -> None:
+        # Found out at construction, so that all ranks raise alike without having to agree at each save.
+        if self._unasked:
+            raise UnaskedVersionsError(
+                "there are checkpoints here that this run has not asked about, and saving would overwrite them",
+                rank=self._ranks.rank,
+                node=self._ranks.node,
+                path=str(self._base),
+                hint="call resume() before the first step, or construct with discard_existing=True",
+            )
+
     def _check_usable(self) -> None:
         self._check_open()
         if not self._tracked.names:
@@ -457,7 +468,7 @@ class Flashpoint:
                 dist.destroy_process_group(self._group)
         self._saves.forget()
         self._guard.remove()
-        _release(self, self._key)
+        release(self, self._key)
 
     def __enter__(self) -> Flashpoint:
         return self
@@ -470,30 +481,6 @@ class Flashpoint:
         else:
             # The peers may be dead or about to be: they are not waited for as long.
             self._close(min(exit_deadline_s(), self._deadline_s))
-
-
-# The façades of this process, by base container and rank: files have one owner.
-_live: weakref.WeakValueDictionary[tuple[str, int], Flashpoint] = weakref.WeakValueDictionary()
-_live_lock = threading.Lock()
-
-
-def _claim(new: Flashpoint, base: str, rank: int) -> tuple[str, int]:
-    with _live_lock:
-        if (base, rank) in _live:
-            raise JobInUseError(
-                "another Flashpoint of this process uses this base container",
-                rank=rank,
-                path=base,
-                hint="close it first, or give each job a base container of its own",
-            )
-        _live[base, rank] = new
-    return base, rank
-
-
-def _release(old: Flashpoint, key: tuple[str, int]) -> None:
-    with _live_lock:
-        if _live.get(key) is old:
-            del _live[key]
 
 
 def _default_group() -> object | None:

@@ -26,8 +26,11 @@ class FlashpointDoor(Door):
         super().__init__(base)
         self._holder = Holder()
         self._fp = Flashpoint(str(base), strict=True, handle_sigterm=False).track(holder=self._holder)
+        self._asked = False
 
     def save(self, step: int, state: State) -> None:
+        if not self._asked:
+            self.load_latest()  # as one must, where there may be something
         self._holder.state = state
         self._fp.save(step)
         assert self._fp.wait(60)
@@ -35,6 +38,7 @@ class FlashpointDoor(Door):
     def load_latest(self) -> tuple[int, State] | None:
         self._holder.state = {}
         step = self._fp.resume()
+        self._asked = True
         return (step, self._holder.state) if self._holder.state else None
 
     def close(self) -> None:

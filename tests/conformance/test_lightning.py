@@ -22,6 +22,8 @@ class LightningDoor(Door):
         self._io = FlashpointCheckpointIO(self._flashpoint)
 
     def save(self, step: int, state: State) -> None:
+        if self._flashpoint.last_saved is None:
+            self._flashpoint.newest()  # as one must, where there may be something
         self._io.save_checkpoint(state, f"{self.base}/step-{step}_ckpt")
         assert self._flashpoint.wait(60)
 

@@ -15,7 +15,7 @@ from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.companions import carrier_of, companion_items, companion_labels
-from ml_flashpoint.core.errors import InvalidNameError, ManifestError
+from ml_flashpoint.core.errors import InvalidNameError, ManifestError, NothingLoadableError
 from ml_flashpoint.core.manifest import object_name, read_manifest
 from tests.support.forked import Team
 from tests.support.tmpfs import remove_folder
@@ -116,7 +116,8 @@ class TestOneRank:
         assert saver.wait(10)
         saver.close()
         objects.close()
-        assert self.recover(tmpfs / "job") is None
+        with pytest.raises(NothingLoadableError, match=r"step-2_ckpt.*a name must not hold a slash"):
+            self.recover(tmpfs / "job")
         assert sorted(p.name for p in tmpfs.iterdir()) == ["job"]
 
     def test_a_carrier_that_is_no_rank_of_the_version_is_refused(self, tmpfs: Path) -> None:

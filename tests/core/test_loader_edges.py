@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core import checkpoint_loader
+from ml_flashpoint.core import recovery_run
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import DigestMismatchError, LoadError
+from ml_flashpoint.core.errors import DigestMismatchError, LoadError, NothingLoadableError
 from ml_flashpoint.core.manifest import ObjectRecord
 
 
@@ -38,9 +38,13 @@ def test_an_error_of_the_system_is_voted_on_and_not_raised(
     def broken(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(checkpoint_loader, "open_local", broken)
+    monkeypatch.setattr(recovery_run, "open_local", broken)
+    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.2")
     loader = DefaultMLFlashpointCheckpointLoader(objects)
-    assert loader.get_latest_complete_checkpoint(tmpfs) is None
+    with pytest.raises(NothingLoadableError, match=r"step-1_ckpt .*rank 0 on .*Cannot allocate memory"):
+        loader.get_latest_complete_checkpoint(tmpfs)
+    monkeypatch.undo()
+    assert loader.get_latest_complete_checkpoint(tmpfs) == version(tmpfs, 1), "nothing is remembered of it"
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmpfs: Path) -> None:

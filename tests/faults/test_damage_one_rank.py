@@ -10,7 +10,7 @@ import pytest
 
 from ml_flashpoint.core.manifest import read_manifest
 from tests.faults.common import SCALE, part_files
-from tests.support.forked import Child, call
+from tests.support.forked import Child, ChildError, call
 from tests.workers import fault_engine as engine
 
 Damages = list[tuple[str, int, int]]
@@ -80,8 +80,14 @@ def test_bytes_that_no_object_uses_do_not_matter(base: Path, rng: random.Random)
 
 
 @pytest.mark.damages_on_purpose
-def test_nothing_sound_is_an_answer_too(base: Path) -> None:
+def test_nothing_sound_is_an_error_that_names_the_files(base: Path) -> None:
+    files = [part_files(base, step)[1] for step in (1, 2)]
     for step in (1, 2):
         for file in part_files(base, step):
             (base / file).write_bytes(b"nothing of use")
-    assert call(engine.load, str(base), "tiny") is None
+    with (
+        Child(engine.load, str(base), "tiny") as child,
+        pytest.raises(ChildError, match="NothingLoadableError") as found,
+    ):
+        child.result()
+    assert all(str(base / file) in str(found.value) for file in files)

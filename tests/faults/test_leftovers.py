@@ -20,7 +20,7 @@ def arenas(root: Path) -> list[Path]:
 
 
 def ranks_of(base: Path) -> list[str]:
-    return sorted(path.name for path in (base / ".flashpoint").iterdir())
+    return sorted(path.name for path in (base / ".flashpoint").glob("rank-*"))
 
 
 class TestOneOwner:

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
-from ml_flashpoint.core.checkpoint_loader import _has_objects, _part_record, _superseded
 from ml_flashpoint.core.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.core.inventory import has_objects, part_record
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.core.part_reader import read_local_manifests
 from ml_flashpoint.core.recovery import NodeInventory, RecoveryPlan, plan_recovery
+from ml_flashpoint.core.recovery_run import _superseded
 from ml_flashpoint.replication.store_backend import IncomingCopy
 from ml_flashpoint.replication.strategies import (
     CliqueStrategy,
@@ -459,10 +460,10 @@ class Job(RuleBasedStateMachine):
                 manifests, errors = read_local_manifests(base, version)
                 assert not errors, errors
                 for manifest in manifests:
-                    if not _has_objects(_Base(base), manifest):  # type: ignore[arg-type]
+                    if not has_objects(base, manifest):
                         continue
                     self.check_bytes(base, manifest)
-                    parts.append(_part_record(manifest))
+                    parts.append(part_record(manifest))
             found.append(NodeInventory(node, tuple(parts)))
         return found
 
@@ -486,11 +487,6 @@ class Job(RuleBasedStateMachine):
             plan = self.plan(further)
             assert plan is not None, f"nothing is left after losing {further}"
             assert plan.version.attempt >= self.verified, f"{self.verified} is gone after losing {further}"
-
-
-@dataclass
-class _Base:
-    base: Path
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import shutil
 import threading
 import time
@@ -30,6 +29,8 @@ from typing import BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena, with_slack
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR as PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.base_marks import RANK_NAME, mark_complete
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
@@ -44,10 +45,8 @@ from ml_flashpoint.core.recovery import superseded
 
 _log = logging.getLogger(__name__)
 
-PRIVATE_DIR = ".flashpoint"
 _LOCK = "lock"
 _AT_WORK = "saving"
-_RANK_NAME = re.compile(r"rank-(\d{5,8})")
 
 
 class RankStore:
@@ -88,6 +87,7 @@ class RankStore:
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
         self._release_count = 0
+        self._marked = False
         self._adopt()
 
     @property
@@ -305,6 +305,9 @@ class RankStore:
 
     def advance(self, attempt: str) -> None:
         """Drop every part older than ``attempt``, which is verified on every rank and copy."""
+        if not self._marked:
+            mark_complete(self.base)
+            self._marked = True
         for part in self.held():
             if superseded(part.attempt, attempt):
                 self.drop(part)
@@ -423,7 +426,7 @@ class RankStore:
         """
         done = True
         for path in (self.base / PRIVATE_DIR).iterdir():
-            match = _RANK_NAME.fullmatch(path.name)
+            match = RANK_NAME.fullmatch(path.name)
             if match is None or int(match[1]) in (self.rank, *ranks_here):
                 continue
             try:

@@ -25,6 +25,7 @@ from ml_flashpoint.core.errors import (
     InvalidNameError,
     ObjectNotFoundError,
     SaveError,
+    UnreadableError,
 )
 from ml_flashpoint.core.manifest import (
     Manifest,
@@ -185,12 +186,17 @@ def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
 
     Raises:
         ObjectNotFoundError: there is no such object, or it is empty.
+        UnreadableError: it cannot be opened just now.
     """
     path = base / validate_segment(version) / validate_segment(name)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise ObjectNotFoundError(f"no such object: {error.strerror}", path=path) from error
+        gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+        kind = ObjectNotFoundError if gone else UnreadableError
+        raise kind(
+            f"no such object: {error.strerror}" if gone else f"the object: {error.strerror}", path=path
+        ) from error
     try:
         size = os.fstat(fd).st_size
         if size == 0:

@@ -148,6 +148,22 @@ class LoadError(FlashpointError):
     """A version cannot be loaded."""
 
 
+class NothingLoadableError(LoadError):
+    """There are versions, and none of them can be loaded. To start from nothing would in the end overwrite them."""
+
+
+class UnaskedVersionsError(FlashpointError):
+    """A program saves where there are versions that it has not asked about: it would overwrite them unseen."""
+
+
+class PrunedError(LoadError):
+    """A version was pruned while it was read."""
+
+
+class UnreadableError(FlashpointError):
+    """What may well be sound could not be read just now: out of descriptors, out of memory, an I/O error."""
+
+
 class DeadlineError(FlashpointError, TimeoutError):
     """Something did not happen, or made no progress, within its deadline."""
 

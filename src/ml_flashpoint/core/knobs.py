@@ -34,6 +34,11 @@ def collective_deadline_s() -> float:
     return _number("FLASHPOINT_COLLECTIVE_DEADLINE_S", 600.0)
 
 
+def recovery_deadline_s() -> float:
+    """Seconds for which what cannot be read just now is tried again, before an older version is taken or none."""
+    return _number("FLASHPOINT_RECOVERY_DEADLINE_S", 60.0)
+
+
 def seal_deadline_s() -> float:
     """Seconds that a save may take from its stage to its seal before its arena is taken back."""
     return _number("FLASHPOINT_SEAL_DEADLINE_S", 600.0)

@@ -39,11 +39,19 @@ class MLFlashpointCheckpointLoader(ABC):
     def get_latest_complete_checkpoint(
         self, checkpoint_base_container: str | os.PathLike[str]
     ) -> CheckpointContainerId | None:
-        """Collective: the newest version that every rank can load, made loadable here; None if there is none."""
+        """Collective: the newest version that every rank can load, made loadable here; None if there is none.
+
+        Raises:
+            NothingLoadableError: there are some, and none can be loaded.
+        """
 
     @abstractmethod
     def discard(self, version: CheckpointContainerId) -> None:
-        """Collective: never return this version again; what it holds could not be loaded."""
+        """Collective: do not return this version again until :meth:`reconsider`; it could not be loaded."""
+
+    def reconsider(self) -> None:  # noqa: B027 - most loaders have nothing to forget
+        """Collective: forget what was discarded. To be called before a recovery that is not the next try of the last
+        one: what could not be loaded then may be loadable now."""
 
     @abstractmethod
     def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:

@@ -35,6 +35,7 @@ from ml_flashpoint.core.errors import (
     ManifestError,
     ObjectNotFoundError,
     SaveError,
+    UnreadableError,
 )
 
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -330,7 +331,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         ObjectNotFoundError: There is no such file.
-        ManifestError: It is not a regular file, cannot be read, or is not a valid manifest of its place.
+        ManifestError: It is not a regular file, or is not a valid manifest of its place.
+        UnreadableError: It is there and cannot be read just now.
     """
     try:
         # Without O_NONBLOCK, a FIFO of this name would block the reader for good.
@@ -344,7 +346,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ObjectNotFoundError("there is no such manifest", path=path) from error
     except OSError as error:
-        raise ManifestError(f"the manifest cannot be read: {error.strerror}", path=path) from error
+        # A link is nobody's manifest; anything else may be the system's fault, not the file's.
+        kind = ManifestError if error.errno in (errno.ELOOP, errno.ENXIO) else UnreadableError
+        raise kind(f"the manifest cannot be read: {error.strerror}", path=path) from error
     return decode(data, path)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, map_object
 from ml_flashpoint.core.digest import verify_blocks
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
+from ml_flashpoint.core.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
 from ml_flashpoint.core.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.core.object_writer import digest_workers
@@ -77,10 +77,10 @@ class ObjectReader:
         first, so if that is there still, nothing had happened.
 
         Raises:
-            LoadError: it was pruned; what was read may be anything.
+            PrunedError: it was; what was read may be anything.
         """
         if self._local and not os.path.exists(self._manifest_path):
-            raise LoadError(
+            raise PrunedError(
                 "the version was pruned while it was read",
                 step=self.manifest.step,
                 rank=self.manifest.rank,
@@ -187,7 +187,11 @@ def open_local(
 
 
 def read_local_manifests(base: Path, version: str) -> tuple[list[Manifest], list[FlashpointError]]:
-    """The readable manifests in a version directory of this node, and what is wrong with the others."""
+    """The readable manifests in a version directory of this node, and what is wrong with the others.
+
+    Raises:
+        OSError: the directory cannot be listed just now.
+    """
     manifests: list[Manifest] = []
     errors: list[FlashpointError] = []
     try:
@@ -205,10 +209,14 @@ def read_local_manifests(base: Path, version: str) -> tuple[list[Manifest], list
 
 
 def find_local_manifest(base: Path, version: str, rank: int, attempt: str) -> Manifest | None:
-    """The manifest of one part, if this node has it and it is readable."""
+    """The manifest of one part, if this node has it and it is sound.
+
+    Raises:
+        UnreadableError: that cannot be told just now.
+    """
     try:
         return read_manifest(base / version / manifest_name(rank, attempt))
-    except FlashpointError:
+    except (DamagedError, ObjectNotFoundError):
         return None
 
 

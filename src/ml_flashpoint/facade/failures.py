@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint.core.errors import (
-    DamagedError,
-    DeadlineError,
-    FlashpointError,
-    ObjectNotFoundError,
-    ReplicationError,
-    SaveError,
-)
-
-# Causes for which an older version may well be loadable, as opposed to a program that differs from the saved one.
-_TRANSIENT = (DamagedError, ObjectNotFoundError, ReplicationError, DeadlineError, OSError)
+from ml_flashpoint.core.errors import FlashpointError, SaveError
+from ml_flashpoint.core.failure_kinds import may_older_be_loadable
 
 
 def causes_of(error: BaseException) -> dict[int, BaseException]:
@@ -33,7 +24,7 @@ def text_of(causes: dict[int, BaseException]) -> str:
 
 def is_misfit(causes: dict[int, BaseException]) -> bool:
     """Whether the cause is that the program differs from the one that was saved, as far as can be told."""
-    return not all(isinstance(cause, _TRANSIENT) for cause in causes.values())
+    return not all(may_older_be_loadable(cause) for cause in causes.values())
 
 
 def as_flashpoint_error(causes: dict[int, BaseException], *, step: int, rank: int) -> FlashpointError:

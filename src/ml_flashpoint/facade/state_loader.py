@@ -20,7 +20,7 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import LoadError
+from ml_flashpoint.core.errors import LoadError, NothingLoadableError
 from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.facade.failures import causes_of, is_misfit, text_of
 from ml_flashpoint.facade.planners import FacadeLoadPlanner
@@ -52,6 +52,7 @@ class LoadOutcome:
 
     version: CheckpointContainerId | None = None
     failures: list[LoadFailure] = field(default_factory=list)
+    unloadable: NothingLoadableError | None = None
     detect_s: float = 0.0
     plan_s: float = 0.0
     fetch_s: float = 0.0
@@ -69,7 +70,7 @@ class LoadOutcome:
         Raises:
             LoadError: there are versions that this would bury, or the tracked objects are half loaded.
         """
-        hint = "to start anew, use another base container, remove this one, or pass fallback="
+        hint = "to start anew, use another base container, pass fallback=, or discard_existing=True to the constructor"
         misfit = next((failure for failure in self.failures if failure.misfit), None)
         if misfit is not None:
             raise LoadError(
@@ -82,6 +83,17 @@ class LoadOutcome:
                 rank=rank,
                 hint=hint,
             )
+        if self.failures:
+            raise NothingLoadableError(
+                f"there are versions and none can be loaded: {self.why()}", rank=rank, hint=hint
+            ) from self.unloadable
+        if self.unloadable is not None:
+            raise self.unloadable
+
+    def why(self) -> str | None:
+        """Why versions were passed over, if there are any."""
+        told = [f"{failure.version}: {failure.text}" for failure in self.failures]
+        return "; ".join(told + ([self.unloadable.message] if self.unloadable else [])) or None
 
 
 class StateLoader:
@@ -111,7 +123,11 @@ class StateLoader:
         self._safe_globals = safe_globals
 
     def load_newest(self, base: CheckpointContainerId) -> LoadOutcome:
-        """Load the newest version of a base container that all ranks can load. Collective."""
+        """Load the newest version of a base container that all ranks can load. Collective.
+
+        What failed in an earlier call is tried again.
+        """
+        self._loader.reconsider()
         outcome = LoadOutcome()
         while (version := self._next_version(base, outcome)) is not None:
             began = time.perf_counter()
@@ -126,7 +142,11 @@ class StateLoader:
         return outcome
 
     def _next_version(self, base: CheckpointContainerId, outcome: LoadOutcome) -> CheckpointContainerId | None:
-        version = self._loader.get_latest_complete_checkpoint(base)
+        version = None
+        try:
+            version = self._loader.get_latest_complete_checkpoint(base)
+        except NothingLoadableError as error:
+            outcome.unloadable = error
         if (report := self._loader.last_recovery) is not None:
             outcome.detect_s += report.detect_s
             outcome.plan_s += report.plan_s

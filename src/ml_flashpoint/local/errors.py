@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, TopologyError
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NothingLoadableError, TopologyError
 
 
 class CheckpointingException(FlashpointError):
     """A local checkpoint could not be saved, found or loaded. Raised on all ranks."""
 
 
-class NoReplicasAvailableError(CheckpointingException):
-    """Parts of a checkpoint are lost, and nobody holds copies of them."""
+class NoReplicasAvailableError(CheckpointingException, NothingLoadableError):
+    """There are checkpoints, and none can be loaded: parts are lost or out of reach, and nobody holds copies."""
 
 
 class InvalidIterationError(CheckpointingException, InvalidArgumentError):

@@ -26,6 +26,7 @@ from ml_flashpoint.core.errors import (
     FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
+    NothingLoadableError,
 )
 from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.core.manifest import Manifest
@@ -177,13 +178,25 @@ class LocalCheckpointManager:
         here from copies. The answer is kept until the next save.
 
         Raises:
+            NoReplicasAvailableError: there are checkpoints, and none can be loaded. To save as if there were none
+                would overwrite them.
             WorldSizeChangedError: it was saved by another number of ranks.
             FlashpointError: ranks cannot agree.
         """
         self._check_open()
         if not self._looked:
             self._saver.wait()  # else a version might be pruned while it is looked at
-            self._version = self._loader.get_latest_complete_checkpoint(self._base)
+            try:
+                self._version = self._loader.get_latest_complete_checkpoint(self._base)
+            except NothingLoadableError as error:
+                raise NoReplicasAvailableError(
+                    error.message,
+                    rank=self.rank,
+                    node=self._ranks.node,
+                    path=self._base,
+                    hint="try again when the cause is mended; with a repl_strategy, the loss of a node is survived; to "
+                    "give these checkpoints up, remove the folder on every node, or begin a new session_id",
+                ) from error
             report = self._loader.last_recovery
             self._check_world_size(report.world_size if report is not None else None)
             step = self._version.step if self._version is not None else None
@@ -210,12 +223,13 @@ class LocalCheckpointManager:
         passed over for an older one by all, so the iteration is the one that the id says.
 
         Raises:
-            NoReplicasAvailableError: there are parts, but of no iteration those of all ranks.
+            NoReplicasAvailableError: there are parts, but of no iteration those of all ranks can be read.
             CallOrderError: there is nothing to load.
             UnsafeContentError: the state needs a type that is not allowed here.
             WorldSizeChangedError: see `find_latest`.
             CheckpointingException: another rank could not load it.
         """
+        self._loader.reconsider()
         while True:
             if self.find_latest() == -1:
                 raise self._nothing_to_load()

@@ -1,7 +1,7 @@
 """Loads a version on all ranks, each its own part, or on none.
 
-Owns the votes by which one rank's failure is everybody's, and which failures an older version may not have. Which
-version to load is the manager's decision.
+Owns the votes by which one rank's failure is everybody's. Which failures an older version may not have is said by
+`core.failure_kinds`; which version to load is the manager's decision.
 """
 
 from __future__ import annotations
@@ -12,14 +12,8 @@ from collections.abc import Callable
 
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import (
-    DamagedError,
-    DeadlineError,
-    FlashpointError,
-    LoadError,
-    ObjectNotFoundError,
-    ReplicationError,
-)
+from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.core.failure_kinds import may_older_be_loadable
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
@@ -29,10 +23,6 @@ from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.structure_reader import Description, read_description, read_state
 
 _log = logging.getLogger(__name__)
-
-# A version that cannot be read for one of these reasons is passed over for an older one. Anything else would happen
-# to the older one as well, so it is an error.
-_PASSED_OVER = (DamagedError, LoadError, ObjectNotFoundError, ReplicationError, DeadlineError, OSError)
 
 
 class PartLoader:
@@ -96,7 +86,7 @@ class PartLoader:
         except Exception as caught:
             error = caught
             text = str(caught) if isinstance(caught, FlashpointError) else f"{type(caught).__name__}: {caught}"
-            blob = json.dumps([isinstance(caught, _PASSED_OVER), text]).encode()
+            blob = json.dumps([may_older_be_loadable(caught), text]).encode()
         failures = {rank: json.loads(said) for rank, said in enumerate(self._ranks.gather(blob)) if said}
         if not failures:
             return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ml_flashpoint.core.digest import block_count, verify_blocks
 from ml_flashpoint.core.errors import ManifestError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, decode
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, decode, parse_object_name
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
 
 
@@ -26,6 +26,8 @@ def fetch_manifest(
             f"asked for rank {rank} of {version}, got rank {manifest.rank} of {manifest.version}",
             node=holder.node,
         )
+    if any(parse_object_name(record.name) != (rank, attempt) for record in manifest.objects):
+        raise ManifestError("it names objects of another part", rank=rank, node=holder.node)
     return manifest
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import InvalidNameError, ObjectNotFoundError
+from ml_flashpoint.core.errors import InvalidNameError, ObjectNotFoundError, UnreadableError
 from ml_flashpoint.core.manifest import Manifest, manifest_name, parse_object_name
 
 ROOM_S = 5.0
@@ -36,15 +36,13 @@ class StoreBackend:
         path = self._store().base / version / manifest_name(rank, attempt)
         try:
             return path.read_bytes()
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ObjectNotFoundError("no such part here", rank=rank, path=path) from error
+        except OSError as error:
+            raise UnreadableError(f"the manifest: {error.strerror}", rank=rank, path=path) from error
 
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
-        """See `TransferBackend`. A part whose objects are not called like it is refused."""
-        for record in manifest.objects:
-            if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
-                # It would take the place of another part's file.
-                raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)
+        """See `TransferBackend`."""
         store = self._store()
         held = store.find(manifest.attempt, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:
@@ -53,16 +51,21 @@ class StoreBackend:
 
 
 class IncomingCopy:
-    """Arenas being filled with another rank's part; nothing is visible before :meth:`commit`.
+    """Arenas being filled with a part from elsewhere; nothing is visible before :meth:`commit`.
 
     Args:
         patience_s: see `RankStore.acquire_for_copy`.
 
     Raises:
+        InvalidNameError: an object is not called like the part.
         CapacityError: no room.
     """
 
     def __init__(self, store: RankStore, manifest: Manifest, *, patience_s: float = 0.0) -> None:
+        for record in manifest.objects:
+            if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
+                # It would take the place of another part's file.
+                raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)
         self._store = store
         self._manifest = manifest
         self._arenas: list[Arena] = []

@@ -320,6 +320,7 @@ def fetch_object_from_holders(
     deadline_s: float = wire.DEFAULT_DEADLINE_S,
     connect_timeout_s: float = wire.CONNECT_TIMEOUT_S,
     cancelled: Cancelled | None = None,
+    failures: list[tuple[str, FlashpointError]] | None = None,
 ) -> FetchReport:
     """Fetch and verify a whole object from whichever holders can give it, keeping each block that is right.
 
@@ -334,6 +335,7 @@ def fetch_object_from_holders(
         version, record, into, rank, cancelled: See `PeerConnection.fetch_object`.
         attempts: Attempts in a row without any progress that each holder gets while its connection breaks.
         deadline_s, connect_timeout_s: See `PeerConnection`; for each attempt.
+        failures: What failed is appended here, as in the report, also when this raises.
 
     Raises:
         TransferCancelledError: `cancelled` returned true.
@@ -346,7 +348,8 @@ def fetch_object_from_holders(
         raise InvalidArgumentError("fetching needs at least one holder and one attempt")
     path = f"{version}/{record.name}"
     received = {holder.node: 0 for holder in holders}
-    failures: list[tuple[str, FlashpointError]] = []
+    failures = [] if failures is None else failures
+    already = len(failures)
     waiting = deque((holder, attempts) for holder in holders)
     step = CheckpointContainerId.parse_version_container(version)
     with naming(step=step, rank=rank), BlockTarget(record, into, path) as target:
@@ -382,8 +385,8 @@ def fetch_object_from_holders(
             if isinstance(failure, ConnectionLostError) and attempts_left:
                 waiting.append((holder, attempts_left))
         if target.missing():
-            raise _overall_failure(path, failures)
-    return FetchReport(received, tuple(failures))
+            raise _overall_failure(path, failures[already:])
+    return FetchReport(received, tuple(failures[already:]))
 
 
 def _overall_failure(path: str, failures: Sequence[tuple[str, FlashpointError]]) -> FlashpointError:

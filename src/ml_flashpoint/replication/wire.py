@@ -51,6 +51,7 @@ from ml_flashpoint.core.errors import (
     ObjectNotFoundError,
     ProtocolError,
     ReplicationError,
+    UnreadableError,
 )
 from ml_flashpoint.core.manifest import MAX_MANIFEST_BYTES
 
@@ -377,6 +378,7 @@ _TRAVELLING_ERRORS: Mapping[str, type[FlashpointError]] = {
         ObjectNotFoundError,
         ProtocolError,
         ReplicationError,
+        UnreadableError,
     )
 }
 _MAX_TEXT = 1000  # characters; a header has room for four such texts even when each takes 12 bytes of JSON

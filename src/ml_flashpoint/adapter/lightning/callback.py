@@ -20,7 +20,7 @@ from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.facade.arguments import (
     checked_base,
     checked_bool,
@@ -59,7 +59,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: how often to save.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s: see `ml_flashpoint.Flashpoint`.
+        replication, strict, safe_globals, deadline_s, discard_existing: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
 
     Raises:
@@ -77,6 +77,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         strict: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,
+        discard_existing: bool = False,
         grace_s: float = 20.0,
     ) -> None:
         super().__init__()
@@ -91,6 +92,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             "replication": checked_strategy(replication),
             "strict": checked_bool("strict", strict),
             "safe_globals": checked_globals(safe_globals),
+            "discard_existing": checked_bool("discard_existing", discard_existing),
             "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None
@@ -148,6 +150,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         if not self._is_open or self._flashpoint is None:
             return
         self._flashpoint.attach(trainer)
+        self._flashpoint.check_asked()
         self._flashpoint.check_capacity()
         self._flashpoint.go_on(trainer)
         self._step, self._put_off = trainer.global_step, 0
@@ -222,6 +225,7 @@ def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None
 
     Raises:
         InvalidArgumentError: there is no such callback, or the strategy is not supported; says why.
+        NothingLoadableError: there are versions and none can be loaded, and no fallback.
         FlashpointError: the base container cannot be used, or ranks lost each other.
     """
     callbacks = [each for each in trainer.callbacks if isinstance(each, FlashpointCallback)]
@@ -235,7 +239,15 @@ def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None
     is_sharded(trainer.strategy)
     check_callbacks(trainer)
     join_processes(trainer.strategy)
-    version = callback.open(trainer).newest()
+    flashpoint = callback.open(trainer)
+    try:
+        version = flashpoint.newest()
+    except NothingLoadableError as error:
+        if fallback is None:
+            raise
+        _log.error("falling back, and what is in memory will be overwritten: %s", error)
+        flashpoint.overwrite()
+        return fallback
     if version is None:
         _log.info("memory has no version to go on from")
         return fallback

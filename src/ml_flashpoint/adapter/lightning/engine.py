@@ -122,8 +122,27 @@ class TrainerFlashpoint(Flashpoint):
     # ---- loading ------------------------------------------------------------------------------------------
 
     def newest(self) -> CheckpointContainerId | None:
-        """The newest version that all ranks can load, fetched and verified. Collective."""
-        return self._loader.get_latest_complete_checkpoint(self._base)
+        """The newest version that all ranks can load, fetched and verified. Collective.
+
+        Raises:
+            NothingLoadableError: there are versions, and none can be loaded.
+        """
+        self._loader.reconsider()  # as `load` does, or the two might not agree on which is the newest
+        version = self._loader.get_latest_complete_checkpoint(self._base)
+        self._unasked = False
+        return version
+
+    def overwrite(self) -> None:
+        """The program goes on from elsewhere, and knows of the versions here. Collective."""
+        self._unasked = False
+
+    def check_asked(self) -> None:
+        """Raise on all ranks if training would overwrite versions that nobody has asked about.
+
+        Raises:
+            UnaskedVersionsError: so it is.
+        """
+        self._check_asked()
 
     def holds(self, path: object) -> bool:
         """Whether a path is that of a version in the base container."""

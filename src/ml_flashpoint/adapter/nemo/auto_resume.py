@@ -13,6 +13,7 @@ from nemo.lightning.resume import AutoResume, _try_restore_tokenizer
 
 from ml_flashpoint.adapter.nemo.checkpoint_io import CONTEXT_FILE
 from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.core.errors import NothingLoadableError
 from ml_flashpoint.core.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
 
     def setup(self, trainer: Any, model: Any = None) -> None:
         """Collective: tell the trainer where to go on from."""
-        path = self.parts.newest()
+        path = self._newest(model)
         if path is None:
             _log.info("memory has no version to go on from")
             if self.default is not None:
@@ -54,16 +55,32 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
         if getattr(self.restore_config, "load_artifacts", False) and context is not None:
             _try_restore_tokenizer(model, context)
 
+    def _newest(self, model: Any) -> Path | None:
+        """Collective: the newest version in memory; None if there is none, or none can be loaded and the user's own has
+        something to go on from.
+
+        Raises:
+            NothingLoadableError: there are versions, none can be loaded, and there is nothing else: training would
+                start from nothing, and overwrite them.
+        """
+        try:
+            return self.parts.newest()
+        except NothingLoadableError as error:
+            if self.default is None or self.default.get_trainer_ckpt_path(model) is None:
+                raise
+            _log.error("going on from elsewhere, and what is in memory will be overwritten: %s", error)
+            return None
+
     def get_trainer_ckpt_path(self, model: Any = None) -> Path | None:
         """Collective: the newest version in memory, or what the user's own finds."""
-        path = self.parts.newest()
+        path = self._newest(model)
         if path is None and self.default is not None:
             path = self.default.get_trainer_ckpt_path(model)
         return path
 
     def get_context_path(self, model: Any = None) -> Path | None:
         """Collective: the context folder that was saved with the version, or what the user's own finds."""
-        path = self.parts.newest()
+        path = self._newest(model)
         context = None if path is None else self._context_of(path)
         if context is None and self.default is not None:
             context = self.default.get_context_path(model)

@@ -1,0 +1,72 @@
+"""What a base container tells of its job on this node, without reading any part.
+
+Owns the mark that a version was once complete on all ranks, which tells a job that lost its versions from one that
+never had any; and who has saved here. The mark is set after the fact and never needed for a version to be loadable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
+
+PRIVATE_DIR = ".flashpoint"
+RANK_NAME = re.compile(r"rank-(\d{5,8})")
+_MARK = "complete"
+
+
+def mark_complete(base: Path) -> None:
+    """Remember that a version was complete on all ranks. A filesystem that refuses is no reason to fail anything."""
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        os.close(os.open(base / PRIVATE_DIR / _MARK, flags, 0o600))
+
+
+def forget_complete(base: Path) -> None:
+    """Undo :func:`mark_complete`."""
+    (base / PRIVATE_DIR / _MARK).unlink(missing_ok=True)
+
+
+def was_complete(base: Path) -> bool:
+    """Whether :meth:`mark_complete` was called on this node, in this run or an earlier one.
+
+    Raises:
+        OSError: that cannot be told just now.
+    """
+    try:
+        os.lstat(base / PRIVATE_DIR / _MARK)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def holds_parts(base: Path) -> bool:
+    """Whether there is a committed part of any version on this node. True where that cannot be told just now."""
+    try:
+        return any(name.endswith(".manifest") for version in list_versions(base) for name in os.listdir(base / version))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def ranks_with_arenas(base: Path) -> frozenset[int]:
+    """Ranks that have saved on this node, or held copies here: their arenas stay when they end.
+
+    Raises:
+        OSError: that cannot be told just now.
+    """
+    found = set()
+    try:
+        names = os.listdir(base / PRIVATE_DIR)
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    for name in names:
+        match = RANK_NAME.fullmatch(name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if match is not None and any(each.startswith("arena-") for each in os.listdir(base / PRIVATE_DIR / name)):
+                found.add(int(match[1]))
+    return frozenset(found)

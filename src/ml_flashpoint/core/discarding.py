@@ -1,0 +1,66 @@
+"""Removing every version of a job, on all nodes, because its user says so.
+
+Owns the order: each rank what its store holds, then one rank of each node what is left of ranks that are gone. Nothing
+else in this package removes a version without a newer one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.base_marks import forget_complete
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains
+from ml_flashpoint.core.errors import FlashpointError, SaveError
+from ml_flashpoint.core.manifest import parse_manifest_name, parse_object_name
+from ml_flashpoint.core.rank_group import RankGroup
+
+_log = logging.getLogger(__name__)
+
+_NEWER_THAN_ALL = "~"
+
+
+def discard_versions(store: RankStore, group: RankGroup) -> None:
+    """Remove every version in the base container of this job. Collective, before anything is saved.
+
+    Raises:
+        FlashpointError: a node could not remove its part of them. Raised on all ranks.
+    """
+    error: Exception | None = None
+    found: list[str] = []
+    try:
+        found = sorted(list_versions(store.base))
+        for part in store.held():
+            store.drop(part)
+    except OSError as caught:
+        error = caught
+    _agree(group, store.base, error)  # else a rank's own parts might be swept from under it
+    if group.is_node_leader:
+        if found:
+            _log.warning("discarding %s, as told", ", ".join(found))
+        try:
+            store.sweep_departed(group.topology.ranks_of(group.node), _NEWER_THAN_ALL)
+            for version in list_versions(store.base):
+                _remove_version(store.base / version)
+            forget_complete(store.base)
+        except (FlashpointError, OSError) as caught:
+            error = caught
+    _agree(group, store.base, error)
+
+
+def _agree(group: RankGroup, base: Path, error: Exception | None) -> None:
+    if not group.all_ok(error is None):
+        why = error or "another rank could not; its error says why"
+        raise SaveError(f"the existing versions cannot be removed: {why}", rank=group.rank, path=base) from error
+
+
+def _remove_version(directory: Path) -> None:
+    names = os.listdir(directory)
+    # Manifests first, so that no instant shows a part without its bytes.
+    for is_of_a_part in (parse_manifest_name, parse_object_name):
+        for name in names:
+            if is_of_a_part(name) is not None:
+                (directory / name).unlink(missing_ok=True)
+    remove_remains(directory)

@@ -1,0 +1,183 @@
+"""What one node has of a job: its parts, what it could not read of them, and whether a version was ever complete.
+
+Owns reading that from the node's files, and how it travels to the other ranks. What follows from the inventories of
+all nodes is `recovery`'s (a plan) and `unloadable`'s (why there is none).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.base_marks import ranks_with_arenas, was_complete
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
+from ml_flashpoint.core.errors import DamagedError, FlashpointError, ObjectNotFoundError, ProtocolError, UnreadableError
+from ml_flashpoint.core.failure_kinds import as_ours, is_transient, pauses
+from ml_flashpoint.core.manifest import Manifest, manifest_name
+from ml_flashpoint.core.part_reader import read_local_manifests
+from ml_flashpoint.core.recovery import NodeInventory, PartRecord
+
+_log = logging.getLogger(__name__)
+
+_MAX_UNREAD = 1000
+_MAX_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Something of a version that is listed on a node and could not be read there.
+
+    Attributes:
+        version: its name; "" where not even the versions could be listed.
+        why: in words.
+        transient: whether it may be sound; else it is damaged.
+    """
+
+    version: str
+    why: str
+    transient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What one node has.
+
+    Attributes:
+        inventory: the parts that can be read.
+        unread: the others.
+        was_complete: whether a version of this job was once complete on all ranks, as far as this node knows.
+        savers: ranks that have saved on this node, or held copies here, in this run or an earlier one.
+    """
+
+    inventory: NodeInventory
+    unread: tuple[Unread, ...] = ()
+    was_complete: bool = False
+    savers: frozenset[int] = frozenset()
+
+    def to_json(self) -> bytes:
+        """To be read by `from_json`."""
+        document = {
+            "inventory": self.inventory.to_json().decode(),
+            "unread": [[u.version, u.why, u.transient] for u in self.unread],
+            "was_complete": self.was_complete,
+            "savers": sorted(self.savers),
+        }
+        return json.dumps(document, ensure_ascii=False).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> NodeReport:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ProtocolError: it is anything else.
+        """
+        try:
+            document = json.loads(data)
+            return cls(
+                NodeInventory.from_json(document["inventory"].encode()),
+                tuple(
+                    Unread(str(version), str(why), bool(transient)) for version, why, transient in document["unread"]
+                ),
+                bool(document["was_complete"]),
+                frozenset(int(rank) for rank in document["savers"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ProtocolError(f"a node's report is not one: {error}") from None
+
+
+def read_node(base: Path, node: str, until: float) -> NodeReport:
+    """What a node has. What cannot be read just now is tried again, with back-off, until `until`.
+
+    Nothing is raised: the other ranks wait for the report.
+    """
+    waiting = pauses(until)
+    told: set[str] = set()
+    while True:
+        parts, unread = _read_parts(base)
+        for each in unread:
+            if each.why not in told:
+                told.add(each.why)
+                _log.warning("cannot use something of %s: %s", each.version or base, each.why)
+        if not any(each.transient for each in unread) or next(waiting, _OVER) is _OVER:
+            break
+    complete, savers = False, frozenset[int]()
+    try:
+        complete, savers = was_complete(base), ranks_with_arenas(base)
+    except OSError as error:
+        unread.append(Unread("", f"{type(error).__name__}: {error}", True))
+    return NodeReport(NodeInventory(node, tuple(parts)), tuple(unread[:_MAX_UNREAD]), complete, savers)
+
+
+_OVER = object()
+
+
+def _read_parts(base: Path) -> tuple[list[PartRecord], list[Unread]]:
+    parts: list[PartRecord] = []
+    unread: list[Unread] = []
+    try:
+        versions = list_versions(base)
+    except OSError as error:
+        return parts, [_unread("", error)]
+    for version in versions:
+        try:
+            manifests, errors = read_local_manifests(base, version)
+        except (FlashpointError, OSError) as error:
+            unread.append(_unread(version, error))
+            continue
+        unread += [_unread(version, error) for error in errors]
+        for manifest in manifests:
+            try:
+                if has_objects(base, manifest):
+                    parts.append(part_record(manifest))
+            except FlashpointError as error:
+                unread.append(_unread(version, error))
+    return parts, unread
+
+
+def _unread(version: str, error: FlashpointError | OSError) -> Unread:
+    return Unread(version, str(as_ours(error))[:_MAX_TEXT], is_transient(error))
+
+
+def part_record(manifest: Manifest) -> PartRecord:
+    """A manifest, as inventories have it."""
+    return PartRecord(
+        manifest.version,
+        manifest.step,
+        manifest.rank,
+        manifest.world_size,
+        manifest.attempt,
+        manifest.total_size,
+    )
+
+
+def has_objects(base: Path, manifest: Manifest) -> bool:
+    """Whether the files of a part are there and long enough; their content is checked by who needs it.
+
+    Returns:
+        False if the part was pruned meanwhile.
+
+    Raises:
+        DamagedError, ObjectNotFoundError: the part is there, and a file is gone or too short.
+        UnreadableError: that cannot be told just now.
+    """
+    for path, size in _object_files(base, manifest):
+        try:
+            found = os.stat(path).st_size
+        except FileNotFoundError as error:
+            if not (path.parent / manifest_name(manifest.rank, manifest.attempt)).exists():
+                return False
+            raise ObjectNotFoundError("an object of the part is gone", rank=manifest.rank, path=path) from error
+        except OSError as error:
+            raise UnreadableError(f"an object: {error.strerror}", rank=manifest.rank, path=path) from error
+        if found < size:
+            raise DamagedError(f"the object has {found} bytes of {size}", rank=manifest.rank, path=path)
+    return True
+
+
+def _object_files(base: Path, manifest: Manifest) -> Iterator[tuple[Path, int]]:
+    for record in manifest.objects:
+        yield base / manifest.version / record.name, record.size

@@ -1,0 +1,287 @@
+"""One recovery as a collective: what the nodes have, a plan, this rank's share of it, and the vote.
+
+Owns the loop over plans: a copy that turns out damaged is replaced from another holder, what cannot be read just now
+is tried again until a deadline, and a version that some rank cannot have is left for an older one by all. All ranks
+come to the same end. What the end means for the caller is the loader's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.core.failure_kinds import as_ours, is_damage, retrying
+from ml_flashpoint.core.inventory import NodeReport, read_node
+from ml_flashpoint.core.knobs import recovery_deadline_s
+from ml_flashpoint.core.loader import RecoveryReport
+from ml_flashpoint.core.part_reader import find_local_manifest, open_local
+from ml_flashpoint.core.part_source import Failures, PartSource
+from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.core.recovery import (
+    CompleteVersion,
+    Fetch,
+    NodeInventory,
+    RecoveryPlan,
+    complete_versions,
+    plan_recovery,
+    superseded,
+)
+
+_log = logging.getLogger(__name__)
+
+Damage = tuple[str, str, str, int]
+"""``(node, version, attempt, rank)`` of a part that is not what it should be."""
+
+
+Verified = set[tuple[str, str, str]]
+"""``(version, attempt, object)`` of what this process has verified on this node."""
+
+
+class RecoveryRun:
+    """See the module. Made and run on all ranks, once.
+
+    Args:
+        store: of this rank.
+        group: who votes.
+        source: where parts come from that are not here.
+        verified: what need not be verified again; grows.
+        discarded: versions (name, attempt) that are not wanted.
+        finish: called on one rank of each node with the version, once its parts are in their places; may raise.
+
+    Attributes:
+        plan: the one that all ranks have carried out; None if there was none.
+        reports: what the nodes have, as of the last look.
+        given_up: why versions could not be recovered, by name and attempt.
+    """
+
+    def __init__(
+        self,
+        store: RankStore,
+        group: RankGroup,
+        source: PartSource,
+        *,
+        verified: Verified,
+        discarded: Collection[tuple[str, str]],
+        finish: Callable[[CompleteVersion], None],
+    ) -> None:
+        self._store = store
+        self._group = group
+        self._source = source
+        self._verified = verified
+        self._finish = finish
+        self._discarded = frozenset(discarded)
+        self._excluded: set[tuple[str, str]] = set(discarded)
+        self._damaged: set[Damage] = set()
+        self._until = time.monotonic() + recovery_deadline_s()
+        self._detect_s = self._plan_s = self._fetch_s = 0.0
+        self._fetched = self._tries = 0
+        self.plan: RecoveryPlan | None = None
+        self.reports: list[NodeReport] = []
+        self.given_up: dict[tuple[str, str], str] = {}
+
+    def run(self) -> CompleteVersion | None:
+        """Carry out one plan after the other, until one succeeds on all ranks or there is none. Collective.
+
+        Returns:
+            The version that was recovered.
+        """
+        store, group = self._store, self._group
+        while True:
+            began = time.monotonic()
+            self.reports = self._gather()
+            inventories = [report.inventory for report in self.reports]
+            gathered = time.monotonic()
+            plan = plan_recovery(
+                inventories,
+                group.topology,
+                strategy=self._source.strategy,
+                damaged=self._damaged,
+                excluded=self._excluded,
+            )
+            self._tries += 1
+            planned = time.monotonic()
+            self._detect_s += gathered - began
+            self._plan_s += planned - gathered
+            if plan is None:
+                return None
+            share = self._carry_out(plan)
+            self._fetched += share.count
+            done, protected = self._vote(plan, share)
+            self._fetch_s += time.monotonic() - planned
+            if not done:
+                continue
+            mark_complete(store.base)
+            # What could not be read may be newer than what was found, and sound.
+            unread = any(each.transient for report in self.reports for each in report.unread)
+            sure = self._excluded <= self._discarded and not unread
+            # Not at once: what is loaded now may turn out unusable, and be discarded for an older version.
+            superseded_here = _superseded(store, plan.version, inventories, group.run_id) if protected and sure else []
+            store.drop_before_next_save(superseded_here)
+            self.plan = plan
+            return plan.version
+
+    def report(self) -> RecoveryReport:
+        """What was done, on this rank."""
+        version = None if self.plan is None else self.plan.version
+        return RecoveryReport(
+            None if version is None else version.version,
+            self._detect_s,
+            self._plan_s,
+            self._fetch_s,
+            self._fetched,
+            self._tries,
+            None if version is None else version.world_size,
+        )
+
+    def _gather(self) -> list[NodeReport]:
+        """The report of every node; one rank a node reads the manifests there."""
+        group = self._group
+        blob = read_node(self._store.base, group.node, self._until).to_json() if group.is_node_leader else b""
+        return [NodeReport.from_json(found) for found in group.gather(blob) if found]
+
+    def _carry_out(self, plan: RecoveryPlan) -> _Share:
+        """This rank's share of a plan. Nothing is raised: the other ranks wait for the vote."""
+        version, share = plan.version, _Share(protected=plan.same_topology)
+        try:
+            for fetch in plan.fetches:
+                if fetch.target_rank == self._store.rank:
+                    self._fetch(version, fetch, share)
+            if plan.same_topology:
+                self._verify_own(version, share)
+                # Where there is nothing older to let go, they are verified when they are needed.
+                if any(p.attempt != version.attempt for r in self.reports for p in r.inventory.parts):
+                    self._verify_copies(version, share)
+            if self._group.is_node_leader:
+                retrying(lambda: self._finish(version), self._until, "restoring the files beside the parts")
+        except (FlashpointError, OSError) as caught:
+            share.error = as_ours(caught)
+            _log.warning("%s cannot be recovered here: %s", version.version, share.error)
+        return share
+
+    def _fetch(self, version: CompleteVersion, fetch: Fetch, share: _Share) -> None:
+        rank, needed = fetch.part_rank, fetch.part_rank == self._store.rank
+        failures: Failures = []
+        try:
+            manifest = self._source.fetch_part(
+                version,
+                rank,
+                self._store,
+                self._group,
+                first=fetch.source_node,
+                until=self._until if needed else 0.0,
+                failures=failures,
+            )
+        except (FlashpointError, OSError) as error:
+            share.protected = False
+            if needed:
+                raise
+            # A copy for the next loss: good to have, and no reason to lose this recovery, or to wait.
+            _log.warning("cannot restore the copy of rank %d: %s", rank, error)
+            return
+        finally:
+            share.damage += [
+                (node, version.version, version.attempt, rank) for node, error in failures if is_damage(error)
+            ]
+        share.count += manifest.total_size
+        self._verified.update((version.version, version.attempt, record.name) for record in manifest.objects)
+
+    def _verify_own(self, version: CompleteVersion, share: _Share) -> None:
+        rank = self._store.rank
+        try:
+            retrying(lambda: self._verify(version, rank), self._until, "verifying this rank's part")
+        except FlashpointError as error:
+            if is_damage(error):
+                share.damage.append((self._group.node, version.version, version.attempt, rank))
+            raise
+
+    def _verify_copies(self, version: CompleteVersion, share: _Share) -> None:
+        """Only what was verified protects, and lets older versions go."""
+        for part in self._store.held():
+            if part.attempt != version.attempt or part.rank == self._store.rank:
+                continue
+            try:
+                self._verify(version, part.rank)
+            except (FlashpointError, OSError) as error:
+                _log.warning("the copy of rank %d is no protection, older versions are kept: %s", part.rank, error)
+                share.protected = False
+
+    def _verify(self, version: CompleteVersion, rank: int) -> None:
+        store = self._store
+        manifest = find_local_manifest(store.base, version.version, rank, version.attempt)
+        if manifest is None:
+            raise ObjectNotFoundError("the manifest is gone", rank=rank, path=store.base / version.version)
+        for record in manifest.objects:
+            key = (version.version, version.attempt, record.name)
+            if key not in self._verified:
+                _, stack = open_local(store, manifest, record, verified=False)
+                stack.close()
+                self._verified.add(key)
+
+    def _vote(self, plan: RecoveryPlan, share: _Share) -> tuple[bool, bool]:
+        """Share what was found.
+
+        Returns:
+            Whether all ranks go on with the plan's version; if not, what is damaged or excluded has grown, so that the
+            next plan differs. And whether every copy of it is in its place, so that it survives what the strategy
+            claims.
+        """
+        version = (plan.version.version, plan.version.attempt)
+        group, before = self._group, len(self._damaged)
+        blob = b""
+        if share.damage or share.error is not None or not share.protected:
+            why = None if share.error is None else f"rank {group.rank} on {group.node}: {share.error}"
+            blob = json.dumps([why, share.protected, share.damage]).encode()
+        unanimous = protected = True
+        for said in group.gather(blob):
+            if said:
+                why, all_copies, parts = json.loads(said)
+                protected = protected and bool(all_copies)
+                self._damaged.update((str(n), str(v), str(a), int(r)) for n, v, a, r in parts)
+                if why is not None:
+                    self.given_up.setdefault(version, str(why))
+                    unanimous = False
+        if unanimous:
+            return True, protected
+        if len(self._damaged) == before:
+            # Nothing to be replaced, so the version itself is out of reach.
+            _log.error("version %s cannot be recovered, stepping back: %s", version[0], self.given_up[version])
+            self._excluded.add(version)
+        return False, False
+
+
+@dataclass(slots=True)
+class _Share:
+    """What became of one rank's share of a plan.
+
+    Attributes:
+        count: bytes fetched.
+        damage: parts found damaged.
+        error: why this rank votes no.
+        protected: whether this rank has all the copies that the strategy asks of it.
+    """
+
+    count: int = 0
+    damage: list[Damage] = field(default_factory=list)
+    error: FlashpointError | None = None
+    protected: bool = True
+
+
+def _superseded(
+    store: RankStore, version: CompleteVersion, inventories: Sequence[NodeInventory], run_id: str
+) -> list[HeldPart]:
+    """Parts that a recovered version, verified on all ranks and with all its copies, makes useless: what is older,
+    and what an earlier run began and did not complete. If they stayed, a job that crashes again and again before
+    its first verified save would fill the memory."""
+    complete = {found.attempt for found in complete_versions(inventories)}
+    return [
+        part
+        for part in store.held()
+        if superseded(part.attempt, version.attempt)
+        or (part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id))
+    ]

@@ -1,0 +1,77 @@
+"""Why nothing can be loaded, and whether it is safe to start from nothing.
+
+Owns telling a job that never had a complete version, whose leftovers may be forgotten, from one whose versions are
+out of reach. Pure functions of what the ranks know, so that all of them decide alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from ml_flashpoint.core.inventory import NodeReport
+from ml_flashpoint.core.recovery import complete_versions
+
+_MOST_SHOWN = 8
+
+HINT = (
+    "nothing was removed: try again when the cause is mended; to go on from elsewhere, pass a fallback; "
+    "to give these versions up, remove the base container on every node (or pass discard_existing=True)"
+)
+"""What to do when nothing can be loaded, in the words of all doors."""
+
+
+def why_nothing(
+    reports: Sequence[NodeReport],
+    given_up: Mapping[tuple[str, str], str],
+    discarded: Collection[tuple[str, str]],
+) -> str | None:
+    """Why no version can be loaded, where none was found; None where there was none to lose.
+
+    Args:
+        reports: of every node that has ranks. All of them answered.
+        given_up: versions (name, attempt) that could not be fetched or verified, and why.
+        discarded: versions that the caller did not want any more.
+
+    Returns:
+        Words that name every version concerned and what is wrong with it, or None: nothing but what the caller has
+        discarded was ever complete.
+    """
+    told = [f"{version} ({why})" for (version, _), why in given_up.items()]
+    told += [
+        f"{unread.version or 'the versions'} on {report.inventory.node} ({unread.why})"
+        for report in reports
+        for unread in report.unread
+    ]
+    if not told and not discarded:
+        told = _lost_parts(reports)
+    if not told:
+        return None
+    more = f", and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
+    return f"there are versions and none can be loaded: {'; '.join(told[:_MOST_SHOWN])}{more}"
+
+
+def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
+    """Saves of which parts are missing everywhere, unless it is certain that none was ever complete.
+
+    It is certain if no node remembers one, and the save is the only one there (the job's first, cut short), or the
+    ranks whose parts are missing have saved on nodes that are here still: they have not sealed theirs, or it would be
+    here. Otherwise they ran on a node that is gone, and nobody can tell.
+    """
+    saves: dict[tuple[str, str, int], set[int]] = {}
+    for report in reports:
+        for part in report.inventory.parts:
+            saves.setdefault((part.attempt, part.version, part.world_size), set()).add(part.rank)
+    complete = {version.attempt for version in complete_versions(report.inventory for report in reports)}
+    here = frozenset[int]().union(*(report.savers for report in reports))
+    remembered = any(report.was_complete for report in reports)
+    told, doubtful = [], remembered
+    for (attempt, version, world_size), ranks in sorted(saves.items(), reverse=True):
+        if attempt in complete:
+            continue
+        missing = (rank for rank in range(world_size) if rank not in ranks)
+        shown = ", ".join(map(str, itertools.islice(missing, _MOST_SHOWN)))
+        elsewhere = any(rank not in ranks and rank not in here for rank in range(world_size))
+        doubtful = doubtful or (len(saves) > 1 and elsewhere)
+        told.append(f"{version} (the parts of ranks {shown} of {world_size} are on no node of this job)")
+    return told if doubtful else []

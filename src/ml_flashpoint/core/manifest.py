@@ -346,8 +346,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ObjectNotFoundError("there is no such manifest", path=path) from error
     except OSError as error:
-        # A link is nobody's manifest; anything else may be the system's fault, not the file's.
-        kind = ManifestError if error.errno in (errno.ELOOP, errno.ENXIO) else UnreadableError
+        # A link or a directory is nobody's manifest; anything else may be the system's fault, not the file's.
+        kind = ManifestError if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) else UnreadableError
         raise kind(f"the manifest cannot be read: {error.strerror}", path=path) from error
     return decode(data, path)
 

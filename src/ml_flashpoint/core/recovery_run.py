@@ -180,6 +180,7 @@ class RecoveryRun:
         except (FlashpointError, OSError) as error:
             share.protected = False
             if needed:
+                _log.warning("cannot fetch the part of rank %d", rank)
                 raise
             # A copy for the next loss: good to have, and no reason to lose this recovery, or to wait.
             _log.warning("cannot restore the copy of rank %d: %s", rank, error)

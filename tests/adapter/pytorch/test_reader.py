@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError
+from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
 from ml_flashpoint.core.manifest import manifest_name, parse_manifest_name, read_manifest, write_manifest
 from tests.support.dcp import Door
 from tests.support.tensors import assert_same, blank
@@ -155,6 +155,7 @@ def test_which_ids_are_ours(name: str, valid: bool) -> None:
     assert MemoryStorageWriter.validate_checkpoint_id(name) is valid
 
 
+@pytest.mark.damages_on_purpose
 def test_a_damaged_object_is_named(make_door: Callable[..., Door]) -> None:
     door = make_door()
     state = {"w": torch.arange(5_000_000.0), "step": 1}
@@ -170,4 +171,5 @@ def test_a_damaged_object_is_named(make_door: Callable[..., Door]) -> None:
             checkpoint_id=door.version(1),
             storage_reader=MemoryStorageReader(checkpoint_loader=door.loader),
         )
-    assert door.latest() is None
+    with pytest.raises(NothingLoadableError, match=path.name):
+        door.latest()

@@ -20,9 +20,10 @@ _MARK = "complete"
 
 def mark_complete(base: Path) -> None:
     """Remember that a version was complete on all ranks. A filesystem that refuses is no reason to fail anything."""
+    path = base / PRIVATE_DIR / _MARK
     with contextlib.suppress(OSError):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        os.close(os.open(base / PRIVATE_DIR / _MARK, flags, 0o600))
+        if not os.path.lexists(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
 def forget_complete(base: Path) -> None:

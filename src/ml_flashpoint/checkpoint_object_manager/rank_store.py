@@ -87,7 +87,6 @@ class RankStore:
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
         self._release_count = 0
-        self._marked = False
         self._adopt()
 
     @property
@@ -305,9 +304,7 @@ class RankStore:
 
     def advance(self, attempt: str) -> None:
         """Drop every part older than ``attempt``, which is verified on every rank and copy."""
-        if not self._marked:
-            mark_complete(self.base)
-            self._marked = True
+        mark_complete(self.base)
         for part in self.held():
             if superseded(part.attempt, attempt):
                 self.drop(part)

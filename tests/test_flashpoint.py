@@ -381,6 +381,70 @@ def test_values_of_all_sorts(base: Path) -> None:
     assert stored.value["e"].tolist() == [True, True]
 
 
+class Buffered(nn.Module):
+    """A layer, and a buffer of whatever kind."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("buffer", buffer)
+
+
+_COMPLEX = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
+_BUFFERS = {
+    "sparse": torch.eye(3).to_sparse(),
+    "csr": torch.eye(3).to_sparse_csr(),
+    "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "conjugate": _COMPLEX.conj(),
+    "negative": _COMPLEX.conj().imag,
+    "expanded": torch.arange(3.0).expand(2, 3),
+    "overlapping": torch.arange(6.0).as_strided((3, 3), (1, 1)),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("kind", _BUFFERS)
+def test_buffers_of_all_kinds(base: Path, kind: str) -> None:
+    buffer = _BUFFERS[kind]
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(model=Buffered(buffer)).resume() == 0
+        fp.step()
+    again = Buffered(buffer.clone())
+    with torch.no_grad():
+        again.buffer.zero_() if kind != "quantized" else None
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(model=again).resume() == 1
+    dense = [each.dequantize() if each.is_quantized else each.to_dense() for each in (buffer, again.buffer)]
+    assert torch.equal(*dense)
+
+
+def _save_and_wait(fp: Flashpoint) -> None:
+    fp.step()
+    fp.wait()
+
+
+_RAGGED = [torch.ones(2, 3), torch.ones(4, 3)]
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.nested.nested_tensor(_RAGGED),
+        torch.nested.nested_tensor(_RAGGED, layout=torch.jagged),
+        torch.ones(3, 4).to_mkldnn(),
+        torch.empty(3, device="meta"),
+    ],
+    ids=["nested", "jagged", "mkldnn", "meta"],
+)
+def test_a_buffer_that_cannot_be_saved_is_told_by_name(base: Path, buffer: torch.Tensor) -> None:
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(model=Buffered(buffer)).resume() == 0
+        with pytest.raises(FlashpointError, match=r"'model\.buffer'"):
+            _save_and_wait(fp)
+
+
 def test_state_is_that_of_the_moment_of_saving(base: Path) -> None:
     model, stored = nn.Linear(64, 64), Stored([1])
     with Flashpoint(base) as fp:

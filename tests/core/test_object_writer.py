@@ -94,6 +94,10 @@ def made(shapes: Sequence[tuple[torch.dtype, int]], prefix: str) -> list[TensorI
     return [(f"{prefix}{i}", noise(size * dtype.itemsize, i).view(dtype)) for i, (dtype, size) in enumerate(shapes)]
 
 
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 def check(written: WrittenObject, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
     """The digests, recomputed, and every item as `safetensors` sees it."""
     data, size = bytes(written.arena.buffer), written.block_size
@@ -104,7 +108,7 @@ def check(written: WrittenObject, tensors: Sequence[TensorItem], byte_items: Seq
     layout = parse_header(data, len(data)).layout
     assert written.size == layout.size
     for key, tensor in tensors:
-        assert torch.equal(found[layout.by_key[key].key].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        assert torch.equal(octets(found[layout.by_key[key].key]), octets(tensor))
     for key, content in byte_items:
         assert found[key].numpy().tobytes() == content
     assert layout.by_key.keys() == {key for key, _ in (*tensors, *byte_items)}
@@ -173,3 +177,19 @@ def test_blocks_of_16_mib(named: list[int], byte_items: tuple[int, ...], monkeyp
     save = Save((quarter, quarter, quarter, (torch.uint8, 10)), tuple(named), (), byte_items, (300,), BLOCK_SIZE, False)
     with arenas() as some:
         run(save, ObjectWriter(), ObjectWriter(), some)
+
+
+def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:
+    """The conjugate and negative bits belong to the view: its memory is that of the tensor that it is a view of."""
+    whole = torch.complex(torch.arange(3000.0), torch.arange(3000.0) + 1)
+    items = [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag), ("negative", whole.conj().imag)]
+    items += [("again", whole.conj()), ("rows", whole.expand(2, 3000)), ("columns", whole.expand(2, 3000).t())]
+    with arenas() as some:
+        writer = ObjectWriter()
+        written = writer.finish(writer.fill(some.acquire, items))
+        check(written, items, [])
+        staged = writer.stage(some.acquire, some.free.append, [("x", whole)])
+        (copy,) = staged.views
+        items = [("x", copy), ("conjugate", copy.conj()), ("imaginary", whole.imag)]
+        written = writer.finish(writer.fill(some.acquire, items, staged=staged, arena=staged.arena))
+        check(written, [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag)], [])

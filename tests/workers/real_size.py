@@ -74,3 +74,24 @@ def change_structures(report: Report, rank: int, mode: str, order: list[int]) ->
             dist.barrier()
     door.close()
     return step
+
+
+STATE_BYTES = 8 * 512 * 512 * 4 * 3
+"""Of eight layers of 512 × 512 with AdamW."""
+
+
+def save_replicated(report: Report, rank: int) -> tuple[int, int, list[int], str | None]:
+    """Five steps of DDP with `STATE_BYTES`. Returns saves, failures, bytes of this rank's parts, and what failed."""
+    torch.set_num_threads(1)
+    model, optimizer = make([(512, 512)] * 8, 0)
+    sizes = []
+    with Flashpoint(base(), deadline_s=60) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for step in range(1, 6):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(step))
+            optimizer.step()
+            fp.step()
+            fp.wait()
+            sizes.append(fp.health.bytes)
+        return fp.health.saves, fp.health.failures, sizes, fp.health.last_error

@@ -33,7 +33,7 @@ from ml_flashpoint.core.object_format import (
     plan_layout,
     with_byte_items,
 )
-from ml_flashpoint.staging.copy import Piece, copy_all, cut
+from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
@@ -377,7 +377,7 @@ class ObjectWriter:
         base = arena.address
         for key, tensor in tensors:
             offset = tensor.data_ptr() - base
-            if not (interior.begin <= offset < interior.end and tensor.is_contiguous()):
+            if not (interior.begin <= offset < interior.end and _is_its_memory(tensor)):
                 offset = end = round_up(end, _APPEND_ALIGNMENT)
                 end += tensor.numel() * tensor.dtype.itemsize
                 appended.append((key, tensor))
@@ -431,6 +431,10 @@ def _complete_digests(arena: Arena, size: int, interior: Interior) -> tuple[str,
     return (*around[0], *known, *around[1])
 
 
+def _is_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def _view(arena: Arena, entry: Entry) -> torch.Tensor:
     return arena.view(entry.begin, entry.end, entry.dtype, entry.shape)
 
@@ -452,10 +456,6 @@ def _is_signature_of(signature: _Signature | None, tensors: Sequence[TensorItem]
     )
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
 def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem], dict[str, str]]:
     """Tensors that are one and the same memory are stored once, under the first name."""
     if len({tensor.data_ptr() for _, tensor in tensors}) == len(tensors):
@@ -464,7 +464,7 @@ def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem
     unique: list[TensorItem] = []
     aliases: dict[str, str] = {}
     for key, tensor in tensors:
-        first = kept.setdefault(_identity(tensor), key) if tensor.numel() else key
+        first = kept.setdefault(view_identity(tensor), key) if tensor.numel() else key
         if first == key:
             unique.append((key, tensor))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,15 @@ class BlockingStager:
     def __init__(self, writer: MemoryStorageWriter, group: dist.ProcessGroup | None) -> None:
         self._writer = writer
         self._group = group
+        self._planned = group is None
+
+    def collect(self, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state of a save. Before the first, ranks plan together, or each would need room for what all of them
+        hold alike, of which it will write a share."""
+        if self._planned or self._group is None:
+            return collect()
+        self._planned = True
+        return self._writer.collect_planned(collect, self._group)
 
     def stage(self, state: dict[str, Any], version: CheckpointContainerId, planner: FacadeSavePlanner) -> Future[Any]:
         """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed."""
@@ -127,7 +137,7 @@ class SaveRunner:
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
         try:
             planner = FacadeSavePlanner(self._plans, self._safe_globals)
-            future = self._stager.stage(self._tracked.to_save(), version, planner)
+            future = self._stager.stage(self._stager.collect(self._tracked.to_save), version, planner)
         except Exception as error:
             # The other ranks are saving: they learn by a plan that fails. Errors of ours survive the way to them.
             reason = as_flashpoint_error({-1: error}, step=version.step or 0, rank=self._saver.rank)

@@ -13,10 +13,11 @@ nor optimizer belongs to one rank, which gets its own back. Saving and loading a
 
 from __future__ import annotations
 
+import heapq
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ml_flashpoint.adapter.pytorch.state_dict_stager import held_bytes
 from ml_flashpoint.core.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
@@ -168,11 +170,13 @@ class TrackedState:
         return data
 
     def expected_bytes(self) -> int:
-        """Bytes that a rank's part takes when training is under way: what is replicated counts divided by the
-        number of ranks, because each of them saves a share. Optimizers that have not stepped are estimated."""
+        """Bytes that a rank's part takes at most when training is under way: of what is replicated, each rank saves a
+        share. Optimizers that have not stepped are estimated."""
         tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
-        return sum(_share(tensor, self._world_size) for tensor in tensors)
+        own = [_sharded_bytes(tensor) for tensor in tensors]
+        alike = (held_bytes(tensor) for tensor, nbytes in zip(tensors, own, strict=True) if nbytes is None)
+        return sum(nbytes or 0 for nbytes in own) + largest_share(alike, self._world_size)
 
     # ---- loading ------------------------------------------------------------------------------------------
 
@@ -264,9 +268,19 @@ def _on_this_device(location: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _share(tensor: torch.Tensor, world_size: int) -> int:
+def largest_share(sizes: Iterable[int], world_size: int) -> int:
+    """Bytes of the rank that saves most of some tensors that all ranks have, shared out as DCP does: each goes to the
+    rank that has least so far."""
+    shares = [0] * world_size
+    for nbytes in sizes:
+        heapq.heapreplace(shares, shares[0] + nbytes)
+    return max(shares)
+
+
+def _sharded_bytes(tensor: torch.Tensor) -> int | None:
+    """Bytes of this rank's own part of a tensor; None if it is plain, so that all ranks have it."""
     if isinstance(tensor, DTensor):
         return int(tensor.to_local().nbytes)
     if isinstance(tensor, ShardedTensor):
         return sum(shard.tensor.nbytes for shard in tensor.local_shards())
-    return -(-tensor.nbytes // world_size)
+    return None

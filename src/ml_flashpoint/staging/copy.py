@@ -38,6 +38,13 @@ def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, sha
     return piece.view(dtype).view(shape)
 
 
+def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two plain strided tensors that are one and the same: memory, how it is read, and all. Not for those
+    without elements, which have no memory."""
+    lazily = (tensor.is_conj(), tensor.is_neg())  # these bits are of the view, and its memory does not know of them
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *lazily
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive tensors that are copied by one call: those numbered ``start`` up to ``stop``.

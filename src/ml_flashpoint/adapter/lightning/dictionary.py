@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided
 from ml_flashpoint.core.errors import LoadError
-from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState
+from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, largest_share
 
 Checkpoint = dict[str, Any]
 """What `Trainer.save_checkpoint` would save."""
@@ -156,7 +156,7 @@ class DictionaryState(TrackedState):
 
     def expected_bytes(self) -> int:
         """See `TrackedState.expected_bytes`."""
-        return sum(-(-tensor.nbytes // self._world_size) for tensor in self.sizes())
+        return largest_share((tensor.nbytes for tensor in self.sizes()), self._world_size)
 
     def target(self, metadata: Metadata) -> LoadTarget:
         """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""

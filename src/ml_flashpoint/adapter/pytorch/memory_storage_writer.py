@@ -13,19 +13,20 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
+from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, planned_first, tensor_names
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.state_dict_stager import (
     TensorLeaves,
@@ -137,6 +138,17 @@ class MemoryStorageWriter(StorageWriter):
         return str(self._save.version) if self._save.version is not None else None
 
     # ---- AsyncStager --------------------------------------------------------------------------------------
+
+    def collect_planned(self, collect: Callable[[], dict[str, Any]], group: dist.ProcessGroup) -> dict[str, Any]:
+        """What ``collect`` returns, to be saved next by torch's planner: :meth:`stage` will know what of it other ranks
+        write, and take no room for that. Collective; for a first save.
+
+        Raises:
+            Exception: what ``collect`` raised on this rank.
+        """
+        state, others = planned_first(collect, group)
+        self._omission.foresee(others)
+        return state
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the tensors of a state dict into an arena; the state dict returned consists of the copies.

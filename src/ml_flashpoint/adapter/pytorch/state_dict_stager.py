@@ -15,6 +15,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
+from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.staging.copy import view_identity
+
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _COPY = -1
 
@@ -23,6 +26,21 @@ def is_plain_strided(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is all there is to it, so that copying its elements preserves it."""
     wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return tensor.layout is torch.strided and not tensor.is_quantized and not wraps_others and not tensor.is_nested
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """About what a tensor takes when it is stored; of one that torch gives no size of, 0."""
+    parts = [tensor]
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    try:
+        return sum(part.numel() * part.element_size() for part in parts)
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +129,7 @@ class TensorLeaves:
         if plain is not None:
             self._add(plain, path)
         else:  # a meta tensor, too: it is an error only if the plan wants it
-            self._keep(self._copied(value, lambda tensor: tensor.detach().clone()), path)
+            self._keep(self._copied(value, lambda tensor: _whole_copy(tensor, path)), path)
 
     def _build(self, value: Any, leaves: Iterator[int], copies: Iterator[Any], new: Sequence[torch.Tensor]) -> Any:
         """What :meth:`_collect` took apart, put together in the same order."""
@@ -170,9 +188,19 @@ def _memory_of(value: torch.Tensor) -> torch.Tensor | None:
     return local if is_plain_strided(local) and not local.is_meta else None
 
 
+def _whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    if tensor.is_nested or tensor.is_mkldnn:
+        kind = "nested" if tensor.is_nested else "in MKLDNN's layout"
+        raise SaveError(
+            f"the tensor {path!r} is {kind}, which torch's checkpoints have no place for",
+            hint="save what it is made of: for example its values and offsets, or to_dense()",
+        )
+    return tensor.detach().clone()
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors at one address are the same."""
-    return (one.dtype, one.shape, one.stride(), one.device) == (other.dtype, other.shape, other.stride(), other.device)
+    return view_identity(one) == view_identity(other)
 
 
 def storable_name(fqn: str) -> str:

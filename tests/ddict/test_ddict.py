@@ -784,6 +784,33 @@ def test_a_commit_is_waited_for(d: DDict) -> None:
     assert d.wait_for("mine", timeout=0) == 1
 
 
+@pytest.mark.parametrize("replication", [None, "ring"])
+def test_a_lone_writer_waits_for_its_commits(make: Make, replication: str | None) -> None:
+    d = make(replication=replication, n_nodes=2)
+    for step in range(3):
+        d["step"] = step
+        d.checkpoint()
+        assert d.wait_for_commit() == step
+    d.checkpoint()  # nothing was written there
+    assert d.wait_for_commit() == 3
+    assert not d._handle._unsure
+
+
+def test_where_nobody_writes_no_commit_is_waited_for(make: Make) -> None:
+    d = make()
+    assert d.wait_for_commit() == -1
+    d.checkpoint()
+    assert d.wait_for_commit() == -1
+    with pytest.raises(DDictTimeoutError):  # by its id, it is waited for: somebody may come and write
+        d.wait_for_commit(0, timeout=0.1)
+    colleague = other(d)
+    colleague["key"] = 1
+    with pytest.raises(DDictTimeoutError):
+        d.wait_for_commit(timeout=0.1)
+    colleague.checkpoint()
+    assert d.wait_for_commit() >= 0
+
+
 def test_what_was_written_late_is_waited_for_too(d: DDict) -> None:
     start = d.checkpoint_id
     d["key"] = "old"
@@ -831,6 +858,11 @@ def test_a_rollback_does_not_go_ahead(d: DDict) -> None:
 
 
 # ---- waiting for others -----------------------------------------------------------------------------------
+
+
+def test_wait_for_keys_takes_two_checkpoints(make: Make) -> None:
+    with pytest.raises(InvalidArgumentError, match="working_set_size"):
+        make(wait_for_keys=True)
 
 
 def test_with_wait_for_keys_a_read_waits_for_its_checkpoint(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -978,6 +1010,7 @@ def test_a_batch_that_finds_no_room_is_not_lost_without_a_word(make: Make) -> No
         ("total_mem", 100),
         ("working_set_size", 0),
         ("wait_for_keys", 1),
+        ("total_mem", 1 << 45),
         ("wait_for_writers", "yes"),
         ("persister_class", 5),
         ("persist_freq", -1),

@@ -13,6 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 from ml_flashpoint.core.errors import ProtocolError
 from ml_flashpoint.ddict.errors import DDictWritesLostError
 
+IsGone: TypeAlias = Callable[[], bool]
+"""Whether whoever asked does not wait for the answer any more, so that nobody is told anything by it."""
+
+
+def never() -> bool:
+    """Of somebody who always does."""
+    return False
+
 
 class Write(NamedTuple):
     """What a handle wrote to one incarnation of a manager, as far as it may not be committed.

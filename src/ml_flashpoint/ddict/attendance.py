@@ -11,13 +11,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
 
 from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.ddict.accounts import Attachment, Needs, Rules, Write, Writer, merge, writes_lost
+from ml_flashpoint.ddict.accounts import Attachment, IsGone, Needs, Rules, Write, Writer, merge, never, writes_lost
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Attendance(ABC):
         holder: object,
         pid: int | None = None,
         handles: Collection[str] | None = None,
-        is_gone: Callable[[], bool] = lambda: False,
+        is_gone: IsGone = never,
     ) -> None:
         """A process has a connection that keeps its handles attached.
 
@@ -221,10 +221,11 @@ class Attendance(ABC):
             writer.lease = lease
             writer.wrote = self._needs(wrote)
             writer.since = self._newest = max(self._newest, position)
+            fixed = self._fixed()  # what this move itself commits is not too late for what the handle wrote before
             if not self._rules.snapshots:
                 self._committed = max(self._committed, self._target())
             self._changed.notify_all()
-            return self._state()
+            return {**self._state(), "fixed": fixed}
 
     def _wait_for_commits(self, position: int, until: float) -> None:
         """Wait while commits that could be made are a working set behind: what is not committed stays in memory, which
@@ -306,11 +307,8 @@ class Attendance(ABC):
 
     # ---- where the dictionary is --------------------------------------------------------------------------
 
-    def newest(self, timeout_s: float, is_gone: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    def newest(self, timeout_s: float, is_gone: IsGone = never) -> dict[str, Any]:
         """The newest committed checkpoint, once what can be committed now is.
-
-        Args:
-            is_gone: whether nobody waits for the answer any more, so that nobody is told anything by it.
 
         Raises:
             DDictWritesLostError: a manager died with writes of handles that are gone: what they moved past last will
@@ -342,12 +340,12 @@ class Attendance(ABC):
             return self._state()
 
     def await_commit(
-        self, handle: str, checkpoint_id: int, timeout_s: float, is_gone: Callable[[], bool] = lambda: False
+        self, handle: str, checkpoint_id: int, timeout_s: float, is_gone: IsGone = never, if_written: bool = False
     ) -> dict[str, Any]:
         """Wait until a checkpoint is committed, for a handle that may be one that writes.
 
         Args:
-            is_gone: whether nobody waits for the answer any more, so that nobody is told anything by it.
+            if_written: where nobody writes, do not wait for somebody who may begin to.
 
         Raises:
             DDictWritesLostError: what :meth:`move` would raise.
@@ -362,6 +360,8 @@ class Attendance(ABC):
                     self._tell(writer)
                 elif not self._writers and not self._expected:  # else it is for those who write to act on it
                     self._raise_orphaned()
+                    if if_written and self._committed >= self._target():
+                        break
                 self._wait_for(checkpoint_id, until)
             return self._state()
 

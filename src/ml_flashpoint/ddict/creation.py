@@ -12,13 +12,17 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration, name_class
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.runtime_folder import runtime_root
 from ml_flashpoint.facade.arguments import checked_bool, checked_integer
 from ml_flashpoint.replication.strategies import (
     CliqueStrategy,
@@ -72,6 +76,14 @@ class Options:
         checked_integer("total_mem", self.total_mem, _LEAST_MEMORY)
         for name in ("wait_for_keys", "wait_for_writers", "read_only"):
             checked_bool(name, getattr(self, name))
+        if self.wait_for_keys and self.working_set_size == 1:
+            # Nobody could write keys again at the next checkpoint: it begins only when that has been done.
+            raise InvalidArgumentError(
+                "must be at least 2 with wait_for_keys",
+                argument="working_set_size",
+                value=1,
+                hint="keys are written again at the checkpoint after the one that retires",
+            )
         checked_integer("persist_freq", self.persist_freq, 0)
         checked_integer("persist_count", self.persist_count, -1)
         for name in ("name", "persist_path"):
@@ -174,6 +186,7 @@ def create(options: Options) -> tuple[Configuration, Runtime]:
         from ml_flashpoint.ddict.ray_runtime import start_on_ray
 
         return start_on_ray(configuration)
+    _check_memory(options.total_mem, runtime_root())
     runtime = EmbeddedRuntime()
     configuration = dataclasses.replace(
         configuration, base=str(runtime.base), dictionary=os.path.basename(runtime.base)
@@ -183,6 +196,16 @@ def create(options: Options) -> tuple[Configuration, Runtime]:
         runtime.start([{"configuration": configuration.to_json(), "manager": number} for number in range(len(nodes))])
         undo.pop_all()
     return configuration, runtime
+
+
+def _check_memory(total_mem: int, folder: Path) -> None:
+    """Refuse what this machine cannot have; how much of it is free is seen when values come."""
+    filesystem = os.statvfs(folder)
+    most = max(psutil.virtual_memory().total, filesystem.f_blocks * filesystem.f_frsize)
+    if total_mem > most:
+        raise InvalidArgumentError(
+            f"must not be more than this machine has, {most:,} bytes", argument="total_mem", value=total_mem
+        )
 
 
 def _default_runtime() -> str:

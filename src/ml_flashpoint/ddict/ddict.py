@@ -168,7 +168,8 @@ class DDict(Mapped):
         Returns the newest committed one. Other threads cannot move this handle meanwhile.
 
         Args:
-            checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last.
+            checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last; where no handle
+                has written anything, there is nothing to wait for.
             timeout: seconds; None: the dictionary's.
 
         Raises:
@@ -177,12 +178,11 @@ class DDict(Mapped):
             DDictWritesLostError: a manager came back without what this handle wrote, so it will not be.
             DDictTimeoutError: it was not in time: others have not moved past it, or have no copies of it.
         """
-        if checkpoint_id is None:
-            checkpoint_id = self.checkpoint_id - 1
-        else:
+        wanted = self.checkpoint_id - 1 if checkpoint_id is None else checkpoint_id
+        if checkpoint_id is not None:
             checked_checkpoint_id("checkpoint_id", checkpoint_id)
         until = self._handle.until(None if timeout is None else checked_timeout(timeout))
-        return self._handle.await_commit(checkpoint_id, until)
+        return self._handle.await_commit(wanted, until, if_written=checkpoint_id is None)
 
     @property
     def committed_checkpoint_id(self) -> int:

@@ -283,8 +283,11 @@ class Handle:
         kept = {each: need for each, need in unsure.needs.items() if each <= to or not discard}
         return _Unsure(unsure.incarnation, kept)
 
-    def await_commit(self, checkpoint_id: int, until: float) -> int:
+    def await_commit(self, checkpoint_id: int, until: float, *, if_written: bool = False) -> int:
         """Wait until a checkpoint is committed. Returns the newest that is.
+
+        Args:
+            if_written: do not wait where nobody writes.
 
         Raises:
             InvalidArgumentError: this handle writes there, or below, so it would wait for itself.
@@ -302,7 +305,7 @@ class Handle:
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-            fields = {"w": self.id, "checkpoint_id": wanted}
+            fields = {"w": self.id, "checkpoint_id": wanted, "if_written": if_written}
             with self._noting_loss():
                 state = self.client.links.call(0, "await_commit", fields, until=until).fields
             with self._lock:

@@ -252,7 +252,8 @@ def _newest(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 def _await_commit(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     coordinator = _coordinator(manager, fields)
     handle, checkpoint_id = text(fields, "w"), integer(fields, "checkpoint_id", -1)
-    state = coordinator.await_commit(handle, checkpoint_id, left_of(fields), session.peer.is_gone)
+    if_written = fields.get("if_written") is True
+    state = coordinator.await_commit(handle, checkpoint_id, left_of(fields), session.peer.is_gone, if_written)
     return {**state, "run": manager.run.run_id}, ()
 
 

@@ -65,6 +65,7 @@ if _found := _others():
 
 def __getattr__(name: str) -> Any:
     if name == "Flashpoint":
+        importlib.import_module("ml_flashpoint.core.extras").require("pytorch", "torch")
         return importlib.import_module("ml_flashpoint.flashpoint").Flashpoint
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""States that are mostly bytes, whose length is known only after tensors were staged, take no more arenas than others."""
+"""States that are mostly bytes, with a length that is known only after staging, take no more arenas than others."""
 
 from __future__ import annotations
 

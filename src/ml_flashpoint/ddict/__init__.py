@@ -1,5 +1,9 @@
 """A distributed dictionary with checkpoints, rollback, persistence and recovery from memory."""
 
+from ml_flashpoint.core.extras import require
+
+require("ddict", "torch", "cloudpickle")
+
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
 from ml_flashpoint.ddict.ddict import DDict
 from ml_flashpoint.ddict.errors import (

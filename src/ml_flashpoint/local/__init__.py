@@ -3,6 +3,10 @@
 Owns only the names; see `local_manager` for what they do together.
 """
 
+from ml_flashpoint.core.extras import require
+
+require("pytorch", "torch")
+
 from ml_flashpoint.local.async_queue import AsyncCallsQueue
 from ml_flashpoint.local.async_request import AsyncRequest
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict

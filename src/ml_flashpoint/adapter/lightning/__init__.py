@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ml_flashpoint.core.extras import require
+
+require("lightning", "torch", "lightning")
+
 from ml_flashpoint.adapter.lightning.callback import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 

@@ -1,1 +1,7 @@
 """PyTorch Distributed Checkpoint (DCP): a storage writer and a storage reader in memory."""
+
+from __future__ import annotations
+
+from ml_flashpoint.core.extras import require
+
+require("pytorch", "torch")

@@ -57,3 +57,31 @@ input()
     for board in (mine, another):
         board.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_somebody_planted_is_not_waited_for_and_stays(tmp_path: Path) -> None:
+    board = NoticeBoard()
+    prefix = board.directory.name[: -len("12345678")]
+    planted = tmp_path / f"{prefix}planted"
+    planted.mkdir()
+    os.mkfifo(planted / "owner")
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "owner").touch()
+    (tmp_path / f"{prefix}link").symlink_to(victim)
+    NoticeBoard().remove()  # opening the FIFO would wait for good
+    assert (planted / "owner").is_fifo()
+    assert (victim / "owner").exists()
+    board.remove()
+
+
+def test_a_forked_child_leaves_its_parents_board() -> None:
+    board = NoticeBoard()
+    child = os.fork()
+    if not child:
+        board.remove()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert board.directory.is_dir()
+    board.remove()
+    assert not board.directory.exists()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ml_flashpoint.core.errors import CapacityError, DamagedError
+from ml_flashpoint.core.private_folders import open_own
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +79,10 @@ class Arena:
         """Map an existing arena file for reading and writing.
 
         Raises:
+            UnsafePathError: it is somebody else's, or no regular file.
             DamagedError: the file is empty or not a whole number of pages, so no arena of ours.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_own(path, os.O_RDWR)
         try:
             size = os.fstat(fd).st_size
             if size == 0 or size % PAGE:

@@ -41,6 +41,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import publish as pub
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
 from ml_flashpoint.core.errors import CapacityError, JobInUseError
 from ml_flashpoint.core.manifest import Manifest, object_name
+from ml_flashpoint.core.private_folders import make_tree, open_own
 from ml_flashpoint.core.recovery import superseded
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class RankStore:
 
     Raises:
         JobInUseError: another live process uses this rank's arenas.
+        UnsafePathError: others could have planted the base container, or may write to it.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class RankStore:
         self.base = base
         self.rank = rank
         self.directory = self.directory_of(rank)
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_tree(base, self.directory)
         warn_unless_memory(base)
         self._lock = threading.RLock()
         self._released = threading.Condition(self._lock)
@@ -358,8 +360,8 @@ class RankStore:
         path = self.directory / _LOCK
         give_up = time.monotonic() + deadline_s
         while True:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_tree(self.base, self.directory)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -385,7 +387,7 @@ class RankStore:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         for path in self.directory.iterdir():
             if not is_arena(path) and path.name not in (_LOCK, _AT_WORK):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
             self._note(part)
@@ -403,7 +405,7 @@ class RankStore:
     def _is_written_to(self) -> bool:
         """Whether the saving process of a trainer that is gone is still at work here: see `UnlockedStore.hold`."""
         try:
-            with open(self.directory / _AT_WORK, "rb") as file:
+            with open(open_own(self.directory / _AT_WORK, os.O_RDONLY), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -467,8 +469,8 @@ class UnlockedStore:
 
     def hold(self) -> BinaryIO:
         """Keep a new trainer from reusing arenas that are written to here, until what is returned is closed."""
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = open(self._directory / _AT_WORK, "ab")  # noqa: SIM115
+        make_tree(self.base, self._directory)
+        file = open(open_own(self._directory / _AT_WORK, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")  # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_SH)
         return file
 
@@ -478,7 +480,7 @@ class UnlockedStore:
         Raises:
             CapacityError: no room for one.
         """
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_tree(self.base, self._directory)
         # A name that no pool counts up to, so that the two processes never want the same one.
         path = self._directory / f"arena-{time.time_ns()}"
         return Arena.create(path, size if exact else with_slack(size))

@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ml_flashpoint.core.errors import (
     ObjectNotFoundError,
     SaveError,
     UnreadableError,
+    UnsafePathError,
 )
 from ml_flashpoint.core.manifest import (
     Manifest,
@@ -34,6 +36,7 @@ from ml_flashpoint.core.manifest import (
     parse_object_name,
     write_manifest,
 )
+from ml_flashpoint.core.private_folders import make_tree, open_folder
 
 _TRIES = 8
 _INDEX = ".companions"
@@ -64,7 +67,8 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
         for tries_left in reversed(range(_TRIES)):
             try:
                 with contextlib.suppress(FileExistsError):  # pathlib's exist_ok fails if it goes meanwhile
-                    os.mkdir(directory)
+                    os.mkdir(directory, 0o700)
+                os.close(open_folder(directory))  # no link is followed
                 for path, link in zip(paths, links, strict=True):
                     _link(path, link)
                 break
@@ -73,6 +77,10 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
                 if not tries_left:
                     raise
         write_manifest(directory, manifest)
+    except UnsafePathError as error:  # nothing in there is touched
+        raise SaveError(
+            f"cannot commit: {error.message}", step=manifest.step, rank=manifest.rank, path=directory, hint=error.hint
+        ) from error
     except (OSError, FlashpointError) as error:
         with contextlib.suppress(OSError):  # the first error says more
             _remove(directory, [link.name for link in links])
@@ -158,7 +166,7 @@ def write_companions(base: Path, version: str, files: Mapping[str, bytes]) -> No
     for name in files:
         if not is_companion_name(validate_segment(name)):
             raise InvalidNameError("it would pass for a file of a part, or is hidden", path=directory / name)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_tree(base, directory)
     # First of all, so that they are known for ours when they are to go.
     _replace(directory / _INDEX, "\n".join(files).encode())
     for name, content in files.items():
@@ -190,7 +198,7 @@ def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
     """
     path = base / validate_segment(version) / validate_segment(name)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
         kind = ObjectNotFoundError if gone else UnreadableError
@@ -199,7 +207,7 @@ def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
         ) from error
     try:
         size = os.fstat(fd).st_size
-        if size == 0:
+        if size == 0 or not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ObjectNotFoundError("the object is empty", path=path)
         # Not read-only, which torch warns of.
         mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -31,11 +32,7 @@ from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSav
 from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.core.manifest import Manifest, manifest_name, read_manifest
-from ml_flashpoint.core.object_writer import (
-    ObjectWriter,
-    StagedObject,
-    TensorItem,
-)
+from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject, TensorItem
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver
@@ -496,3 +493,4 @@ def _close_savers() -> None:
 
 
 atexit.register(_close_savers)
+os.register_at_fork(after_in_child=_live_savers.clear)  # a child has none of their threads, and they are its parent's

@@ -188,6 +188,10 @@ class UnsafeContentError(FlashpointError):
     """Bytes would have to be unpickled to something that is not on the allow-list."""
 
 
+class UnsafePathError(FlashpointError):
+    """A folder or file that somebody else owns, planted or may write to, or a symbolic link in its place."""
+
+
 class JobInUseError(FlashpointError):
     """Another live process of this node already owns the base container or the rank's part of it."""
 

@@ -353,7 +353,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _write_new_file(path: Path, data: bytes, fsync: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb", buffering=0) as file:
         remaining = memoryview(data)
         while remaining:

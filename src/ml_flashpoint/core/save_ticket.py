@@ -20,8 +20,9 @@ from typing import Any, BinaryIO
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.core.errors import SaveError, UnsafePathError
 from ml_flashpoint.core.object_writer import FilledObject, StagedObject
+from ml_flashpoint.core.private_folders import open_folder, open_own
 
 _BOARD_PREFIX = "flashpoint-notices-"
 _OWNER = ".owner"
@@ -108,6 +109,7 @@ class NoticeBoard:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._owned: BinaryIO | None = None
+        self._owner = os.getpid()
         if directory is None:
             _sweep_boards()
             directory = Path(tempfile.mkdtemp(prefix=_BOARD_PREFIX))
@@ -121,7 +123,9 @@ class NoticeBoard:
         return NoticeBoard, (self.directory,)
 
     def remove(self) -> None:
-        """Remove the board, which the caller owns."""
+        """Remove the board, if this process owns it. A forked child has its parent's, which the parent still needs."""
+        if self._owner != os.getpid():
+            return
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._owned is not None:
             self._owned.close()
@@ -194,10 +198,13 @@ class NoticeBoard:
 
 
 def _sweep_boards() -> None:
-    for owner in Path(tempfile.gettempdir()).glob(f"{_BOARD_PREFIX}*/{_OWNER}"):
-        with contextlib.suppress(OSError), open(owner, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent, ignore_errors=True)
+    # Everybody may put something by such a name there: it is left alone, and not waited for.
+    for board in Path(tempfile.gettempdir()).glob(f"{_BOARD_PREFIX}*"):
+        with contextlib.suppress(OSError, UnsafePathError):
+            os.close(open_folder(board))
+            with open(open_own(board / _OWNER, os.O_RDONLY), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(board, ignore_errors=True)
 
 
 def lost(ticket: SaveTicket, why: str, rank: int) -> SaveError:

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ml_flashpoint.core.errors import UnsafePathError
+from ml_flashpoint.core.private_folders import check_way, open_own
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.folder_janitor import LOCK, is_file, remove_now
 
@@ -49,9 +51,9 @@ class FolderHold:
         self.folder = folder
         self._descriptor: int | None = None
         try:
-            self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._descriptor = open_own(folder / LOCK, os.O_RDWR)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
+        except (OSError, UnsafePathError) as error:
             self.close()
             raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
 
@@ -74,6 +76,12 @@ def runtime_root() -> Path:
     """
     chosen = os.environ.get(BASE_VARIABLE)
     root = Path(chosen).absolute() if chosen else _default_root()
+    try:
+        check_way(root)
+    except UnsafePathError as error:
+        raise DDictError(
+            f"no safe folder for dictionaries: {error.message}", path=error.path, hint=error.hint
+        ) from error
     try:
         root.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
         status = root.lstat()

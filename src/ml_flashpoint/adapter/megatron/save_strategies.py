@@ -206,7 +206,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         if self._group.rank == 0:
             # `dist_checkpointing.save` is about to write a file there.
             try:
-                os.makedirs(str(save.version), exist_ok=True)
+                os.makedirs(str(save.version), mode=0o700, exist_ok=True)
             except OSError as refused:
                 _log.error("the folder of the failed save cannot be made: %s", refused)
 

@@ -30,10 +30,15 @@ from ml_flashpoint.replication.strategies import Topology
 SECRET_BYTES = 32
 _MAX_BLOB = 1 << 32
 _GLOO_S = 0.3
+_SHARED_MEMORY = "/dev/shm"
 
 
 def local_node_id() -> str:
-    """This process's failure domain: ``FLASHPOINT_NODE_ID``, or the host and its boot."""
+    """This process's failure domain: ``FLASHPOINT_NODE_ID``, or the host, its boot and its shared memory.
+
+    Containers of one host that share its network, and so its name, have a ``/dev/shm`` each: what one of them keeps
+    there is out of the others' reach, and they are nodes of their own.
+    """
     given = os.environ.get(NODE_ID_VARIABLE)
     if given is not None:
         return validate_segment(given)
@@ -41,7 +46,11 @@ def local_node_id() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:
         boot = "unknown"
-    return f"{socket.gethostname()}-{boot}"
+    try:
+        memory = f"-{os.stat(_SHARED_MEMORY).st_dev:x}"
+    except OSError:
+        memory = ""
+    return f"{socket.gethostname()}-{boot}{memory}"
 
 
 def new_run_id(not_before: str | None = None) -> str:

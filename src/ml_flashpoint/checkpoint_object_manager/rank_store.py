@@ -34,7 +34,7 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import RANK_NAME, mark_c
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
-from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts
+from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts, warn_of_unasked
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
@@ -90,6 +90,7 @@ class RankStore:
         self._useless: list[HeldPart] = []
         self._release_count = 0
         self._adopt()
+        self.unasked = bool(self._parts)  # of an earlier run, and no recovery has looked at them
 
     @property
     def closed(self) -> bool:
@@ -206,6 +207,8 @@ class RankStore:
         publish(self.base, manifest, [arena.path for arena in arenas])
         part = self.register(manifest, arenas)
         self._drop_rejected()
+        if self.unasked:
+            self.unasked = warn_of_unasked(self.base)
         return part
 
     def register(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:

@@ -100,6 +100,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         group = rank_group()
         rank = self._rank_getter() if self._rank_getter is not None else group.rank
         store = open_together(self._objects, base, rank, group)
+        store.unasked = False
         run = RecoveryRun(
             store,
             group,

@@ -11,6 +11,7 @@ import pytest
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_slack
 from ml_flashpoint.core.errors import CapacityError, SaveError
+from tests.support.injector import Fault, Injector
 
 MIB = 1 << 20
 
@@ -169,3 +170,12 @@ def test_free_arenas_are_given_back_down_to_a_size_the_oldest_first(pool: ArenaP
     assert pool.give_back(0) == size
     assert pool.give_back(0) == 0
     assert files(pool) == {"arena-3"}
+
+
+def test_pages_that_no_thread_can_fault_in_are_left_to_the_first_copy(tmpfs: Path) -> None:
+    arena = Arena.create(tmpfs / "arena", 1 << 16)
+    with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread")]) as injector:
+        arena.prefault_in_background()
+    assert injector.fired
+    arena.join_prefault()
+    arena.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy, Topology
 from tests.crucible.ranks import DEADLINE_S, Order, serve
 from tests.crucible.scenarios import BLOCK, Life, Scenario
 from tests.crucible.states import Spec
@@ -28,7 +29,7 @@ preload("tests.crucible.ranks")
 preload("torch._dynamo")  # imported by the first step of an optimizer, for seconds
 
 _LIFE_S = 150.0
-_SLACK = 8 << 17  # small states: what their arenas are rounded up to
+_SLACK = 1 << 17  # what the arena of a small state is rounded up to
 _ENV = {
     "FLASHPOINT_TEST_BLOCK_BYTES": str(BLOCK),
     "FLASHPOINT_SEAL_DEADLINE_S": str(DEADLINE_S),
@@ -313,12 +314,15 @@ class _Round:
     def _check_memory(self, number: int) -> None:
         """No node has more in memory than docs/operations.md says."""
         state = _bytes_of(self._scenario.spec)
-        earlier = self._scenario.lives[: number + 1]
         for node in set(self._placement):
-            # Ranks of an earlier life that ran here and do not now have left theirs until something newer is verified.
-            ranks = sum({life.placement: life.placement.count(node) for life in earlier}.values())
-            arenas = 5 if self._copies else 3
-            most = ranks * (arenas * state * 1.02 + _SLACK)
+            # Of a rank, with room: four versions of its own and two of each whose copies it holds. What ran here in an
+            # earlier life is there until something newer is verified.
+            most = 0.0
+            for placement in {life.placement for life in self._scenario.lives[: number + 1]}:
+                nodes = Topology(tuple(map(str, placement)))
+                ranks = [rank for rank, where in enumerate(placement) if where == node]
+                arenas = sum(4 + 2 * len(PairwiseReplicationStrategy().held_by(rank, nodes)) for rank in ranks)
+                most += arenas * (state * 1.02 + _SLACK)
             folder = self._root / f"node-{node}"
             files = {path.lstat().st_ino: path for path in folder.rglob("*") if not path.is_dir()}
             held = {str(path.relative_to(folder)): path.lstat().st_blocks * 512 for path in files.values()}

@@ -206,7 +206,7 @@ class Holder:
         step, life = self.notes.check(self._payload(), self._rank, saved_by)
         for name, tensor in self.tensors():
             local, wanted = self._local(name, tensor, step, life)
-            if raw(local) != raw(wanted):
+            if raw(local.contiguous().clone(memory_format=torch.contiguous_format)) != raw(wanted):
                 raise AssertionError(
                     f"{name}, {tuple(tensor.shape)} of {dtype_name(tensor.dtype)}, is not what was saved at"
                     f" step {step} in life {life}, {_who(name, local, tensor, life)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from ml_flashpoint.replication import replication_manager
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.strategies import RingReplicationStrategy, Topology
+from tests.support.forked import call_team
+from tests.support.injector import Fault
+from tests.workers import injected
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -56,3 +60,11 @@ def test_a_rank_that_cannot_listen_is_an_error_everywhere(monkeypatch: pytest.Mo
         manager.initialize(CheckpointObjectManager())
     assert votes == [False]
     assert not manager.initialized
+
+
+def test_a_rank_that_can_start_no_thread_is_an_error_of_all(tmpfs: Path) -> None:
+    fault = Fault(rank=1, step=0, point="thread", action="no-thread")
+    results = call_team(injected.construct, tmpfs, 2, [fault])
+    assert "ReplicationError: another rank cannot serve its peers" in results[0][0]
+    assert "ReplicationError: cannot serve peers: can't start new thread" in results[1][0]
+    assert [then for _, then in results] == ["constructed"] * 2

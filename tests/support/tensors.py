@@ -57,7 +57,9 @@ def raw(tensor: torch.Tensor) -> bytes:
         tensor = tensor.view(torch.uint8)
     elif tensor.dtype.itemsize == 2:
         tensor = tensor.view(torch.int16)
-    tensor = tensor.cpu().contiguous()
+    tensor = (
+        tensor.cpu().contiguous().flatten()
+    )  # one of a single element may be called contiguous whatever its strides
     return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 

@@ -7,6 +7,7 @@ is stored in it; which arena serves which object is the pool's business.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -154,9 +155,11 @@ class Arena:
                 return
 
     def prefault_in_background(self) -> None:
-        """Start :meth:`prefault` on a daemon thread."""
-        self._prefault = threading.Thread(target=self.prefault, name="flashpoint-prefault", daemon=True)
-        self._prefault.start()
+        """Start :meth:`prefault` on a daemon thread. Where there can be none, the first copy faults pages in."""
+        thread = threading.Thread(target=self.prefault, name="flashpoint-prefault", daemon=True)
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._prefault = thread
 
     def join_prefault(self) -> None:
         """Wait for a background prefault; it is bounded by the arena's size."""

@@ -65,7 +65,7 @@ class ReplicationManager:
 
         Raises:
             TopologyError: the ranks chose different strategies.
-        ReplicationError: a rank cannot listen for peers.
+            ReplicationError: a rank cannot listen for peers.
         """
         if self._group is not None:
             return

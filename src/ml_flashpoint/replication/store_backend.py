@@ -43,6 +43,7 @@ class StoreBackend:
 
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
         """See `TransferBackend`."""
+        _check_names(manifest)  # before the store is asked for, which may have to be waited for
         store = self._store()
         held = store.find(manifest.attempt, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:
@@ -62,10 +63,7 @@ class IncomingCopy:
     """
 
     def __init__(self, store: RankStore, manifest: Manifest, *, patience_s: float = 0.0) -> None:
-        for record in manifest.objects:
-            if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
-                # It would take the place of another part's file.
-                raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)
+        _check_names(manifest)
         self._store = store
         self._manifest = manifest
         self._arenas: list[Arena] = []
@@ -85,3 +83,10 @@ class IncomingCopy:
         """Give the arenas back."""
         for arena in self._arenas:
             self._store.release(arena)
+
+
+def _check_names(manifest: Manifest) -> None:
+    for record in manifest.objects:
+        if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
+            # It would take the place of another part's file.
+            raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)

@@ -156,14 +156,18 @@ class TransferService:
                 listener = socket.create_server((host, port), family=family, backlog=128)
             except OSError as exc:
                 raise ReplicationError(f"cannot listen on {host} port {port}: {exc.strerror or exc}") from exc
-            track(listener)
             listener.settimeout(None)
-            self._listener = listener
-            self._address = (self._advertise_host or _reachable_host(host), listener.getsockname()[1])
-            self._acceptor = threading.Thread(
+            acceptor = threading.Thread(
                 target=self._accept, args=(listener,), name="flashpoint-transfer-accept", daemon=True
             )
-            self._acceptor.start()
+            try:
+                acceptor.start()
+            except RuntimeError as exc:
+                listener.close()
+                raise ReplicationError(f"cannot serve peers: {exc}") from exc
+            track(listener)
+            self._listener, self._acceptor = listener, acceptor
+            self._address = (self._advertise_host or _reachable_host(host), listener.getsockname()[1])
             _live_services.add(self)
 
     def close(self) -> None:

@@ -7,10 +7,12 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1120,3 +1122,70 @@ def test_plan_that_not_all_ranks_know_is_not_taken_for_an_empty_one() -> None:
     with pytest.raises(SaveError, match="disagree about the plan"):
         planner.create_global_plan([own, SavePlan([], usable=False)])
     forget_plans("of this test")
+
+
+# ---- what a user sees -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/dev/shm", "/proc"])
+def test_whole_filesystem_is_no_base(path: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"mount point of a filesystem.*job-145"):
+        Flashpoint(path)
+
+
+@pytest.mark.parametrize("fallback", [7, "long-term", True])
+def test_fallback_that_cannot_be_called(base: Path, fallback: Any) -> None:
+    with Flashpoint(base) as fp:
+        fp.track(stored=Stored(1)).save(3)
+        with pytest.raises(InvalidArgumentError, match="must be a function without arguments"):
+            fp.resume(fallback=fallback)
+
+
+_TWO_RUNS = """
+import sys
+import torch
+from ml_flashpoint import Flashpoint
+{setup}
+for _ in range(2):
+    with Flashpoint({base!r}) as fp:
+        fp.track(model=torch.nn.Linear(10, 10)).resume(fallback=({fallback}))
+        for _ in range(3):
+            fp.step()
+"""
+
+
+def _said(base: Path, setup: str = "", fallback: str = "None") -> list[str]:
+    code = _TWO_RUNS.format(base=str(base), setup=setup, fallback=fallback)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_says_where_it_goes_on_and_that_it_saves(base: Path) -> None:
+    said = _said(base)
+    assert len(said) == 4, said
+    assert said[0] == f"ml_flashpoint: no checkpoint to go on from in {base}: training starts at step 0"
+    assert re.fullmatch(
+        r"ml_flashpoint: first save works: step [123], [\d.]+ kB of this rank in memory; it held .* [\d.]+ s", said[1]
+    )
+    assert said[2].startswith(f"ml_flashpoint: resumed at step 3 from memory ({base}/step-3_ckpt) in ")
+    assert said[3].startswith("ml_flashpoint: first save works: step ")
+
+
+def test_says_it_once_where_logging_is_set_up(base: Path) -> None:
+    setup = "import logging; logging.basicConfig(level=logging.INFO, format='%(name)s | %(message)s')"
+    said = [line for line in _said(base, setup, "lambda: 5") if "ml_flashpoint.flashpoint |" in line]
+    assert said[0].endswith(": at step 5, from the fallback")
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "import logging; logging.getLogger('ml_flashpoint').setLevel(logging.WARNING)",
+        "import logging; logging.basicConfig()",
+        "import logging; logging.disable(logging.INFO)",
+    ],
+)
+def test_what_it_says_can_be_silenced(base: Path, setup: str) -> None:
+    assert _said(base, setup) == []

@@ -42,6 +42,7 @@ from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.facade.arguments import (
     checked_base,
     checked_bool,
+    checked_fallback,
     checked_globals,
     checked_integer,
     checked_seconds,
@@ -49,6 +50,7 @@ from ml_flashpoint.facade.arguments import (
 )
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
+from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
@@ -171,6 +173,7 @@ class Flashpoint:
         self._states = StateLoader(self._tracked, self._loader, self._ranks, self._group, safe_globals=allowed)
         self._steps = 0
         self._tracking_ended = False
+        self._told = False  # that saving works
         self._closed = False
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
@@ -238,8 +241,11 @@ class Flashpoint:
                 tracked objects, and no fallback. Going on from step 0 would in the end overwrite them. May be called
                 again: nothing is remembered of what failed.
             CapacityError: the filesystem is too small.
+            InvalidArgumentError: ``fallback`` cannot be called.
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
+            Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
+        fallback = checked_fallback(fallback)
         self._check_usable()
         began = time.perf_counter()
         if not self._saves.await_current(self._deadline_s):
@@ -276,12 +282,19 @@ class Flashpoint:
             fetched_bytes=outcome.fetched_bytes,
             discarded=outcome.discarded,
         )
-        _log.info("going on from step %d (%s) after %.2f s", step, source, self._last_recovery.total_s)
+        tell(_log, self._ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
         return step
 
     def _fall_back(self, fallback: Callable[[], int | None]) -> int:
-        returned = fallback()
-        step = checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
+        step = 0
+        error: Exception | None = None
+        try:
+            returned = fallback()
+            step = checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
+        except Exception as caught:
+            error = caught
+        if not self._ranks.all_ok(error is None):
+            raise error or LoadError("the fallback failed on another rank; its log says why", rank=self._ranks.rank)
         steps = [int(blob) for blob in self._ranks.gather(str(step).encode())]
         if len(set(steps)) > 1:
             raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=self._ranks.rank)
@@ -347,6 +360,12 @@ class Flashpoint:
         self._saves.save(CheckpointContainerId.create_child(self._base, name))
 
     def _raise_failure(self) -> None:
+        """Called at the end of everything that saves or waits."""
+        if not self._told and self._saves.saves:
+            self._told = True
+            health = self.health
+            what = "first save works: step %s, %s of this rank in memory; it held training up for %.3f s"
+            tell(_log, self._ranks.rank, what, self._saves.last_saved, size(health.bytes), health.blocked_s)
         failure = self._saves.take_failure()
         if self._strict and failure is not None:
             raise failure

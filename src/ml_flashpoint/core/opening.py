@@ -6,7 +6,7 @@ import os
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import FlashpointError, LoadError
+from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, LoadError
 from ml_flashpoint.core.rank_group import RankGroup
 
 
@@ -22,6 +22,7 @@ def open_together(
     store: RankStore | None = None
     error: FlashpointError | None = None
     try:
+        _refuse_mount_point(base)
         store = objects.open(base, rank)
     except FlashpointError as caught:
         error = caught
@@ -35,3 +36,14 @@ def open_together(
         )
     assert store is not None
     return store
+
+
+def _refuse_mount_point(base: str | os.PathLike[str]) -> None:
+    # A base container belongs to one job; a whole filesystem, such as /dev/shm, to whoever is on the machine.
+    if os.path.ismount(base):
+        raise InvalidArgumentError(
+            "is the mount point of a filesystem",
+            argument="base",
+            value=os.fspath(base),
+            hint=f"name a folder in it that belongs to this job alone, such as {os.fspath(base)}/mlf-jobs/job-145",
+        )

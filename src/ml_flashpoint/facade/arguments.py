@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
@@ -18,6 +18,17 @@ def checked_base(base: str | os.PathLike[str], argument: str = "base") -> Checkp
         return CheckpointContainerId(base)
     except (InvalidNameError, TypeError) as error:
         raise InvalidArgumentError(f"must be an absolute path: {error}", argument=argument, value=base) from error
+
+
+def checked_fallback(value: Callable[[], int | None] | None) -> Callable[[], int | None] | None:
+    """Something to call, or None."""
+    if value is not None and not callable(value):
+        raise InvalidArgumentError(
+            "must be a function without arguments that loads the state from elsewhere and returns its step, or None",
+            argument="fallback",
+            value=value,
+        )
+    return value
 
 
 def checked_integer(argument: str, value: int, minimum: int, maximum: int | None = None) -> int:

@@ -60,3 +60,16 @@ class Recovery:
     total_s: float
     fetched_bytes: int
     discarded: tuple[str, ...]
+
+    def in_words(self, base: str) -> str:
+        """One line about it.
+
+        Args:
+            base: the base container.
+        """
+        left = f"; {len(self.discarded)} newer could not be loaded" if self.discarded else ""
+        if self.source == "memory":
+            return f"resumed at step {self.step} from memory ({base}/{self.version}) in {self.total_s:.2f} s{left}"
+        if self.source == "fallback":
+            return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
+        return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"

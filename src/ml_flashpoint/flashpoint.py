@@ -22,23 +22,21 @@ import torch.distributed as dist
 
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
-from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.errors import (
-    CapacityError,
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
-    LoadError,
     UnaskedVersionsError,
 )
 from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.facade.agreement import check_capacity, fall_back
 from ml_flashpoint.facade.arguments import (
     checked_base,
     checked_bool,
@@ -263,7 +261,7 @@ class Flashpoint:
             if fallback is not None:
                 if (why := outcome.why()) is not None:
                     _log.error("falling back, and what is in memory will be overwritten: %s", why)
-                step, source = self._fall_back(fallback), "fallback"
+                step, source = fall_back(self._ranks, fallback), "fallback"
             else:
                 outcome.refuse_to_start_anew(self._ranks.rank)
                 step, source = 0, "nothing"
@@ -285,39 +283,8 @@ class Flashpoint:
         tell(_log, self._ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
         return step
 
-    def _fall_back(self, fallback: Callable[[], int | None]) -> int:
-        step = 0
-        error: Exception | None = None
-        try:
-            returned = fallback()
-            step = checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
-        except Exception as caught:
-            error = caught
-        if not self._ranks.all_ok(error is None):
-            raise error or LoadError("the fallback failed on another rank; its log says why", rank=self._ranks.rank)
-        steps = [int(blob) for blob in self._ranks.gather(str(step).encode())]
-        if len(set(steps)) > 1:
-            raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=self._ranks.rank)
-        return step
-
     def _check_capacity(self) -> None:
-        ranks = self._ranks
-        mine = json.dumps([self._tracked.expected_bytes(), sum(self._store.resident_bytes())])
-        said = [json.loads(blob) for blob in ranks.gather(mine.encode())]
-        here = ranks.topology.ranks_of(ranks.node)
-        error: CapacityError | None = None
-        try:
-            preflight(
-                self._store.base,
-                max(said[rank][0] for rank in here),
-                copies=max(len(self._replication.held_by(rank)) for rank in here),
-                ranks_on_node=len(here),
-                held_bytes=sum(said[rank][1] for rank in here),
-            )
-        except CapacityError as caught:
-            error = caught
-        if not ranks.all_ok(error is None):
-            raise error or CapacityError("another node has too little room; its log says how much", rank=ranks.rank)
+        check_capacity(self._ranks, self._tracked.expected_bytes(), self._store, self._replication)
 
     # ---- saving -------------------------------------------------------------------------------------------
 

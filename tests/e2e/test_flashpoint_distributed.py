@@ -180,8 +180,14 @@ def test_base_that_one_rank_cannot_use(tmpfs: Path) -> None:
 
 
 def test_fallbacks_that_disagree(tmpfs: Path) -> None:
-    assert call_team(worker.fall_back, tmpfs, 2, [7, 7]) == ["7", "7"]
-    assert all("different steps on different ranks: [7, 8]" in s for s in call_team(worker.fall_back, tmpfs, 2, [7, 8]))
+    assert call_team(worker.fall_back, tmpfs, 2, [8, 8]) == ["7", "7"]
+    assert all("different steps on different ranks: [7, 8]" in s for s in call_team(worker.fall_back, tmpfs, 2, [8, 7]))
+
+
+def test_fallback_that_fails_on_one_rank(tmpfs: Path) -> None:
+    said = call_team(worker.fall_back, tmpfs, 2, [8, 0])
+    assert "LoadError: the fallback failed on another rank" in said[0]
+    assert said[1].startswith("ZeroDivisionError")
 
 
 def test_batch_normalization_is_that_of_rank_0(tmpfs: Path) -> None:

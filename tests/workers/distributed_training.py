@@ -142,11 +142,11 @@ def construct(report: Report, rank: int, options: dict[int, dict[str, Any]]) -> 
 
 
 def fall_back(report: Report, rank: int, steps: list[int]) -> str:
-    """Falls back to a step of this rank's own."""
+    """Falls back to a step of this rank's own, which divides a number."""
     with Flashpoint(base(), deadline_s=30) as fp:
         try:
-            return str(fp.track(counter=Counter()).resume(lambda: steps[rank]))
-        except FlashpointError as error:
+            return str(fp.track(counter=Counter()).resume(lambda: 56 // steps[rank]))
+        except (FlashpointError, ZeroDivisionError) as error:
             return f"{type(error).__name__}: {error}"
 
 

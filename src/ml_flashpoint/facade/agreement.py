@@ -1,0 +1,63 @@
+"""Steps of `Flashpoint.resume` that all ranks take together: each ends in the same way on all of them.
+
+Owns the votes, so that what fails on one rank is an error on every one and not a wait of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from ml_flashpoint.checkpoint_object_manager.capacity import preflight
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.core.errors import CapacityError, LoadError
+from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.facade.arguments import checked_integer
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+
+
+def fall_back(ranks: RankGroup, fallback: Callable[[], int | None]) -> int:
+    """Call a program's fallback; returns the step that it has loaded.
+
+    Raises:
+        LoadError: it failed on another rank, or ranks loaded different steps.
+        Exception: what it raised.
+    """
+    step = 0
+    error: Exception | None = None
+    try:
+        returned = fallback()
+        step = checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
+    except Exception as caught:
+        error = caught
+    if not ranks.all_ok(error is None):
+        raise error or LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank)
+    steps = [int(blob) for blob in ranks.gather(str(step).encode())]
+    if len(set(steps)) > 1:
+        raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
+    return step
+
+
+def check_capacity(ranks: RankGroup, expected_bytes: int, store: RankStore, replication: ReplicationManager) -> None:
+    """Check that every node has room for what its ranks will save, and for the copies that they will hold.
+
+    Raises:
+        CapacityError: one has not.
+    """
+    mine = json.dumps([expected_bytes, sum(store.resident_bytes())])
+    said = [json.loads(blob) for blob in ranks.gather(mine.encode())]
+    here = ranks.topology.ranks_of(ranks.node)
+    error: CapacityError | None = None
+    try:
+        preflight(
+            store.base,
+            max(said[rank][0] for rank in here),
+            copies=max(len(replication.held_by(rank)) for rank in here),
+            ranks_on_node=len(here),
+            held_bytes=sum(said[rank][1] for rank in here),
+        )
+    except CapacityError as caught:
+        error = caught
+    if not ranks.all_ok(error is None):
+        raise error or CapacityError("another node has too little room; its log says how much", rank=ranks.rank)

@@ -1,6 +1,6 @@
 """The recipe of the guide on a very small GPT, with NeMo's `MegatronStrategy`.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/nemo/pretrain_gpt.py --base /tmp/mlf-jobs/job-145
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/nemo/pretrain_gpt.py --base /dev/shm/mlf-jobs/job-145
 
 It needs a GPU a rank, and NeMo's container or what docs/nemo.md lists. Kill a rank meanwhile (`kill -9`): torchrun
 starts the ranks again, and they go on from the newest step in memory. The lines with `# ours` are all that it takes.

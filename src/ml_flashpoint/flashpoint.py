@@ -173,6 +173,7 @@ class Flashpoint:
         self._tracking_ended = False
         self._told = False  # that saving works
         self._closed = False
+        self._part_bytes = 0
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
         if handle_sigterm:
@@ -387,6 +388,8 @@ class Flashpoint:
         """How saving goes, now."""
         saves, replication_error = self._saves, self._saver.stats.replication_error
         own = [part.manifest for part in self._store.held() if part.rank == self._ranks.rank]
+        if own and own[-1] is not None:
+            self._part_bytes = own[-1].total_size  # kept, for who asks after closing
         return Health(
             saves=saves.saves,
             failures=saves.failures,
@@ -395,7 +398,7 @@ class Flashpoint:
             blocked_s=saves.blocked_s,
             blocked_total_s=saves.blocked_total_s,
             sealed_s=saves.sealed_s,
-            bytes=own[-1].total_size if own and own[-1] is not None else 0,
+            bytes=self._part_bytes,
             degraded=bool(saves.failures_in_a_row or saves.hangs or replication_error is not None),
         )
 
@@ -447,6 +450,7 @@ class Flashpoint:
         self._saver.close(exit_deadline_s())
         self._replication.close()
         self._loader.release()
+        self._part_bytes = self.health.bytes
         if sealed:
             # Else arenas may still be written to: they stay mapped until the process ends.
             self._objects.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,16 @@ _CACHES = (
 
 
 class PackedState(bytes):
-    """State of one tracked object on one rank: an archive of ``torch.save``, made when the save began."""
+    """State of one tracked object on one rank: an archive of ``torch.save``, made when the save began.
+
+    Attributes:
+        made_of: what was packed, to say where in it something is that cannot be saved; None in another process.
+    """
+
+    made_of: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedState, (bytes(self),)
 
 
 class FacadeSavePlanner(DefaultSavePlanner):
@@ -69,9 +78,11 @@ class FacadeSavePlanner(DefaultSavePlanner):
         """
         if write_item.type is not WriteItemType.BYTE_IO:
             return super().transform_object(write_item, object)
-        stream = io.BytesIO(object) if isinstance(object, PackedState) else super().transform_object(write_item, object)
         fqn = write_item.index.fqn
-        name = fqn.rpartition(".")[2] if fqn.startswith(f"{PACKED}.") else fqn.partition(".")[0]
+        if isinstance(object, PackedState):
+            stream, name, value = io.BytesIO(object), fqn.rpartition(".")[2], object.made_of
+        else:
+            stream, name, value = super().transform_object(write_item, object), fqn, object
         try:
             unsafe = ", ".join(sorted(unsafe_globals(stream, allowed=self._safe_globals)))
         except Exception as error:
@@ -79,11 +90,34 @@ class FacadeSavePlanner(DefaultSavePlanner):
                 f"the state of {name!r} cannot be checked, so it could not be loaded: {error}"
             ) from error
         if unsafe:
+            name = _refused_at(value, name, self._safe_globals)
             raise UnsafeContentError(
                 f"the state of {name!r} holds {unsafe}, which loading would refuse, because such types may run code",
                 hint=f"keep plain values in it, or pass Flashpoint(..., safe_globals=[{unsafe}]) if you trust that",
             )
         return stream
+
+
+def _refused_at(value: Any, name: str, allowed: Sequence[SafeGlobal]) -> str:
+    """The name of the innermost value that loading would refuse, in dicts, lists and tuples."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, each in items:
+        if _is_refused(each, allowed):
+            return _refused_at(each, f"{name}.{key}", allowed)
+    return name
+
+
+def _is_refused(value: Any, allowed: Sequence[SafeGlobal]) -> bool:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        return bool(unsafe_globals(stream, allowed=allowed))
+    except Exception:  # of whatever kind pickling raises
+        return True
 
 
 class FailingSavePlanner(FacadeSavePlanner):

@@ -154,12 +154,14 @@ class TrackedState:
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
         stream = io.BytesIO()
         try:
-            torch.save(state_dict(), stream)
+            value = state_dict()
+            torch.save(value, stream)
         except Exception as error:
             raise SaveError(
                 f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}", rank=self._rank
             ) from error
         data = PackedState(stream.getbuffer())
+        data.made_of = value
         if len(data) > _LARGE_PACKED and name not in self._warned_large:
             self._warned_large.add(name)
             _log.warning(

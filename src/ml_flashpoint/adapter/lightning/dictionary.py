@@ -54,7 +54,10 @@ def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             while path in tensors:  # "a.b" beside a["b"]
                 path += "'"
             tensors[path] = value.detach()
-            return (_PLACE, path)
+            flags = int(value.requires_grad) + 2 * isinstance(value, torch.nn.Parameter)
+            return (_PLACE, path, flags) if flags else (_PLACE, path)
+        if type(value) is tuple and value and type(value[0]) is str and value[0] == _PLACE:
+            return (_PLACE, None, value)  # somebody's own, which is no mark
         if type(value) in (dict, OrderedDict, defaultdict):
             made = copy.copy(value)  # with what it has beside its items, as state dicts of modules have
             for key, item in value.items():
@@ -73,10 +76,13 @@ def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     Raises:
         LoadError: a tensor is missing.
     """
-    if type(value) is tuple and len(value) == 2 and value[0] == _PLACE:
-        if value[1] not in tensors:
-            raise LoadError(f"the checkpoint does not have the tensor {value[1]!r}, which its dictionary refers to")
-        return tensors[value[1]]
+    if type(value) is tuple and value and type(value[0]) is str and value[0] == _PLACE:
+        _, path, *rest = value
+        if path is None:
+            return rest[0]
+        if path not in tensors:
+            raise LoadError(f"the checkpoint does not have the tensor {path!r}, which its dictionary refers to")
+        return _flagged(tensors[path], rest[0] if rest else 0)
     if type(value) in (dict, OrderedDict, defaultdict):
         for key, item in value.items():
             value[key] = put_together(item, tensors)
@@ -84,6 +90,12 @@ def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)([put_together(item, tensors) for item in value])
     return value
+
+
+def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags & 2:
+        return torch.nn.Parameter(tensor, bool(flags & 1))
+    return tensor.requires_grad_() if flags else tensor
 
 
 class Slot:

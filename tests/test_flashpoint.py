@@ -826,7 +826,10 @@ def test_unsafe_state_is_told_at_the_first_save(base: Path) -> None:
         assert fp.last_saved is None
         assert f"'stored.value.deep.0' holds {name}" in str(fp.health.last_error)
         assert f"safe_globals=[{name}]" in str(fp.health.last_error)
-    with Flashpoint(base, strict=True) as fp, pytest.raises(UnsafeContentError, match=r"'stored\.value\.deep\.0' holds"):
+    with (
+        Flashpoint(base, strict=True) as fp,
+        pytest.raises(UnsafeContentError, match=r"'stored\.value\.deep\.0' holds"),
+    ):
         save_and_wait(fp.track(stored=stored))
     with Flashpoint(base, strict=True, safe_globals=[Custom]) as fp:
         fp.track(stored=stored).step()

@@ -44,7 +44,7 @@ def test_kept_scenarios(tmpfs: Path, scenario: Scenario) -> None:
         campaign.play(scenario)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_cut_of_the_crucible(tmpfs: Path) -> None:
     rounds(tmpfs, range(1, 1 + CUT_ROUNDS))

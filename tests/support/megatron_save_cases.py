@@ -16,7 +16,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
+from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointError
 from ml_flashpoint.core.rank_group import rank_group
 from tests.support.megatron import Door, TorchDist
@@ -265,11 +267,15 @@ class Harmless:
 def objects_that_could_run_code_are_refused(door: Door, other: TorchDist) -> None:
     state = {"o": ShardedObject("o", Harmless(), (1,), (0,), replica_id=rank())}
     template = {"o": ShardedObject("o", None, (1,), (0,), replica_id=rank())}
+    trusted = [(os.putenv, f"{os.putenv.__module__}.putenv")]
+    logging.disable(logging.ERROR)
     door.save_megatron(state, 1)
-    assert door.save_strategy.last_error is None
+    logging.disable(logging.NOTSET)
+    assert "putenv" in str(door.save_strategy.last_error) or rank() != 0
+    assert isinstance(door.save_strategy.last_error, FlashpointError)
+    writer = MemoryStorageWriter(door.saver, safe_globals=trusted)
+    door.save_megatron(state, 1, strategy=MLFlashpointMegatronAsyncSaveStrategy(storage_writer=writer, child=False))
     with pytest.raises(FlashpointError, match="putenv"):
         door.load_megatron(template, 1)
-    trusting = MLFlashpointMegatronLoadStrategy(
-        door.replication, door.loader, safe_globals=[(os.putenv, f"{os.putenv.__module__}.putenv")]
-    )
+    trusting = MLFlashpointMegatronLoadStrategy(door.replication, door.loader, safe_globals=trusted)
     door.load_megatron(template, 1, strategy=trusting)

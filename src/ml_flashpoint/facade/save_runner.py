@@ -105,7 +105,11 @@ class SaveRunner:
     ) -> None:
         self._tracked = tracked
         self._saver = saver
-        self._stager = BlockingStager(MemoryStorageWriter(saver), group)
+        self._stager = BlockingStager(
+            # What is no tensor is checked by the planner, which can tell whose state it is.
+            MemoryStorageWriter(saver, safe_globals=safe_globals, trust_bytes=True),
+            group,
+        )
         self._guard = guard
         self._safe_globals = safe_globals
         self._deadline_s = deadline_s

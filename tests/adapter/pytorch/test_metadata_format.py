@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardTensorProperties
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -154,6 +155,16 @@ def test_truncated_metadata_is_refused(end: int) -> None:
 def test_depth_is_no_danger() -> None:
     with pytest.raises(DamagedError):
         decode_metadata(b'{"dcp":' + b"[" * 100_000, path="p")
+
+
+def test_the_properties_that_older_planners_use_are_torchs_own() -> None:
+    metadata = _small()
+    said = metadata.state_dict_metadata["w"]
+    assert isinstance(said, TensorStorageMetadata)
+    old = ShardTensorProperties(dtype=torch.float16, memory_format=torch.channels_last)
+    metadata.state_dict_metadata["w"] = dataclasses.replace(said, properties=old)
+    encoded = encode_metadata(metadata, [])
+    assert decode_metadata(encoded, path="p").state_dict_metadata["w"].properties == old  # type: ignore[union-attr]
 
 
 def test_a_later_version_is_refused() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
@@ -117,6 +119,33 @@ def test_parts_of_different_saves_are_not_mixed(door: Door) -> None:
     reader._reader(0)
     with pytest.raises(Exception, match="different saves"):
         reader._reader(1)
+
+
+def test_metadata_says_what_torchs_own_does(door: Door, tmp_path: Path) -> None:
+    """Planners, and what looks at checkpoints, are told by these which save and which load it is."""
+    seen: list[StorageMeta | None] = []
+
+    class Planner(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            seen.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    for step in (1, 2):
+        door.save({"x": torch.ones(3)}, step, planner=Planner())
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "torch")
+    theirs = dcp.FileSystemReader(tmp_path / "torch").read_metadata()
+    found = door.loader.get_latest_complete_checkpoint(door.base)
+    reader = MemoryStorageReader(found, door.loader)
+    loads = []
+    for _ in range(2):
+        reader.reset()
+        metadata = reader.read_metadata()
+        assert getattr(metadata, "version", None) == getattr(theirs, "version", None)
+        assert metadata.storage_meta is not None
+        loads.append(metadata.storage_meta.load_id)
+    saves = [meta.save_id for meta in seen if meta is not None]
+    assert metadata.storage_meta.save_id == saves[1]
+    assert len({*saves, *loads} - {None}) == 4
 
 
 def test_versions_of_other_doors_are_refused(door: Door) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -250,7 +250,10 @@ def _no_such_class(*arguments: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
 @pytest.mark.parametrize("value", [_Progress(3), _Phase.MAIN, _Pair(1, torch.ones(2))], ids=str)
-def test_types_of_the_users_own_need_to_be_allowed(door: Door, mode: str, value: Any) -> None:
+def test_types_of_the_users_own_need_to_be_allowed(make_door: Callable[..., Door], mode: str, value: Any) -> None:
+    with pytest.raises(CheckpointException, match=rf"(?s)item 'x' holds .*{type(value).__qualname__}.*safe_globals"):
+        make_door().save_by(mode, {"x": value}, 1)
+    door = make_door(safe_globals=[type(value)])
     door.save_by(mode, {"x": value}, 1)
     with pytest.raises(CheckpointException, match=rf"(?s){type(value).__qualname__}.*safe_globals"):
         _load(door, {"x": None})
@@ -270,6 +273,28 @@ def test_allowing_a_type_does_not_allow_others(door: Door, tmp_path: Path) -> No
     assert not target.exists()
 
 
+class _RawSavePlanner(DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return io.BytesIO(object)
+
+
+@pytest.mark.parametrize("mode", ["sync", "thread"])
+def test_bytes_that_are_never_unpickled_need_trust_on_both_sides(make_door: Callable[..., Door], mode: str) -> None:
+    state = {"raw": b"not even a pickle"}
+    with pytest.raises(CheckpointException, match=r"(?s)item 'raw' .*trust_bytes=True"):
+        make_door().save_by(mode, state, 1, planner=_RawSavePlanner())
+    door = make_door(trust_bytes=True)
+    door.save_by(mode, state, 1, planner=_RawSavePlanner())
+    assert _load(door, {"raw": None}, planner=_RawPlanner(), trust_bytes=True) == state
+
+
+@pytest.mark.parametrize("mode", ["sync", "thread"])
+def test_a_stream_of_bytes_is_loaded_as_it_was_saved(door: Door, mode: str) -> None:
+    door.save_by(mode, {"stream": io.BytesIO(b"some bytes"), "in a list": [io.BytesIO(b"more")]}, 1)
+    loaded = _load(door, {"stream": None, "in a list": [None]})
+    assert (loaded["stream"].getvalue(), loaded["in a list"][0].getvalue()) == (b"some bytes", b"more")
+
+
 class _RawPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = value.read()
@@ -287,3 +312,15 @@ def test_metadata_of_planners_with_types_of_their_own(door: Door) -> None:
     with pytest.raises(CheckpointException, match=r"(?s)_Progress.*safe_globals"):
         _load(door, {"x": None})
     assert _load(door, {"x": None}, safe_globals=[_Progress]) == {"x": 1}
+
+
+class _ProgressPlanner(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data={"x": _Progress(1)})
+
+
+def test_metadata_that_could_not_be_loaded_is_refused_when_it_is_saved(make_door: Callable[..., Door]) -> None:
+    with pytest.raises(CheckpointException, match=r"(?s)planner's metadata holds .*_Progress.*safe_globals"):
+        make_door().save({"x": 1}, 1, planner=_ProgressPlanner())
+    make_door(safe_globals=[_Progress]).save({"x": 1}, 1, planner=_ProgressPlanner())

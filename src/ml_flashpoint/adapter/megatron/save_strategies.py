@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
-from ml_flashpoint.adapter.megatron.translation import state_to_save
+from ml_flashpoint.adapter.megatron.translation import object_types, state_to_save
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided, settled
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
@@ -273,7 +273,7 @@ class _Save:
             writer.reset(str(self.version))
             # Nobody waits for what the other ranks have written: rank 0 knows their plans, and so the metadata.
             writer.set_up_storage_writer(False)
-            writer.take_on(self._ticket, extra=self._extra, labels=self.labels)
+            writer.take_on(self._ticket, extra=self._extra, labels=self.labels, safe_globals=object_types())
             writer.write_data(self._plan, self._data.planner())
             if self.files:
                 write_companions(Path(str(self.version.parent)), self.version.name, self.files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class MemoryStorageReader(StorageReader):
         self._places: dict[Any, ItemPlace] = {}
         self._readers: dict[int, ObjectReader] = {}
         self._attempt: str | None = None
+        self._load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -89,6 +91,7 @@ class MemoryStorageReader(StorageReader):
         """Begin a load, of ``checkpoint_id`` if there is one."""
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
+        self._load_id = str(uuid.uuid4())
         self._readers.clear()
         self._loader.release()  # of a load that failed while it was planned
         self._attempt = None
@@ -113,7 +116,8 @@ class MemoryStorageReader(StorageReader):
         source = self._metadata_source(self._checked_version(), kwargs.get("rank"))
         reader = self._reader(source)
         metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=self._load_id)
         return metadata
 
     def _metadata_source(self, version: CheckpointContainerId, rank: int | None) -> int:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -38,6 +40,9 @@ from ml_flashpoint.adapter.pytorch.storage_data import (
     METADATA_KEY,
     METADATA_SCOPE,
     ItemPlace,
+    SafeGlobal,
+    by_name,
+    refuse_unloadable,
 )
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import (
@@ -51,6 +56,9 @@ from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.staging.copy import cpu_clone
 
 _log = logging.getLogger(__name__)
+
+# What torch's own writer says; torch 2.6 has none.
+_DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 class _Save(threading.local):
@@ -66,6 +74,8 @@ class _Save(threading.local):
     own_tensors: frozenset[str] | None = None
     extra: tuple[BytesItem, ...] = ()
     labels: Mapping[str, str] = MappingProxyType({})
+    safe_globals: tuple[SafeGlobal, ...] = ()
+    save_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,9 @@ class MemoryStorageWriter(StorageWriter):
         cache_staged_state_dict: stage into arenas that stay in memory between saves (the default, and what makes
             a save one copy). Memory: two versions of what this rank saves. Off, each asynchronous save first
             clones the state, which needs no memory between saves but one more copy, and page faults, in each.
+        safe_globals: further types that non-tensor items may be made of; the reader must be given the same. What it
+            would refuse is refused when it is saved.
+        trust_bytes: save whatever bytes the planner gives. Only for planners of readers with ``trust_bytes``.
 
     Raises:
         InvalidArgumentError: ``checkpoint_saver`` is none.
@@ -102,6 +115,8 @@ class MemoryStorageWriter(StorageWriter):
         mp_manager: Any = None,
         *,
         cache_staged_state_dict: bool = True,
+        safe_globals: Sequence[SafeGlobal] = (),
+        trust_bytes: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(checkpoint_saver, MLFlashpointCheckpointSaver):
@@ -110,6 +125,8 @@ class MemoryStorageWriter(StorageWriter):
             )
         self._saver = checkpoint_saver
         self._cache_staged = cache_staged_state_dict
+        self._safe_globals = by_name(safe_globals)
+        self._trust_bytes = trust_bytes
         self._save = _Save()
         self._written: _Written | None = None
         self._omission = Omission()
@@ -122,10 +139,17 @@ class MemoryStorageWriter(StorageWriter):
         if isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             staged, self._save.staged = self._save.staged, None
             saver = saver.hand_off(staged)
-        return {"_saver": saver, "_cache_staged": self._cache_staged}
+        # Types are only looked up by their names, and may be none that can be sent.
+        names = [(object, name) for _, name in self._safe_globals]
+        return {"saver": saver, "cache": self._cache_staged, "names": names, "trust": self._trust_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_saver"], cache_staged_state_dict=state["_cache_staged"])  # type: ignore[misc]
+        self.__init__(  # type: ignore[misc]
+            state["saver"],
+            cache_staged_state_dict=state["cache"],
+            safe_globals=state["names"],
+            trust_bytes=state["trust"],
+        )
 
     @property
     def saver(self) -> MLFlashpointCheckpointSaver:
@@ -211,7 +235,12 @@ class MemoryStorageWriter(StorageWriter):
         return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
 
     def take_on(
-        self, ticket: SaveTicket, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str] | None = None
+        self,
+        ticket: SaveTicket,
+        *,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+        safe_globals: Sequence[SafeGlobal] = (),
     ) -> None:
         """Have the calling thread's next :meth:`write_data` complete a save that was staged and offered, after
         :meth:`reset`.
@@ -219,7 +248,9 @@ class MemoryStorageWriter(StorageWriter):
         Args:
             extra: further items for this rank's object, which DCP does not know of.
             labels: further strings for its manifest.
+            safe_globals: types that may be saved beside those of the writer.
         """
+        self._save.safe_globals = by_name(safe_globals)
         self._save.staged = ticket
         self._save.extra, self._save.labels = tuple(extra), dict(labels or {})
 
@@ -261,7 +292,8 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))
             save.ticket = None
         save.staged = save.own_tensors = None
-        save.extra, save.labels = (), {}
+        save.extra, save.labels, save.safe_globals = (), {}, ()
+        save.save_id = str(uuid.uuid4())
         save.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
 
     @classmethod
@@ -274,7 +306,7 @@ class MemoryStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP tells planners about this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the calling rank's role in this save."""
@@ -305,7 +337,7 @@ class MemoryStorageWriter(StorageWriter):
                 raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
             keys = self._keys_of(plan)
             # What staging left undone is told by the write, better than by resolving what is not there.
-            tensors, byte_items = _resolve(plan, planner, keys) if ticket.error is None else ([], [])
+            tensors, byte_items = self._resolve(plan, planner, keys) if ticket.error is None else ([], [])
             self._saver.write(ticket, save.version, tensors, [*byte_items, *save.extra])
             if not save.is_coordinator and save.use_collectives:
                 self._saver.seal(ticket, labels={"door": "dcp", **save.labels})
@@ -326,10 +358,12 @@ class MemoryStorageWriter(StorageWriter):
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
             metadata.storage_meta = self.storage_meta()
+            if _DCP_VERSION is not None and metadata.version is None:
+                metadata.version = _DCP_VERSION
             scope = "global" if save.use_collectives else "rank"
             self._saver.seal(
                 ticket,
-                extra=[(METADATA_KEY, encode_metadata(metadata))],
+                extra=[(METADATA_KEY, encode_metadata(metadata, self._safe_globals))],
                 labels={"door": "dcp", **save.labels, METADATA_SCOPE: scope},
             )
         except BaseException as error:
@@ -339,6 +373,37 @@ class MemoryStorageWriter(StorageWriter):
     def _keys_of(self, plan: SavePlan) -> list[str]:
         known = self._written
         return known.keys if known is not None and known.plan is plan else item_keys(plan.items)
+
+    def _resolve(
+        self, plan: SavePlan, planner: SavePlanner, keys: list[str]
+    ) -> tuple[list[TensorItem], list[BytesItem]]:
+        tensors: list[TensorItem] = []
+        byte_items: list[BytesItem] = []
+        allowed = (*self._safe_globals, *self._save.safe_globals)
+        for item, key in zip(plan.items, keys, strict=True):
+            data = planner.resolve_data(item)
+            if item.type is WriteItemType.BYTE_IO:
+                assert isinstance(data, io.BytesIO)
+                content = data.getvalue()
+                if not self._trust_bytes:
+                    refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
+                byte_items.append((key, content))
+                continue
+            assert isinstance(data, torch.Tensor)
+            data = settled(data)
+            if data.is_meta:
+                raise NotStagedError(
+                    f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",
+                    hint="give it data; or, if the structure of the state has changed on another rank, save again",
+                )
+            if is_plain_strided(data):
+                tensors.append((key, data))
+            else:
+                stream = io.BytesIO()
+                torch.save(data, stream)
+                refuse_unloadable(stream.getvalue(), f"tensor {item.index.fqn!r}", allowed=allowed)
+                byte_items.append((key, stream.getvalue()))
+        return tensors, byte_items
 
     def _write_results(
         self, plan: SavePlan, keys: list[str], tensors: list[TensorItem], byte_items: list[BytesItem]
@@ -378,28 +443,3 @@ def item_keys(items: Sequence[WriteItem]) -> list[str]:
             key += "'"
         keys[key] = None
     return list(keys)
-
-
-def _resolve(plan: SavePlan, planner: SavePlanner, keys: list[str]) -> tuple[list[TensorItem], list[BytesItem]]:
-    tensors: list[TensorItem] = []
-    byte_items: list[BytesItem] = []
-    for item, key in zip(plan.items, keys, strict=True):
-        data = planner.resolve_data(item)
-        if item.type is WriteItemType.BYTE_IO:
-            assert isinstance(data, io.BytesIO)
-            byte_items.append((key, data.getvalue()))
-            continue
-        assert isinstance(data, torch.Tensor)
-        data = settled(data)
-        if data.is_meta:
-            raise NotStagedError(
-                f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",
-                hint="give it data; or, if the structure of the state has changed on another rank, save again",
-            )
-        if is_plain_strided(data):
-            tensors.append((key, data))
-        else:
-            stream = io.BytesIO()
-            torch.save(data, stream)
-            byte_items.append((key, stream.getvalue()))
-    return tensors, byte_items

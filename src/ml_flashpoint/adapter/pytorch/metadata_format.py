@@ -10,7 +10,8 @@ Metadata that planners have extended with types of their own is stored by ``torc
      "properties": [[dtype, layout, requires_grad, memory_format, pin_memory], ...],
      "items": [[fqn, properties, size, chunks], [fqn], ...]       one of bytes has nothing but its name
      "places": [[item, offset, index, rank, key], ...]            item: its place in "items", or an fqn
-     "planner_data": [[fqn, path], ...]}                          or {"pickle": base64}, or null
+     "planner_data": [[fqn, path], ...],                          or {"pickle": base64}, or null
+     "save_id": text}                                             or null; not in older ones
 
 For brevity, 0 stands for chunks that are one and the whole, for a key or a path that is the fqn.
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as legacy
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -37,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal, refuse_unloadable
 from ml_flashpoint.core.errors import DamagedError, FlashpointError, UnsafeContentError
 
 _VERSION = 1
@@ -53,6 +55,8 @@ _GLOBALS: tuple[Any, ...] = (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     _MEM_FORMAT_ENCODING,
+    legacy.TensorProperties,
+    legacy.MEM_FORMAT_ENCODING,
     ItemPlace,
     ChainMap,
     OrderedDict,
@@ -65,12 +69,19 @@ _GLOBALS: tuple[Any, ...] = (
 )
 
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    """DCP metadata as bytes. Its ``storage_meta`` is left out: the reader knows what it reads."""
+def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = None) -> bytes:
+    """DCP metadata as bytes. Of its ``storage_meta``, only the ``save_id`` is kept: the reader knows what it reads.
+
+    Args:
+        allowed: what :func:`decode_metadata` will be told to allow; None if that is not known.
+
+    Raises:
+        UnsafeContentError: it would refuse this metadata.
+    """
     try:
-        fields = _fields_of(metadata)
+        fields = _fields_of(metadata, allowed)
     except _UnusualError:
-        return _pickled(metadata)
+        return _pickled(metadata, allowed)
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -107,11 +118,13 @@ def _require(condition: bool) -> None:
         raise _UnusualError
 
 
-def _fields_of(metadata: Metadata) -> dict[str, Any]:
+def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal] | None) -> dict[str, Any]:
     _require(type(metadata) is Metadata and vars(metadata).keys() <= _FIELDS)
     _require(isinstance(metadata.storage_data, dict) and isinstance(metadata.state_dict_metadata, dict))
     version = getattr(metadata, "version", None)  # not in torch 2.6
     _require(version is None or type(version) is str)
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    _require(save_id is None or type(save_id) is str)
     properties: dict[tuple[Any, ...], int] = {}
     numbers: dict[Any, int] = {}
     items: list[list[Any]] = []
@@ -140,7 +153,8 @@ def _fields_of(metadata: Metadata) -> dict[str, Any]:
         "properties": list(properties),
         "items": items,
         "places": places,
-        "planner_data": _planner_fields(metadata.planner_data),
+        "planner_data": _planner_fields(metadata.planner_data, allowed),
+        "save_id": save_id,
     }
 
 
@@ -161,7 +175,7 @@ def _tensor_fields(item: Any, properties: dict[tuple[Any, ...], int]) -> tuple[A
     return properties.setdefault(described, len(properties)), size, chunks
 
 
-def _planner_fields(data: Any) -> Any:
+def _planner_fields(data: Any, allowed: Sequence[SafeGlobal] | None) -> Any:
     if data is None:
         return None
     if type(data) is dict and all(
@@ -169,7 +183,7 @@ def _planner_fields(data: Any) -> Any:
         for fqn, path in data.items()
     ):
         return [[fqn, 0 if path == (fqn,) else list(path)] for fqn, path in data.items()]
-    return {"pickle": base64.b64encode(_pickled(data)).decode()}
+    return {"pickle": base64.b64encode(_pickled(data, allowed)).decode()}
 
 
 def _metadata_of(fields: Mapping[str, Any], unpickle: Callable[[bytes], Any]) -> Metadata:
@@ -195,6 +209,8 @@ def _metadata_of(fields: Mapping[str, Any], unpickle: Callable[[bytes], Any]) ->
     metadata = Metadata(items, planner_data, places)
     if fields["version"] is not None:
         metadata.version = _name(fields["version"])
+    if fields.get("save_id") is not None:
+        metadata.storage_meta = StorageMeta(save_id=str(_name(fields["save_id"])))
     return metadata
 
 
@@ -235,10 +251,13 @@ def _name(value: Any) -> Any:
 # ---- what the schema has no words for -----------------------------------------------------------------------------
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Any, allowed: Sequence[SafeGlobal] | None) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
-    return stream.getvalue()
+    data = stream.getvalue()
+    if allowed is not None:
+        refuse_unloadable(data, "the planner's metadata", allowed=[*_GLOBALS, *allowed])
+    return data
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:

@@ -14,11 +14,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ml_flashpoint.core.open_version import open_version
     from ml_flashpoint.flashpoint import Flashpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["Flashpoint", "__version__"]
+__all__ = ["Flashpoint", "__version__", "open_version"]
 
 DISTRIBUTION = "torch-flashpoint"
 """What this package is installed as."""
@@ -64,6 +65,9 @@ if _found := _others():
 
 
 def __getattr__(name: str) -> Any:
+    if name == "open_version":
+        importlib.import_module("ml_flashpoint.core.extras").require("pytorch", "torch")
+        return importlib.import_module("ml_flashpoint.core.open_version").open_version
     if name == "Flashpoint":
         importlib.import_module("ml_flashpoint.core.extras").require("pytorch", "torch")
         return importlib.import_module("ml_flashpoint.flashpoint").Flashpoint

@@ -48,6 +48,7 @@ from ml_flashpoint.facade.arguments import (
 )
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
+from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
@@ -176,6 +177,7 @@ class Flashpoint:
         self._part_bytes = 0
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
+        warn_of_shared_store(self._ranks.rank)
         if handle_sigterm:
             self._guard.install()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, UnlockedStore
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
 from ml_flashpoint.core.errors import FlashpointError, SaveError, UnsafePathError
 from ml_flashpoint.core.private_folders import check_way, make_base

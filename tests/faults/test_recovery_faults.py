@@ -67,6 +67,26 @@ def test_a_damaged_copy_and_a_second_good_one(tmpfs: Path) -> None:
 
 
 @pytest.mark.damages_on_purpose
+def test_a_copy_that_is_damaged_protects_nothing(tmpfs: Path) -> None:
+    """Older versions stay until the newer one, with its copies, has been verified: here a copy turns out damaged."""
+    with Team(engine.team_save_two_and_keep_both, tmpfs, 2, "tiny", 5) as ranks:
+        assert [child.wait() for child in ranks.ranks] == [-9, -9]
+    base = tmpfs / "node-1" / "job"
+    path = base / part_files(base, 2, 0)[0]
+    data = bytearray(path.read_bytes())
+    data[300] ^= 1  # in the text of the header
+    with path.open("r+b") as file:
+        file.write(data)
+    # Each loads step 2, and begins a save that is never verified.
+    with Team(engine.team_load_and_seal, tmpfs, 2, "tiny", [3], 6) as ranks:
+        for child in ranks.ranks:
+            assert child.next_report("loaded") == ("loaded", (2, 5))
+            child.next_report("sealed")
+    shutil.rmtree(tmpfs / "node-0")
+    assert team(engine.team_load, tmpfs, 2, "tiny") == [(1, 5), (1, 5)]
+
+
+@pytest.mark.damages_on_purpose
 def test_a_damaged_copy_and_no_other_is_an_error_that_names_it(job: Path) -> None:
     shutil.rmtree(job / "node-1")
     base = job / "node-0" / "job"

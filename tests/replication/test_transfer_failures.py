@@ -43,6 +43,7 @@ from tests.replication.transfer_support import (
     pattern,
     push,
     raw_connection,
+    receive_exactly,
     record_of,
     serving,
 )
@@ -57,8 +58,11 @@ def as_server(answer: Callable[[Channel], None]) -> Callable[[socket.socket], No
     """An impostor's answer after a proper handshake."""
 
     def authenticate_and_answer(sock: socket.socket) -> None:
+        handshake = wire.ServerHandshake(SECRET, "the client")
+        while handshake.keys is None:
+            sock.sendall(handshake.answer(receive_exactly(sock, handshake.awaited_bytes)))
         channel = Channel(sock, deadline_s=10, peer="the client")
-        channel.handshake_as_server(SECRET, 10)
+        channel.take_keys_as_server(handshake.keys)
         with contextlib.suppress(FlashpointError):
             answer(channel)
 

@@ -171,6 +171,33 @@ def test_silent_strangers_are_dropped_and_lock_nobody_out() -> None:
         assert is_hung_up(sock)
 
 
+def test_a_stranger_costs_no_thread() -> None:
+    with serving(handshake_deadline_s=60, deadline_s=60) as service, contextlib.ExitStack() as opened:
+        strangers = [opened.enter_context(raw_connection(service)) for _ in range(wire.MAX_HANDSHAKES // 2)]
+        with connection_to(service) as peer:
+            peer.ping()  # by now it has accepted those before
+            names = {thread.name for thread in threading.enumerate()}
+        for sock in strangers:
+            assert not [name for name in names if name.endswith(f"port {sock.getsockname()[1]}")]
+
+
+def test_a_flood_from_one_host_is_at_its_own_cost() -> None:
+    """The handshake of a host that a peer was authenticated from goes on, however many others come after it."""
+    with serving(handshake_deadline_s=60, deadline_s=60) as service, contextlib.ExitStack() as opened:
+        with connection_to(service) as peer:
+            peer.ping()
+        known = opened.enter_context(raw_connection(service))
+        known.sendall(wire.greeting(b"c" * 32))
+        server_nonce = wire.parse_greeting(receive_exactly(known, wire.GREETING_BYTES))
+        flood = [
+            opened.enter_context(socket.create_connection(service.address, 10, source_address=("127.0.0.2", 0)))
+            for _ in range(2 * wire.MAX_HANDSHAKES)
+        ]
+        assert all(is_hung_up(sock) for sock in flood[: wire.MAX_HANDSHAKES])
+        known.sendall(wire.client_proof(SECRET, b"c" * 32, server_nonce))
+        assert receive_exactly(known, wire.MAC_BYTES) == wire.server_proof(SECRET, b"c" * 32, server_nonce)
+
+
 def test_a_handshake_that_is_dribbled_in_is_dropped() -> None:
     with serving(handshake_deadline_s=0.5, deadline_s=1) as service, raw_connection(service) as sock:
         pause = threading.Event()

@@ -25,29 +25,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena, with_slack
+from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR as PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.base_marks import RANK_NAME, mark_complete
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
 from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts, warn_of_unasked
+from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
 from ml_flashpoint.core.errors import CapacityError, JobInUseError
 from ml_flashpoint.core.manifest import Manifest, object_name
-from ml_flashpoint.core.private_folders import make_tree, open_own
+from ml_flashpoint.core.private_folders import is_at, make_tree, open_own
 from ml_flashpoint.core.recovery import superseded
 
 _log = logging.getLogger(__name__)
 
 _LOCK = "lock"
-_AT_WORK = "saving"
+AT_WORK = "saving"
 
 
 class RankStore:
@@ -88,6 +88,7 @@ class RankStore:
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
+        self._readers = ReaderHolds(base)
         self._release_count = 0
         self._adopt()
         self.unasked = bool(self._parts)  # of an earlier run, and no recovery has looked at them
@@ -119,7 +120,13 @@ class RankStore:
             for part in self._useless:
                 self.drop(part)
             self._useless.clear()
-        return self._arenas.acquire(size, exact=exact)
+            self._bury_doomed()
+        try:
+            return self._arenas.acquire(size, exact=exact)
+        except CapacityError:
+            if not self._bury_doomed(at_once=True):
+                raise
+            return self._arenas.acquire(size, exact=exact)
 
     def acquire_for_copy(self, size: int, rank: int, *, patience_s: float = 0.0) -> Arena:
         """An arena of exactly ``size`` bytes for a part of another rank, before which must give way: copies of that
@@ -186,7 +193,9 @@ class RankStore:
 
     def ensure_free(self, count: int, size: int) -> bool:
         """See `ArenaPool.ensure_free`."""
-        return self._arenas.ensure_free(count, size)
+        if self._arenas.ensure_free(count, size):
+            return True
+        return self._bury_doomed(at_once=True) and self._arenas.ensure_free(count, size)
 
     def arena_by_path(self, path: Path) -> Arena:
         """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew.
@@ -252,9 +261,17 @@ class RankStore:
             part.doomed = True
             self._bury(part)
 
-    def _bury(self, part: HeldPart) -> None:
+    def _bury_doomed(self, *, at_once: bool = False) -> bool:
+        """Try again what readers elsewhere held up; whether there was any. ``at_once``: do not wait for them."""
+        with self._lock:
+            doomed = [part for part in self._parts.values() if part.doomed and not part.pins]
+            for part in doomed:
+                self._bury(part, at_once=at_once)
+            return bool(doomed)
+
+    def _bury(self, part: HeldPart, *, at_once: bool = False) -> None:
         """Remove a doomed part once nobody reads it; of one that was replaced, what its successor does not use."""
-        if part.pins:
+        if part.pins or self._readers.keeps(part, at_once=at_once):
             return
         key = (part.attempt, part.rank)
         successor = self._parts.get(key)
@@ -379,7 +396,7 @@ class RankStore:
                     ) from None
                 time.sleep(0.05)
                 continue
-            if _is_file_at(fd, path):
+            if is_at(fd, path):
                 break
             os.close(fd)  # it was removed, with the directory, before it was locked
         os.ftruncate(fd, 0)
@@ -389,7 +406,7 @@ class RankStore:
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         for path in self.directory.iterdir():
-            if not is_arena(path) and path.name not in (_LOCK, _AT_WORK):
+            if not is_arena(path) and path.name not in (_LOCK, AT_WORK):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
@@ -408,7 +425,7 @@ class RankStore:
     def _is_written_to(self) -> bool:
         """Whether the saving process of a trainer that is gone is still at work here: see `UnlockedStore.hold`."""
         try:
-            with open(open_own(self.directory / _AT_WORK, os.O_RDONLY), "rb") as file:
+            with open(open_own(self.directory / AT_WORK, os.O_RDONLY), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -445,7 +462,7 @@ class RankStore:
             self._arenas.discard(self._arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
-                (self.directory / _AT_WORK).unlink(missing_ok=True)
+                (self.directory / AT_WORK).unlink(missing_ok=True)
                 (self.directory / _LOCK).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
@@ -461,42 +478,3 @@ class RankStore:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
             self._released.notify_all()
-
-
-class UnlockedStore:
-    """Arenas for a process that saves on behalf of the one that holds the store: always new, never reused."""
-
-    def __init__(self, base: Path, rank: int) -> None:
-        self.base = base
-        self._directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
-
-    def hold(self) -> BinaryIO:
-        """Keep a new trainer from reusing arenas that are written to here, until what is returned is closed."""
-        make_tree(self.base, self._directory)
-        file = open(open_own(self._directory / _AT_WORK, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")  # noqa: SIM115
-        fcntl.flock(file, fcntl.LOCK_SH)
-        return file
-
-    def acquire(self, size: int, *, exact: bool = False) -> Arena:
-        """A new arena. It is the trainer's from the moment that the save is sealed.
-
-        Raises:
-            CapacityError: no room for one.
-        """
-        make_tree(self.base, self._directory)
-        # A name that no pool counts up to, so that the two processes never want the same one.
-        path = self._directory / f"arena-{time.time_ns()}"
-        return Arena.create(path, size if exact else with_slack(size))
-
-    def release(self, arena: Arena) -> None:
-        """Delete an arena that nothing was sealed in."""
-        arena.unlink()
-        arena.close()
-
-
-def _is_file_at(fd: int, path: Path) -> bool:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(fd))

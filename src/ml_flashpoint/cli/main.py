@@ -103,6 +103,28 @@ def verify(
 
 
 @app.command()
+def copy(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE[@STEP]", help="A job's base container; the newest version, or that STEP.")
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="Folder in which the version gets its own.")],
+    json: _Json = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Also a version that is not whole on this node.")] = False,
+) -> None:
+    """Copy a version out of SOURCE, which a running job may be using, to DEST/step-N_ckpt.
+
+    Never copy these files with other tools while the job runs: their memory is used again for later steps. This
+    has the job keep the version meanwhile, compares what was copied with its digests, and takes the newest version
+    then, if the job had to let go of it. The copy appears whole or not at all.
+
+    Exit code: 0 if it was copied, 1 if it could not be, 2 if there is no such version.
+    """
+    from ml_flashpoint.cli.copy import copy as copy_out
+
+    raise typer.Exit(copy_out(source, destination, as_json=json, partial=partial))
+
+
+@app.command()
 def demo(
     json: _Json = False,
     steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 40,

@@ -59,6 +59,11 @@ def exit_deadline_s() -> float:
     return _number("FLASHPOINT_EXIT_DEADLINE_S", 10.0)
 
 
+def reader_hold_s() -> float:
+    """Seconds that a version which could go stays for those who are reading it from outside of the job."""
+    return _number("FLASHPOINT_READER_HOLD_S", 60.0)
+
+
 def ddict_keep_folder_s() -> float:
     """Seconds that a node keeps the memory of killed managers of a `DDict` on Ray, for those that come back there."""
     return _number("FLASHPOINT_DDICT_KEEP_FOLDER_S", 20.0)

@@ -167,6 +167,14 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def check_way(folder: Path) -> Path:
     """Where a path leads, after a check of every folder and symbolic link on the way, and of itself. It need not exist.
 

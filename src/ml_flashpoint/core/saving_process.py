@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import UnlockedStore, publish
+from ml_flashpoint.checkpoint_object_manager.rank_store import publish
+from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import SaveError
 from ml_flashpoint.core.manifest import Manifest

@@ -135,17 +135,8 @@ class Channel:
         self._encoder = wire.FrameEncoder(keys.client_to_server)
         self._decoder = wire.FrameDecoder(keys.server_to_client)
 
-    def handshake_as_server(self, secret: bytes, within_s: float) -> None:
-        """The other side of `handshake_as_client`; raises the same errors."""
-        until = time.monotonic() + within_s
-        client_nonce = wire.parse_greeting(self._receive_bytes(wire.GREETING_BYTES, until=until))
-        server_nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._send_bytes(wire.greeting(server_nonce))
-        proof = self._receive_bytes(wire.MAC_BYTES, until=until)
-        if not hmac.compare_digest(proof, wire.client_proof(secret, client_nonce, server_nonce)):
-            raise AuthenticationError(f"{self._peer} does not know the job's secret")
-        self._send_bytes(wire.server_proof(secret, client_nonce, server_nonce))
-        keys = wire.session_keys(secret, client_nonce, server_nonce)
+    def take_keys_as_server(self, keys: wire.SessionKeys) -> None:
+        """Take the keys into use that a handshake by `wire.ServerHandshake` has given."""
         self._encoder = wire.FrameEncoder(keys.server_to_client)
         self._decoder = wire.FrameDecoder(keys.client_to_server)
 

@@ -31,6 +31,7 @@ from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
 from ml_flashpoint.replication.channel import Address, Channel, ConnectionLostError, naming, track
+from ml_flashpoint.replication.reception import Reception
 from ml_flashpoint.replication.transfer_backend import IncomingPart, TransferBackend
 from ml_flashpoint.replication.wire import Frame, FrameKind
 
@@ -43,13 +44,11 @@ _LEAST_BEAT_S, _MOST_BEAT_S = 0.02, 5.0
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """One accepted connection, from the first byte on."""
+    """One authenticated connection."""
 
     sock: socket.socket
-    began_at: float
     thread: threading.Thread | None = None
-    authenticated: bool = False
-    evicted: bool = False
+    refused: bool = False
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -153,10 +152,9 @@ class TransferService:
             host, port = self._bind_to
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                listener = socket.create_server((host, port), family=family, backlog=128)
+                listener = socket.create_server((host, port), family=family, backlog=wire.ACCEPT_BACKLOG)
             except OSError as exc:
                 raise ReplicationError(f"cannot listen on {host} port {port}: {exc.strerror or exc}") from exc
-            listener.settimeout(None)
             acceptor = threading.Thread(
                 target=self._accept, args=(listener,), name="flashpoint-transfer-accept", daemon=True
             )
@@ -195,33 +193,41 @@ class TransferService:
     # --- Connections ----------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, address = listener.accept()
-            except OSError as exc:
-                if not self._closed.is_set():
-                    self._log.warning("transfer service cannot accept a connection: %s", exc)
-                    self._closed.wait(0.1)  # out of descriptors, say: trying again at once would only spin
-                continue
-            self._admit(sock, f"{address[0]} port {address[1]}")
+        reception = Reception(
+            listener,
+            self._secret,
+            deadline_s=self._handshake_deadline_s,
+            admit=self._admit,
+            tell=self._tell_of_dropped,
+        )
+        try:
+            while not self._closed.is_set():
+                try:
+                    reception.serve()
+                except OSError as exc:
+                    if not self._closed.is_set():
+                        self._log.warning("transfer service cannot accept a connection: %s", exc)
+                        self._closed.wait(0.1)  # out of descriptors, say: trying again at once would only spin
+        finally:
+            reception.close()
 
-    def _admit(self, sock: socket.socket, peer: str) -> None:
-        track(sock)
-        connection = _Connection(sock, time.monotonic())
+    def _tell_of_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
+        if isinstance(error, ConnectionLostError):
+            _logger.debug("transfer connection ended: %s", error)
+        elif not self._closed.is_set():
+            self._log.warning("transfer connection from %s dropped: %s", peer, error)
+
+    def _admit(self, sock: socket.socket, peer: str, keys: wire.SessionKeys) -> None:
+        connection = _Connection(sock)
         thread = threading.Thread(
-            target=self._run, args=(connection, peer), name=f"flashpoint-transfer {peer}", daemon=True
+            target=self._run, args=(connection, peer, keys), name=f"flashpoint-transfer {peer}", daemon=True
         )
         connection.thread = thread
         with self._lock:
             if self._closed.is_set():
                 sock.close()
                 return
-            strangers = [other for other in self._connections if not (other.authenticated or other.evicted)]
-            if len(strangers) >= wire.MAX_HANDSHAKES:
-                # Whoever opens connections without end can so delay others, but not lock them out.
-                oldest = min(strangers, key=lambda other: other.began_at)
-                oldest.evicted = True
-                oldest.interrupt()
+            connection.refused = len(self._connections) >= self._max_connections
             try:
                 thread.start()  # under the lock, so that close() only ever joins threads that were started
             except RuntimeError as exc:
@@ -235,11 +241,11 @@ class TransferService:
             self._connections.discard(connection)
         connection.sock.close()
 
-    def _run(self, connection: _Connection, peer: str) -> None:
+    def _run(self, connection: _Connection, peer: str, keys: wire.SessionKeys) -> None:
         try:
             channel = Channel(connection.sock, deadline_s=self._deadline_s, peer=peer)
-            channel.handshake_as_server(self._secret, self._handshake_deadline_s)
-            if not self._enrol(connection):
+            channel.take_keys_as_server(keys)
+            if connection.refused:
                 channel.receive()
                 self._refuse(channel, ReplicationError("serving as many connections as allowed, try again later"))
                 return
@@ -250,20 +256,12 @@ class TransferService:
                     _logger.debug("idle transfer connection closed: %s", exc)
                     return
                 self._serve(channel, request)
-        except ConnectionLostError as exc:
-            _logger.debug("transfer connection ended: %s", exc)
         except (FlashpointError, OSError) as exc:
-            if not self._closed.is_set():
-                self._log.warning("transfer connection from %s dropped: %s", peer, exc)
+            self._tell_of_dropped(peer, exc)
         except Exception as exc:
             self._log.warning("transfer connection from %s failed", peer, exc_info=exc)
         finally:
             self._drop(connection)
-
-    def _enrol(self, connection: _Connection) -> bool:
-        with self._lock:
-            connection.authenticated = True
-            return sum(other.authenticated for other in self._connections) <= self._max_connections
 
     # --- Requests -------------------------------------------------------------------------------------------
     # A handler refuses what it can while both sides agree on what comes next. What it raises leaves them out

@@ -33,6 +33,7 @@ import enum
 import hashlib
 import hmac
 import json
+import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,9 @@ WORK_LIMIT_S = 600.0
 MAX_CONNECTIONS = 256
 """Authenticated connections served at once."""
 MAX_HANDSHAKES = 32
-"""Connections in the handshake at once; the oldest is dropped for a newcomer."""
+"""Connections in the handshake at once; the oldest of the host that has most is dropped for a newcomer."""
+ACCEPT_BACKLOG = 1024
+"""Connections that wait to be accepted. What finds no place there comes back after a second."""
 
 # --- Layout -------------------------------------------------------------------------------------------------
 
@@ -231,6 +234,45 @@ def session_keys(secret: bytes, client_nonce: bytes, server_nonce: bytes) -> Ses
         client_to_server=_derive(secret, b"client to server key", client_nonce, server_nonce),
         server_to_client=_derive(secret, b"server to client key", client_nonce, server_nonce),
     )
+
+
+class ServerHandshake:
+    """The server's side of a handshake, from bytes to bytes.
+
+    Args:
+        secret: the job's.
+        peer: how errors name the other side.
+
+    Attributes:
+        awaited_bytes: how many bytes the peer is to send next.
+        keys: of the connection, once the peer has proved that it knows the secret.
+    """
+
+    def __init__(self, secret: bytes, peer: str) -> None:
+        self._secret = secret
+        self._peer = peer
+        self._server_nonce = b""
+        self._client_nonce = b""
+        self.awaited_bytes = GREETING_BYTES
+        self.keys: SessionKeys | None = None
+
+    def answer(self, data: bytes) -> bytes:
+        """What to answer to the awaited bytes: a challenge to the first, our own proof to the second.
+
+        Raises:
+            ProtocolError: the peer speaks something else.
+            AuthenticationError: it does not know the secret.
+        """
+        if not self._server_nonce:
+            self._client_nonce = parse_greeting(data)
+            self._server_nonce = secrets.token_bytes(NONCE_BYTES)
+            self.awaited_bytes = MAC_BYTES
+            return greeting(self._server_nonce)
+        nonces = self._client_nonce, self._server_nonce
+        if not hmac.compare_digest(data, client_proof(self._secret, *nonces)):
+            raise AuthenticationError(f"{self._peer} does not know the job's secret")
+        self.keys = session_keys(self._secret, *nonces)
+        return server_proof(self._secret, *nonces)
 
 
 # --- Frames -------------------------------------------------------------------------------------------------

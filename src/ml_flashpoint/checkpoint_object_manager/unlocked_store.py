@@ -1,0 +1,49 @@
+"""Arenas for a process that saves on behalf of the one that holds a rank's store.
+
+Owns making them, and the lock that tells a later trainer that such a process is at work. Everything else about them is
+`rank_store`'s.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
+from ml_flashpoint.checkpoint_object_manager.rank_store import AT_WORK, PRIVATE_DIR
+from ml_flashpoint.core.private_folders import make_tree, open_own
+
+
+class UnlockedStore:
+    """Arenas for a process that saves on behalf of the one that holds the store: always new, never reused."""
+
+    def __init__(self, base: Path, rank: int) -> None:
+        self.base = base
+        self._directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
+
+    def hold(self) -> BinaryIO:
+        """Keep a new trainer from reusing arenas that are written to here, until what is returned is closed."""
+        make_tree(self.base, self._directory)
+        file = open(open_own(self._directory / AT_WORK, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file
+
+    def acquire(self, size: int, *, exact: bool = False) -> Arena:
+        """A new arena. It is the trainer's from the moment that the save is sealed.
+
+        Raises:
+            CapacityError: no room for one.
+        """
+        make_tree(self.base, self._directory)
+        # A name that no pool counts up to, so that the two processes never want the same one.
+        path = self._directory / f"arena-{time.time_ns()}"
+        return Arena.create(path, size if exact else with_slack(size))
+
+    def release(self, arena: Arena) -> None:
+        """Delete an arena that nothing was sealed in."""
+        arena.unlink()
+        arena.close()

@@ -1,0 +1,213 @@
+"""What is read of a running job's version is what was saved, or the reader is told; the job goes on in any case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ml_flashpoint import Flashpoint, open_version
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.cli.copy import copy
+from ml_flashpoint.cli.verify import verify_base
+from ml_flashpoint.core.copy_version import copy_version
+from ml_flashpoint.core.errors import DamagedError, ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.core.open_version import HeldVersion, hold_version
+from tests.checkpoint_object_manager.store_support import ARENA, commit
+
+_KEY = "model.weight"
+
+
+class _Job:
+    """A job whose weights are the number of its step."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.model = torch.nn.Linear(256, 256, bias=False)
+        self.flashpoint = Flashpoint(base).track(model=self.model)
+        self.flashpoint.resume()
+
+    def save(self, count: int = 1) -> int:
+        for _ in range(count):
+            with torch.no_grad():
+                self.model.weight.fill_(self.flashpoint.steps_done + 1)
+            self.flashpoint.step()
+            assert self.flashpoint.wait(60)
+        assert self.flashpoint.health.failures == 0
+        return self.flashpoint.steps_done
+
+
+@pytest.fixture
+def job(tmpfs: Path) -> _Job:
+    made = _Job(tmpfs / "job")
+    made.save(2)
+    return made
+
+
+def _is_all(tensor: torch.Tensor, value: int) -> bool:
+    return bool((tensor == value).all())
+
+
+def test_what_other_tools_map_shows_later_steps(job: _Job) -> None:
+    """Why all this is needed: docs/object-format.md warns of it."""
+    [path] = (job.base / "step-2_ckpt").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        tensor = file.get_tensor(_KEY)
+        job.save(4)
+        assert not _is_all(tensor, 2)
+    job.flashpoint.close()
+
+
+def test_an_open_version_stays_what_it_was(job: _Job) -> None:
+    with open_version(job.base) as version:
+        tensor, array = version.tensor(0, _KEY), version.numpy(0, _KEY)
+        assert (version.step, version.missing_ranks) == (2, [])
+        assert _KEY in list(version.keys(0))
+        job.save(6)
+        assert _is_all(tensor, 2)
+        assert (array == 2).all()
+        version.check()
+        with open_version(job.base, 2) as again:
+            assert _is_all(again.tensor(0, _KEY), 2)
+    job.save(2)
+    assert not (job.base / "step-2_ckpt").exists()
+    with open_version(job.base) as newest:
+        assert newest.step == 10
+        with pytest.raises(ObjectNotFoundError):
+            newest.tensor(1, _KEY)
+    job.flashpoint.close()
+
+
+def test_a_hold_that_takes_too_long_is_broken_and_told_of(job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_READER_HOLD_S", "1e-9")
+
+    def read(ends: int) -> None:
+        with open_version(job.base) as version:
+            version.tensor(0, _KEY)
+            job.save(4)
+            assert 1 // ends
+
+    with pytest.raises(PrunedError, match="step 2"):
+        read(1)
+    with pytest.raises(ZeroDivisionError):  # an error of the reader's own is not hidden
+        read(0)
+    job.flashpoint.close()
+
+
+@pytest.mark.stores_any_bytes
+def test_a_hold_never_costs_a_save(small_tmpfs: Path) -> None:
+    store = RankStore(small_tmpfs / "job", 0)
+    size = 1 << 20
+
+    def save(step: int) -> None:
+        arena = store.acquire(size)
+        arena.buffer[:size] = bytes([step]) * size
+        store.release(arena)
+        commit(store, step, f"a{step}", rank=0)
+        store.advance(f"a{step}")
+
+    save(1)
+    held = _held(store, 1)
+    save(2)
+    assert (store.base / "step-1_ckpt").exists()
+    taken = [store.acquire(size)]
+    while (store.base / "step-1_ckpt").exists():
+        taken.append(store.acquire(ARENA * 8))
+    with pytest.raises(PrunedError):
+        held.check()
+    held.close()
+    store.close()
+
+
+def _held(store: RankStore, step: int) -> HeldVersion:
+    manifest = next(part.manifest for part in store.held() if part.version == f"step-{step}_ckpt")
+    assert manifest is not None
+    return HeldVersion(store.base, [manifest])
+
+
+@pytest.mark.stores_any_bytes
+def test_a_version_that_is_not_whole_here_is_taken_only_if_asked_for(tmpfs: Path) -> None:
+    store = RankStore(tmpfs / "job", 0)
+    with pytest.raises(ObjectNotFoundError, match="there is no version"):
+        hold_version(store.base)
+    commit(store, 1, "a1")
+    with pytest.raises(ObjectNotFoundError, match="partial"):
+        hold_version(store.base)
+    with hold_version(store.base, partial=True) as version:
+        assert version.missing_ranks == [1, 2, 3]
+    store.close()
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------
+
+
+def _weight(version: Path) -> torch.Tensor:
+    [path] = version.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(_KEY)
+        return tensor
+
+
+def test_a_copy_is_what_was_saved(job: _Job, tmpfs: Path) -> None:
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        if not told:
+            job.save(4)  # what is being copied is pruned by now, or would be
+        told.append((done, total))
+
+    copied = copy_version(job.base, tmpfs / "copies", 2, progress=progress)
+    assert told[-1][0] == told[-1][1] > 256 * 256 * 4
+    assert _is_all(_weight(copied), 2)
+    assert verify_base(str(tmpfs / "copies")) == 0
+    newest = job.flashpoint.steps_done
+    copy_version(job.base, tmpfs / "copies", newest)
+    with pytest.raises(SaveError, match="already"):
+        copy_version(job.base, tmpfs / "copies", newest)
+    job.flashpoint.close()
+
+
+def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(
+    job: _Job, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_READER_HOLD_S", "1e-9")
+    steps = iter([4, 0, 0, 0, 0])
+    with pytest.raises(PrunedError):
+        copy_version(job.base, tmpfs / "copies", 2, progress=lambda done, total: job.save(4))
+    assert not list((tmpfs / "copies").iterdir())
+    copied = copy_version(job.base, tmpfs / "copies", progress=lambda done, total: job.save(next(steps)))
+    assert copied.name == f"step-{job.flashpoint.steps_done}_ckpt"
+    assert _is_all(_weight(copied), job.flashpoint.steps_done)
+    job.flashpoint.close()
+
+
+@pytest.mark.damages_on_purpose
+def test_damage_is_not_copied(job: _Job, tmpfs: Path) -> None:
+    [path] = (job.base / "step-2_ckpt").glob("*.safetensors")
+    with open(path, "r+b") as file:
+        file.seek(100_000)
+        file.write(b"\xff")
+    with pytest.raises(DamagedError, match="not what was saved"):
+        copy_version(job.base, tmpfs / "copies")
+    assert not list((tmpfs / "copies").iterdir())
+    with pytest.raises(DamagedError), open_version(job.base) as version:
+        version.tensor(0, _KEY)
+    job.flashpoint.close()
+
+
+def test_the_command_says_how_it_went(job: _Job, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes: list[Callable[[], int]] = [
+        lambda: copy(f"{job.base}@2", str(tmpfs / "copies")),
+        lambda: copy(f"{job.base}@2", str(tmpfs / "copies")),
+        lambda: copy(f"{job.base}@7", str(tmpfs / "copies")),
+        lambda: copy(str(tmpfs / "nothing"), str(tmpfs / "copies")),
+    ]
+    assert [outcome() for outcome in outcomes] == [0, 1, 2, 2]
+    said = capsys.readouterr()
+    assert f"copied to {tmpfs}{os.sep}copies{os.sep}step-2_ckpt" in said.out
+    assert said.err.count("flashpoint: ") == 3
+    job.flashpoint.close()

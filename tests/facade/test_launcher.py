@@ -1,0 +1,56 @@
+"""The warning that ranks under torchrun will hang when they are started again."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import pytest
+
+from ml_flashpoint.facade.launcher import VARIABLE, warn_of_shared_store
+
+rendezvous = importlib.import_module("torch.distributed.rendezvous")
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "rank", "warns"),
+    [
+        ("True", "3", 0, True),
+        ("True", "0", 0, False),
+        ("False", "3", 0, False),
+        (None, None, 0, False),
+        ("True", "3", 1, False),
+    ],
+)
+def test_warns_where_ranks_may_hang(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shared: str | None,
+    restarts: str | None,
+    rank: int,
+    warns: bool,
+) -> None:
+    def keeps_addresses() -> None:
+        """As torch 2.13: one store, the same keys."""
+
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", keeps_addresses)
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", shared), ("TORCHELASTIC_MAX_RESTARTS", restarts)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        warn_of_shared_store(rank)
+    assert (f"export {VARIABLE}=1" in caplog.text) == warns
+
+
+def test_does_not_warn_where_lives_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prefixed() -> str:
+        return "TORCHELASTIC_RESTART_COUNT"
+
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", prefixed)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    warn_of_shared_store(0)
+    assert VARIABLE not in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cluster import Cluster
 from tests.support.forked import Team
 from tests.workers import real_doors as worker
 
@@ -33,3 +34,16 @@ def test_local_checkpoints_survive_a_node_bit_for_bit(tmpfs: Path) -> None:
     assert found in ([2, 2], [3, 3])
     run(worker.save_locally, tmpfs, found[0] + 1, found[0] + 2, False)
     assert run(worker.load_locally, tmpfs) == [found[0] + 2] * 2
+
+
+def test_a_lightning_job_on_two_nodes_is_the_undisturbed_job(tmpfs: Path) -> None:
+    with Cluster(
+        tmpfs, "lightning_real", nodes=2, ranks_per_node=1, env=REAL, torchrun=True, max_restarts=1
+    ) as cluster:
+        cluster.wait(timeout_s=500)
+        found = [{key: value for each in cluster.reports(rank) for key, value in each.items()} for rank in range(2)]
+        resumes = [[each["resumes"] for each in cluster.reports(rank) if "resumes" in each] for rank in range(2)]
+    # The agents may have swapped the ranks.
+    assert [[each and Path(each).name for each in told] for told in resumes] == [[None, "step-2_ckpt", None]] * 2
+    assert found[0]["bytes"] + found[1]["bytes"] > 256 << 20
+    assert [each["resumed"] for each in found] == [each["undisturbed"] for each in found]

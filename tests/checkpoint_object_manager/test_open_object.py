@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import ObjectNotFoundError
+from ml_flashpoint.core.errors import JobInUseError, ObjectNotFoundError
 from ml_flashpoint.core.manifest import object_name
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content
+from tests.support.forked import call
+from tests.workers import fault_engine as engine
 
 pytestmark = pytest.mark.stores_any_bytes
 
@@ -80,3 +83,25 @@ def test_free_arenas_beyond_what_is_expected_are_given_back(store: RankStore) ->
     for _ in range(40):
         store.trim(2)
     assert store.resident_bytes() == (0, 2 * ARENA)
+
+
+def test_one_directory_has_one_store_in_a_process_whatever_its_path(tmpfs: Path) -> None:
+    (tmpfs / "real").mkdir()
+    (tmpfs / "link").symlink_to("real")
+    mine = RankStore(tmpfs / "real", 0)
+    with pytest.raises(JobInUseError, match="this process"):
+        RankStore(tmpfs / "link", 0, lock_deadline_s=0)
+    assert call(engine.open_base, str(tmpfs / "real"), env={"FLASHPOINT_LOCK_DEADLINE_S": "0.2"}).startswith(
+        "JobInUseError"
+    ), "the refused one must not have let go of the lock"
+    mine.close()
+    RankStore(tmpfs / "link", 0).close()
+
+
+def test_a_path_and_its_symlink_are_one_base_container(tmpfs: Path) -> None:
+    (tmpfs / "real").mkdir()
+    (tmpfs / "link").symlink_to("real")
+    one, other = CheckpointObjectManager(), CheckpointObjectManager()
+    assert one.open(tmpfs / "real", 0) is other.open(tmpfs / "link", 0)
+    assert one.open(f"{tmpfs}/link", 0) is one.store
+    one.close()

@@ -26,7 +26,7 @@ from ml_flashpoint.core.inventory import has_objects, part_record
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.core.part_reader import read_local_manifests
 from ml_flashpoint.core.recovery import NodeInventory, RecoveryPlan, plan_recovery
-from ml_flashpoint.core.recovery_run import _superseded
+from ml_flashpoint.core.recovery_run import _useless
 from ml_flashpoint.replication.store_backend import IncomingCopy
 from ml_flashpoint.replication.strategies import (
     CliqueStrategy,
@@ -441,7 +441,7 @@ class Job(RuleBasedStateMachine):
             self.do(fetch.target_rank, receive)
             self.finish(fetch.target_rank)
         for store in self.stores.values():
-            useless = _superseded(store, plan.version, self.inventories(), f"{self.life:03d}")
+            useless = _useless(store, plan.version, self.inventories(), f"{self.life:03d}")
             store.drop_before_next_save(useless)
         self.lost.clear()
         self.verified = plan.version.attempt

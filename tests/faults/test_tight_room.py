@@ -83,6 +83,31 @@ def test_versions_are_verified_for_ever(
     job(tmp_path, sizes(80), states, ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [[0, 1], [1, 0]],
+        [[0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 1, 0]],
+        [[0, 1, 2, 3], [2, 3, 0, 1], [0, 2, 1, 3]],
+        [[0, 0, 1, 1], [1, 0]],
+    ],
+    ids=["swapped", "mixed", "pairs", "fewer"],
+)
+def test_ranks_come_back_on_other_nodes(tmp_path: Path, placements: list[list[int]]) -> None:
+    """What ranks left where they ran makes room for those that run there now."""
+    sizes = constant(6)
+    step = 0
+    per_node = max(placements[0].count(node) for node in placements[0])
+    room = per_node * documented(4, max(sizes))
+    with nodes(tmp_path, room, max(placements[0]) + 1):
+        for placement in placements:
+            said = call_team(save_back_to_back, tmp_path, len(placement), sizes, 1, placement=placement)
+            assert {each["loaded"] for each in said} == {step}
+            check(said, room)
+            step += len(sizes)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sizes", [constant, changing, growing])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -184,8 +185,11 @@ class ArenaPool:
             self._free.append(arena)
 
     def trim(self, expected: int) -> None:
-        """Give back free arenas beyond ``expected``, if there were too many at the last calls, too."""
+        """Give back free arenas beyond ``expected``, if there were too many at the last calls, too; those beyond what
+        there may be at all (taken over from other ranks, say) at once."""
         with self._lock:
+            if self.budget is not None:
+                self.discard(self._free[: max(0, self.count - self.budget.most)])
             self._spare_for = self._spare_for + 1 if len(self._free) > expected else 0
             if self._spare_for < _TRIM_AFTER:
                 return
@@ -241,6 +245,19 @@ class ArenaPool:
         """Take over arenas that hold nothing."""
         with self._lock:
             self._free.extend(arenas)
+
+    def take_over(self, other: ArenaPool) -> None:
+        """Move the arenas of another pool here, with both locked by the caller."""
+        for arena in (*other._free, *other._in_use):
+            path = self.directory / f"arena-{self._next}"
+            self._next += 1
+            os.rename(arena.path, path)
+            arena.path = path
+            arena.make_room = self._make_room
+        self._free += other._free
+        self._in_use |= other._in_use
+        other._free.clear()
+        other._in_use.clear()
 
     def at(self, path: Path, rank: int) -> Arena:
         """The arena of a file of this pool; mapped now if another process made it, remapped if it grew.

@@ -36,7 +36,7 @@ class CheckpointObjectManager:
             InvalidArgumentError: this manager serves another base container already.
             JobInUseError: another live process holds it.
         """
-        path = Path(str(CheckpointContainerId(base)))
+        path = resolved_base(base)
         with self._opened:
             if self._store is None or self._store.closed:
                 self._store = _shared_store(path, rank)
@@ -74,6 +74,11 @@ class CheckpointObjectManager:
                 _stores.pop((str(self._store.base), self._store.rank), None)
                 self._store.close()
                 self._store = None
+
+
+def resolved_base(base: str | os.PathLike[str]) -> Path:
+    """The one path of a base container, whatever symbolic links it was given by."""
+    return Path(os.path.realpath(str(CheckpointContainerId(base))))
 
 
 def _shared_store(base: Path, rank: int) -> RankStore:

@@ -22,6 +22,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from pathlib import Path
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR as PRIVATE_DIR
-from ml_flashpoint.checkpoint_object_manager.base_marks import RANK_NAME, mark_complete
+from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
@@ -48,6 +49,10 @@ _log = logging.getLogger(__name__)
 
 _LOCK = "lock"
 AT_WORK = "saving"
+
+
+_open_here: weakref.WeakValueDictionary[tuple[int, int], RankStore] = weakref.WeakValueDictionary()
+"""The stores of this process by device and inode of their directory: one directory may have several paths."""
 
 
 class RankStore:
@@ -78,6 +83,7 @@ class RankStore:
         make_tree(base, self.directory)
         warn_unless_memory(base)
         self._lock = threading.RLock()
+        self._lock_fd = -1
         self._released = threading.Condition(self._lock)
         self.evict: Callable[[], bool] | None = None
         """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
@@ -185,6 +191,11 @@ class RankStore:
     def keep_to(self, budget: Budget) -> None:
         """Have no more arenas than a budget allows, from now on."""
         self._arenas.budget = budget
+
+    @property
+    def arena_count(self) -> int:
+        """Arenas that there are."""
+        return self._arenas.count
 
     def missing_for_copies(self, own: Collection[Arena]) -> int:
         """Arenas that copies will need beside those that they have. ``own``: those that this rank's versions are in."""
@@ -381,6 +392,7 @@ class RankStore:
         give_up = time.monotonic() + deadline_s
         while True:
             make_tree(self.base, self.directory)
+            self._register()
             fd = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -402,6 +414,16 @@ class RankStore:
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
+
+    def _register(self) -> None:
+        """Before the lock's file is opened: locks do not keep stores of one process apart, and closing one of several
+        descriptors of a file lets go of the lock."""
+        found = os.stat(self.directory)
+        other = _open_here.get((found.st_dev, found.st_ino))
+        if other is None or other is self or other.closed:
+            _open_here[(found.st_dev, found.st_ino)] = self
+            return
+        raise JobInUseError("this process uses the arenas of this rank already", rank=self.rank, path=self.directory)
 
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
@@ -433,31 +455,21 @@ class RankStore:
             return True
         return False
 
-    def sweep_departed(self, ranks_here: Collection[int], attempt: str) -> bool:
-        """Prune what ranks left here that now run elsewhere, or not at all, and give its memory back.
+    def take_over(self, other: RankStore) -> None:
+        """Make the arenas and parts of another rank's store this one's. The other is closed, its directory gone."""
+        with self._released, other._lock:
+            self._arenas.take_over(other._arenas)
+            for part in other.held():
+                if (part.attempt, part.rank) in self._parts:
+                    for arena in part.arenas:
+                        self._arenas.release(arena)
+                else:
+                    self._note(part)
+            other._parts.clear()
+            other.vacate()
 
-        Args:
-            ranks_here: ranks that run on this node; theirs is never touched.
-            attempt: older parts may go, see :meth:`advance`.
-
-        Returns:
-            Whether nothing is left to be swept. False: a process still uses some of it.
-        """
-        done = True
-        for path in (self.base / PRIVATE_DIR).iterdir():
-            match = RANK_NAME.fullmatch(path.name)
-            if match is None or int(match[1]) in (self.rank, *ranks_here):
-                continue
-            try:
-                departed = RankStore(self.base, int(match[1]), lock_deadline_s=0)
-            except JobInUseError:
-                done = False
-                continue
-            departed.advance(attempt)
-            departed._vacate()
-        return done
-
-    def _vacate(self) -> None:
+    def vacate(self) -> None:
+        """Give free arenas back, and the directory with them if no part is left; then close."""
         with self._lock:
             self._arenas.discard(self._arenas.free)
             if not self._parts:
@@ -478,3 +490,6 @@ class RankStore:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
             self._released.notify_all()
+
+
+os.register_at_fork(after_in_child=_open_here.clear)  # a child owns none of the files

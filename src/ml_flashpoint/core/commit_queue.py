@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.errors import DeadlineError, FlashpointError
 from ml_flashpoint.core.rank_group import RankGroup
@@ -197,7 +198,7 @@ class CommitQueue:
         save.store.advance(save.attempt)
         if not self._swept and self._group.is_node_leader:
             here = self._group.topology.ranks_of(self._group.node)
-            self._swept = save.store.sweep_departed(here, save.attempt)
+            self._swept = sweep_departed(save.store, here, save.attempt)
 
     def _make_ready(self, save: PendingSave) -> bool:
         """Whether this rank has sealed the save and has all copies of it."""

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import forget_complete
+from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains
 from ml_flashpoint.core.errors import FlashpointError, SaveError
@@ -42,7 +43,7 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
         if found:
             _log.warning("discarding %s, as told", ", ".join(found))
         try:
-            store.sweep_departed(group.topology.ranks_of(group.node), _NEWER_THAN_ALL)
+            sweep_departed(store, group.topology.ranks_of(group.node), _NEWER_THAN_ALL)
             for version in list_versions(store.base):
                 _remove_version(store.base / version)
             forget_complete(store.base)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
+from ml_flashpoint.checkpoint_object_manager.departed import take_over_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.core.failure_kinds import as_ours, is_damage, retrying
@@ -110,6 +111,8 @@ class RecoveryRun:
             self._plan_s += planned - gathered
             if plan is None:
                 return None
+            # First, so that there is room for what is fetched; after the look, which tells who has saved where.
+            take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
             share = self._carry_out(plan)
             self._fetched += share.count
             done, protected = self._vote(plan, share)
@@ -121,10 +124,19 @@ class RecoveryRun:
             unread = any(each.transient for report in self.reports for each in report.unread)
             sure = self._excluded <= self._discarded and not unread
             # Not at once: what is loaded now may turn out unusable, and be discarded for an older version.
-            superseded_here = _superseded(store, plan.version, inventories, group.run_id) if protected and sure else []
-            store.drop_before_next_save(superseded_here)
+            due = self._due_here()
+            useless = _useless(store, plan.version, inventories, group.run_id, due) if protected and sure else []
+            store.drop_before_next_save(useless)
             self.plan = plan
             return plan.version
+
+    def _due_here(self) -> set[int] | None:
+        """Ranks whose parts belong on this node; None if that is not known."""
+        strategy, topology = self._source.strategy, self._group.topology
+        if strategy is None:
+            return None
+        here = topology.ranks_of(self._group.node)
+        return {*here, *(peer for rank in here for peer in strategy.held_by(rank, topology))}
 
     def report(self) -> RecoveryReport:
         """What was done, on this rank."""
@@ -273,16 +285,22 @@ class _Share:
     protected: bool = True
 
 
-def _superseded(
-    store: RankStore, version: CompleteVersion, inventories: Sequence[NodeInventory], run_id: str
+def _useless(
+    store: RankStore,
+    version: CompleteVersion,
+    inventories: Sequence[NodeInventory],
+    run_id: str,
+    due_here: Collection[int] | None = None,
 ) -> list[HeldPart]:
     """Parts that a recovered version, verified on all ranks and with all its copies, makes useless: what is older,
-    and what an earlier run began and did not complete. If they stayed, a job that crashes again and again before
-    its first verified save would fill the memory."""
+    what an earlier run began and did not complete, and its own parts that belong on other nodes, since only those of
+    the ranks ``due_here`` belong on this one. If they stayed, a job that crashes again and again before its first
+    verified save would fill the memory, and one whose ranks changed places might have no room."""
     complete = {found.attempt for found in complete_versions(inventories)}
     return [
         part
         for part in store.held()
         if superseded(part.attempt, version.attempt)
+        or (part.attempt == version.attempt and due_here is not None and part.rank not in due_here)
         or (part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id))
     ]

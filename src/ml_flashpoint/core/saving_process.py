@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import publish
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
@@ -96,7 +97,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             self._end_work()
 
     def _store(self, base: CheckpointContainerId) -> UnlockedStore:
-        return UnlockedStore(Path(str(base)), self.rank)
+        return UnlockedStore(resolved_base(base), self.rank)
 
     def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
         self._begin_work(UnlockedStore(store.base, self.rank))

@@ -116,7 +116,8 @@ class LocalCheckpointManager:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._ranks = rank_group()
-        if (earlier := _managers.pop(self._base.path, None)) is not None:
+        self._key = os.path.realpath(self._base.path)
+        if (earlier := _managers.pop(self._key, None)) is not None:
             earlier.close()
         with contextlib.ExitStack() as undo:
             self._objects = CheckpointObjectManager()
@@ -133,7 +134,7 @@ class LocalCheckpointManager:
             self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
             self._parts = PartLoader(self._loader, self._ranks, self._types, self._meshes)
             undo.pop_all()
-        _managers[self._base.path] = self
+        _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
                 "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "
@@ -446,8 +447,8 @@ class LocalCheckpointManager:
         if self._closed:
             return
         self._closed = True
-        if _managers.get(self._base.path) is self:
-            del _managers[self._base.path]
+        if _managers.get(self._key) is self:
+            del _managers[self._key]
         self._saver.close()
         for ticket in self._under_way:
             if not _has_ended(ticket):

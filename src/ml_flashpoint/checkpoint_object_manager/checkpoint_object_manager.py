@@ -14,6 +14,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import DeadlineError, InvalidArgumentError
 from ml_flashpoint.core.knobs import lock_deadline_s
+from ml_flashpoint.core.private_folders import check_way
 
 _stores: dict[tuple[str, int], RankStore] = {}
 _stores_lock = threading.Lock()
@@ -77,8 +78,12 @@ class CheckpointObjectManager:
 
 
 def resolved_base(base: str | os.PathLike[str]) -> Path:
-    """The one path of a base container, whatever symbolic links it was given by."""
-    return Path(os.path.realpath(str(CheckpointContainerId(base))))
+    """The one path of a base container, whatever symbolic links it was given by.
+
+    Raises:
+        UnsafePathError: somebody else could lead it elsewhere.
+    """
+    return check_way(Path(str(CheckpointContainerId(base))))
 
 
 def _shared_store(base: Path, rank: int) -> RankStore:

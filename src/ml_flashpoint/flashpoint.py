@@ -14,7 +14,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Literal
 
@@ -34,6 +33,7 @@ from ml_flashpoint.core.errors import (
     UnaskedVersionsError,
 )
 from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.core.lasting_group import LastingGroup
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.facade.agreement import check_capacity, fall_back
@@ -97,6 +97,8 @@ class Flashpoint:
             By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
             for a script that is started again after a crash: it would remove what it should resume from.
+        verify_saves: what is read back of each part, in the background: a ``"sample"`` (one block, another one each
+            time), ``"all"`` or ``"none"``. A version that turns out damaged is withdrawn; the save has failed then.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -118,6 +120,7 @@ class Flashpoint:
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,
         discard_existing: bool = False,
+        verify_saves: str = "sample",
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -146,14 +149,15 @@ class Flashpoint:
             self._replication.initialize(self._objects)
             self._has_copies = bool(self._replication.copies_of(self._ranks.rank))
             self._saver = DefaultMLFlashpointCheckpointSaver(
-                ckpt_obj_manager=self._objects, replication_manager=self._replication
+                ckpt_obj_manager=self._objects, replication_manager=self._replication, verify_saves=verify_saves
             )
             undo.callback(self._saver.close)
             self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
             # One of its own, so that saves never interleave with the program's collectives, on any device.
-            self._group: dist.ProcessGroup | None = None
+            self._group: LastingGroup | None = None
             if self._world is not None:
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_s))
+                calls = "to call step() or save() for the same steps"
+                self._group = self._ranks.new_lasting_group("facade", deadline_s=self._deadline_s, calls=calls)
             else:
                 # A single process is what was asked for: torch need not warn about it.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
@@ -162,12 +166,7 @@ class Flashpoint:
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
         self._saves = SaveRunner(
-            self._tracked,
-            self._saver,
-            self._group,
-            self._guard,
-            safe_globals=allowed,
-            deadline_s=self._deadline_s,
+            self._tracked, self._saver, self._group, self._guard, safe_globals=allowed, deadline_s=self._deadline_s
         )
         self._states = StateLoader(self._tracked, self._loader, self._ranks, self._group, safe_globals=allowed)
         self._steps = 0
@@ -270,6 +269,7 @@ class Flashpoint:
                 step, source = 0, "nothing"
         self._steps = step
         self._unasked = False
+        self._saves.align()
         self._check_capacity()
         self._last_recovery = Recovery(
             step=step,
@@ -326,8 +326,7 @@ class Flashpoint:
         self._raise_failure()
 
     def _save(self, step: int) -> None:
-        name = CheckpointContainerId.format_version_container(step)
-        self._saves.save(CheckpointContainerId.create_child(self._base, name))
+        self._saves.save(CheckpointContainerId(f"{self._base}/{CheckpointContainerId.format_version_container(step)}"))
 
     def _raise_failure(self) -> None:
         """Called at the end of everything that saves or waits."""
@@ -388,7 +387,7 @@ class Flashpoint:
     @property
     def health(self) -> Health:
         """How saving goes, now."""
-        saves, replication_error = self._saves, self._saver.stats.replication_error
+        saves, stats = self._saves, self._saver.stats
         own = [part.manifest for part in self._store.held() if part.rank == self._ranks.rank]
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
@@ -396,12 +395,13 @@ class Flashpoint:
             saves=saves.saves,
             failures=saves.failures,
             last_error=saves.last_error,
-            replication_error=replication_error,
+            replication_error=stats.replication_error,
+            agreement_error=stats.agreement_error,
             blocked_s=saves.blocked_s,
             blocked_total_s=saves.blocked_total_s,
             sealed_s=saves.sealed_s,
             bytes=self._part_bytes,
-            degraded=bool(saves.failures_in_a_row or saves.hangs or replication_error is not None),
+            degraded=bool(saves.failures_in_a_row or saves.hangs or stats.replication_error or stats.agreement_error),
         )
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -456,8 +456,8 @@ class Flashpoint:
         if sealed:
             # Else arenas may still be written to: they stay mapped until the process ends.
             self._objects.close()
-            if self._group is not None and _default_group() is self._world:
-                dist.destroy_process_group(self._group)
+            if self._group is not None:
+                self._group.close()
         self._saves.forget()
         self._guard.remove()
         release(self, self._key)

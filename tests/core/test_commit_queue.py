@@ -10,18 +10,27 @@ from tests.support.injector import Fault, Injector
 
 
 class TwoRanks:
-    """A group of which the other rank always agrees; it records this rank's votes."""
+    """A group of which the other rank always agrees, and its numbering; it records this rank's votes."""
 
     distributed = True
+    highest = 9
     rank = 0
     is_node_leader = False
 
     def __init__(self) -> None:
         self.votes: list[tuple[int, ...]] = []
 
-    def agree_min(self, values: tuple[int, ...]) -> tuple[int, ...]:
+    was_asked = True
+
+    def minimum(self, values: tuple[int, ...]) -> tuple[int, ...]:
         self.votes.append(values)
         return values
+
+    def newest_ms(self, base: str) -> int:
+        return -1
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_rank_votes_whatever_goes_wrong_before() -> None:
@@ -30,14 +39,14 @@ def test_a_rank_votes_whatever_goes_wrong_before() -> None:
     def watch(pending: PendingSave) -> float | None:
         raise OSError("the notices are gone")
 
-    queue = CommitQueue(group, None, seal_deadline_s=lambda: 10.0, watch=watch)
+    queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=watch)
     broken = PendingSave("a-1", 1)
     queue.submit(broken)
     assert broken.settled.wait(10)
     assert [vote[:2] for vote in group.votes] == [(0, 1)]
     assert isinstance(broken.error, OSError)
 
-    part, store = SimpleNamespace(), SimpleNamespace(advance=lambda attempt: None)
+    part, store = SimpleNamespace(), SimpleNamespace(base="/job", advance=lambda attempt: None)
     later = PendingSave("a-2", 2, step=2)
     later.resolve(part, store)  # type: ignore[arg-type]
     queue.submit(later)
@@ -55,7 +64,7 @@ def test_only_the_first_outcome_of_a_save_counts() -> None:
 
 def test_a_thread_that_cannot_be_started_is_started_later() -> None:
     group: Any = TwoRanks()
-    queue = CommitQueue(group, None, seal_deadline_s=lambda: 10.0, watch=lambda pending: 0.1)
+    queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=lambda pending: 0.1)
     one, other = PendingSave("a-1", 1), PendingSave("a-2", 2)
     for pending in (one, other):
         pending.resolve(None, None, OSError("lost"))

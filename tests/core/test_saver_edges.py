@@ -14,7 +14,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
-from ml_flashpoint.core import checkpoint_saver
+from ml_flashpoint.core import checkpoint_saver, handing_off
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import CapacityError, DeadlineError, SaveError
@@ -196,7 +196,7 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
     for _ in range(3):
         assert looked.acquire(timeout=10)
     assert not pending.resolved.is_set()
-    monkeypatch.setattr(checkpoint_saver, "_TAKE_UP_S", 0.0)
+    monkeypatch.setattr(handing_off, "_TAKE_UP_S", 0.0)
     assert pending.settled.wait(10)
     assert "its process is gone" in str(pending.error)
     with pytest.raises(SaveError, match="given up"):

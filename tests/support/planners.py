@@ -79,6 +79,10 @@ class FailingPlanner(DefaultSavePlanner):
         self._fail_in("create_global_plan")
         return super().create_global_plan(all_plans)
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._fail_in("finish_plan")
+        return super().finish_plan(new_plan)
+
     def resolve_data(self, write_item: WriteItem) -> Any:
         self._fail_in("resolve_data")
         return super().resolve_data(write_item)

@@ -270,7 +270,7 @@ def memory_stays_at_two_versions(door: Door, mode: str) -> None:
 @case
 def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
     step = 0
-    for method in ("create_local_plan", "create_global_plan", "resolve_data"):
+    for method in ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
         for where in range(world_size()):
             if method == "create_global_plan" and where != 0:
                 continue

@@ -17,40 +17,37 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS, Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.core.attempts import Numbering, SaveIdentity
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
 from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.core.handing_off import ABANDONED_POLL_S, HandingOff
 from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
-from ml_flashpoint.core.manifest import Manifest, manifest_name, read_manifest
-from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject, TensorItem
-from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
+from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.core.object_writer import (
+    ObjectWriter,
+    StagedObject,
+    TensorItem,
+)
+from ml_flashpoint.core.rank_group import Agreement, rank_group
+from ml_flashpoint.core.read_back import checked_mode
+from ml_flashpoint.core.save_ticket import NoticeBoard, SaveTicket
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver
-from ml_flashpoint.core.saving_process import HandedOffSaver, HandOff
+from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_BYTES = 16 << 30
-_SAVES_OF_A_SAVER = 10**9
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
-_NOTICE_POLL_S = 0.002
-_ABANDONED_POLL_S = 0.1
-_TAKE_UP_S = 30.0
-"""Seconds that a process may need from the hand-off of a save until it signs for it: it may be started for that, and
-import much."""
-
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
     "DefaultMLFlashpointCheckpointSaver",
@@ -59,7 +56,7 @@ __all__ = [
 ]
 
 
-class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
+class DefaultMLFlashpointCheckpointSaver(HandingOff):
     """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
 
     Construct it on all ranks (it agrees on a run id). Pickled, it becomes a :class:`HandedOffSaver` that carries
@@ -73,6 +70,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         replication_manager: who makes copies; none by default.
         initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
         cache_staged_state_dict: keep layout and views between saves. The arenas stay in memory either way.
+        verify_saves: how each part is read back in the background once it is committed: one block, another one each
+            time (``sample``), ``all`` blocks, or ``none``. What is damaged is withdrawn on all ranks.
 
     Raises:
         InvalidArgumentError: ``initial_buffer_size_bytes`` is not positive.
@@ -88,6 +87,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         *,
         cache_staged_state_dict: bool = True,
+        verify_saves: str = "sample",
     ) -> None:
         if not isinstance(initial_buffer_size_bytes, int) or initial_buffer_size_bytes <= 0:
             raise InvalidArgumentError(
@@ -95,6 +95,9 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 argument="initial_buffer_size_bytes",
                 value=initial_buffer_size_bytes,
             )
+        self._verify_saves = checked_mode(verify_saves)
+        # Called when a save that was sealed turns out damaged; on a background thread.
+        self.on_withdrawn: Callable[[PendingSave], None] = lambda save: None
         self._expected_bytes = initial_buffer_size_bytes
         self._cache = cache_staged_state_dict
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
@@ -104,13 +107,19 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         self.world_size = self._group.world_size
         self.node = self._group.node
         self._writer = ObjectWriter(cache=cache_staged_state_dict)
+        self._numbering = Numbering(self._group, self._group.new_number())
         self._commits = CommitQueue(
-            self._group, replication_manager, seal_deadline_s=seal_deadline_s, watch=self._watch
+            self._group,
+            Agreement(self._group),
+            self._numbering,
+            replication_manager,
+            verify=self._verify_saves,
+            on_withdrawn=lambda save: self.on_withdrawn(save),
+            seal_deadline_s=seal_deadline_s,
+            watch=self._watch,
         )
         self._lock = threading.RLock()
-        # Numbers of a later saver are higher. Ranks compare them at each save, so they learn if one has made a saver
-        # that others have not.
-        self._sequence = next(self._group.savers) * _SAVES_OF_A_SAVER
+        self._begun = 0
         self._staged: list[SaveTicket] = []  # staged, not yet claimed by a write
         self._saves: list[SaveTicket] = []  # under way or held, oldest first
         self._handed_off: dict[str, SaveTicket] = {}
@@ -121,20 +130,42 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
 
     # ---- the calls of one save ----------------------------------------------------------------------------
 
-    def begin(self) -> SaveTicket:
+    def begin(self, *, exchanged: bool = False) -> SaveTicket:
         """Start a save; see the base class."""
         with self._lock:
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
-            self._sequence += 1
-            attempt = f"{self._group.run_id}-{self._sequence:012d}"
-            ticket = SaveTicket(attempt, self._sequence, pending=PendingSave(attempt, self._sequence))
+            mine = self._numbering.begin()
+            self._begun += 1
+            ticket = SaveTicket(mine.attempt, mine.sequence, self._begun, mine.attempt)
+            known = not (exchanged and self._group.distributed)
+            ticket.pending = PendingSave(mine.attempt, mine.sequence, known=known)
             self._saves = [
-                t for t in self._saves if t.pending and (not t.pending.settled.is_set() or _holds_arena(t))
+                t for t in self._saves if t.pending and (not t.pending.settled.is_set() or t.holds_arena)
             ] + [ticket]
-            assert ticket.pending is not None
             self._commits.submit(ticket.pending)
         return ticket
+
+    def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
+        """See the base class."""
+        return self._numbering.propose(version, None if ticket is None else ticket.sequence)
+
+    def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
+        """See the base class."""
+        self._numbering.adopt(identity)
+        if ticket.pending is not None:
+            ticket.pending.take_name(identity.attempt, identity.sequence)
+        super().adopt(ticket, identity)
+
+    def agree(self, ticket: SaveTicket, version: CheckpointContainerId | None) -> None:
+        """Collective, in the foreground: let ranks come to the identity of a save that all of them have begun, for
+        doors that exchange nothing else. A rank that cannot save takes part without a version.
+
+        Raises:
+            DivergedError: ranks save different steps; on all ranks.
+            FlashpointError: a rank is gone.
+        """
+        self.adopt(ticket, self._numbering.agree(self.propose(version, ticket)))
 
     def stage(
         self,
@@ -225,7 +256,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 return False
         if ticket.staged is not None and part.manifest is not None:
             self._writer.learn(ticket.staged, part.manifest.objects[0].size)
-        if not self._group.distributed and not self._commits.is_queue_thread():
+        quick = not self._group.distributed and self._verify_saves != "all"
+        if quick and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
             ticket.pending.settled.wait(1.0)
         if len(self._own_arenas()) < 2 and part.manifest is not None:
@@ -244,7 +276,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
 
     def _own_arenas(self) -> list[SaveTicket]:
         with self._lock:
-            return [t for t in self._saves if _holds_arena(t)]
+            return [t for t in self._saves if t.holds_arena]
 
     def _adopted(self, store: RankStore) -> list[HeldPart]:
         """Versions of this rank that no save of this saver has made: what was recovered, say."""
@@ -301,13 +333,13 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 raise error
             self._commits.wait_for_change(
                 lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
-                min(left, _ABANDONED_POLL_S),
+                min(left, ABANDONED_POLL_S),
             )
 
     def _is_preceded(self, ticket: SaveTicket) -> bool:
         """Whether an earlier save than this one is under way. Saves settle in order, so later ones do not count."""
         with self._lock:
-            earlier = [t.pending for t in self._saves if t.sequence < ticket.sequence]
+            earlier = [t.pending for t in self._saves if t.number < ticket.number]
         return any(pending is not None and not pending.settled.is_set() for pending in earlier)
 
     def _drop_one(self, ticket: SaveTicket | None, *, full: bool, adopted: int = 0) -> bool:
@@ -316,7 +348,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         held = [t for t in self._own_arenas() if t.pending is not None and t.pending.part is not None]
         if len(held) + adopted < 2:
             return False
-        earlier = [t for t in held[: None if full else -1] if ticket is None or t.sequence < ticket.sequence]
+        earlier = [t for t in held[: None if full else -1] if ticket is None or t.number < ticket.number]
         return any(t.pending is not None and self._commits.drop(t.pending) for t in earlier)
 
     def _preflight(self, store: RankStore, size: int) -> None:
@@ -336,65 +368,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     def _replicates(self) -> bool:
         return self._replication is not None and self._replication.initialized
 
-    # ---- saves in another process -------------------------------------------------------------------------
-
-    def hand_off(self, ticket: SaveTicket | None = None) -> HandOff:
-        """What to pickle in place of this saver, for a process that is to write a save: the one offered as
-        ``ticket``, or a new one.
-
-        Raises:
-            SaveError: see :meth:`claim`.
-        """
-        ticket = self.claim(ticket) if ticket is not None else self.begin()
-        ticket.worker = threading.current_thread()
-        store = self._objects.store
-        if ticket.staged is None and store is not None and self._largest:
-            try:
-                # Not under the lock: it may wait for an earlier save, which cannot settle without that.
-                ticket.spare = self._acquire(ticket, store, self._largest)
-            except FlashpointError as error:
-                ticket.error = error
-        with self._lock:
-            if self._notices is None:
-                self._notices = NoticeBoard()
-            ticket.handed_off_at = time.monotonic()
-            self._handed_off[ticket.attempt] = ticket
-            return HandOff(self.rank, self.world_size, self.node, ticket, self._notices)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.hand_off().__reduce__()
-
-    def _watch(self, pending: PendingSave) -> float | None:
-        """Called by the commit queue while it waits for ``pending``: look for the other process's notice."""
-        for late in [t for t in list(self._handed_off.values()) if t.pending and t.pending.resolved.is_set()]:
-            self._look_for_notice(late)  # given up at its deadline; until now its process may have been writing
-        ticket = self._handed_off.get(pending.attempt)
-        if ticket is None:
-            self._fail_if_abandoned(pending)
-            return _ABANDONED_POLL_S
-        return self._look_for_notice(ticket)
-
-    def _look_for_notice(self, ticket: SaveTicket) -> float:
-        assert self._notices is not None
-        answered = not self._is_worked_on(ticket)
-        pid = self._notices.process_of(ticket.attempt)
-        may_begin = time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
-        alive = may_begin if pid is None else _is_alive(pid)
-        # Asked last: a notice posted just before the answer or the end is not missed.
-        notice = self._notices.take(ticket.attempt)
-        if notice is None and alive and not answered:
-            return _NOTICE_POLL_S
-        if notice is None and pid is None and not self._notices.revoke(ticket.attempt):
-            return _NOTICE_POLL_S  # it has signed just now
-        self._handed_off.pop(ticket.attempt, None)
-        if notice is None:
-            if self._objects.store is not None:
-                self._objects.store.withdraw(ticket.attempt, sweep=not alive and not self._handed_off)
-            why = "it failed before this rank's part was sealed" if alive else "its process is gone"
-            self.fail(ticket, lost(ticket, why, self.rank))
-        else:
-            self._take(ticket, notice)
-        return 0.0
+    # ---- saves that nobody goes on with ---------------------------------------------------------------------
 
     def _is_worked_on(self, ticket: SaveTicket) -> bool:
         """Whether its worker may still go on with it: it lives, and has not begun a later save."""
@@ -402,7 +376,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         with self._lock:
             # Only looking at a staged state, as any thread may do, is not beginning to save it.
             begun = ticket not in self._staged
-            moved_on = begun and any(t.worker is worker and t.sequence > ticket.sequence for t in self._saves)
+            moved_on = begun and any(t.worker is worker and t.number > ticket.number for t in self._saves)
         return worker is None or (worker.is_alive() and not moved_on)
 
     def _fail_if_abandoned(self, pending: PendingSave) -> bool:
@@ -410,7 +384,10 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
         with self._lock:
             ticket = next((t for t in self._saves if t.pending is pending), None)
             offered = ticket in self._staged
-        if ticket is None or not ((offered and ticket.abandoned) or not self._is_worked_on(ticket)):
+        if ticket is None:
+            return False
+        left = ticket.deserted or (offered and ticket.abandoned)
+        if self._is_worked_on(ticket) and not left:
             return False
         self.fail(ticket, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
         return True
@@ -422,27 +399,9 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             unresolved = [
                 t.pending
                 for t in self._saves
-                if t.pending and not t.pending.resolved.is_set() and t.attempt not in self._handed_off
+                if t.pending and not t.pending.resolved.is_set() and t.key not in self._handed_off
             ]
         return any(self._fail_if_abandoned(pending) for pending in unresolved)
-
-    def _take(self, ticket: SaveTicket, notice: Notice) -> None:
-        step = CheckpointContainerId.parse_version_container(notice.version)
-        ticket.others = None if notice.others is None else frozenset(notice.others)
-        if ticket.pending is not None:
-            ticket.pending.step = step
-        try:
-            store = self._objects.open(notice.base, self.rank)
-            if notice.error is not None:
-                raise SaveError(notice.error, step=step, rank=self.rank)
-            manifest = read_manifest(store.base / notice.version / manifest_name(self.rank, ticket.attempt))
-            part = store.register(manifest, [store.arena_by_path(Path(p)) for p in notice.arenas])
-        except (FlashpointError, OSError) as error:
-            self.fail(ticket, error)
-            return
-        for arena in ticket.arenas - set(part.arenas):
-            store.release(arena)
-        self._resolve(ticket, part, store)
 
     # ---- reading and ending -------------------------------------------------------------------------------
 
@@ -466,22 +425,6 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             _log.info("closed before the last saves were verified; they are sealed on this node")
         if self._notices is not None:
             self._notices.remove()
-
-
-def _holds_arena(ticket: SaveTicket) -> bool:
-    pending = ticket.pending
-    if pending is None:
-        return False
-    if pending.part is not None:
-        return pending.store is not None and pending.store.find(pending.attempt, pending.part.rank) is not None
-    return not pending.resolved.is_set() and (ticket.taking or bool(ticket.arenas))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 _live_savers: weakref.WeakSet[DefaultMLFlashpointCheckpointSaver] = weakref.WeakSet()

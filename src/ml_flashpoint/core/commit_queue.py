@@ -2,8 +2,9 @@
 
 Owns the background thread of a saver and the rule by which older versions may go: a version is *verified* once
 every rank has sealed it and every copy that the strategy asks for was acknowledged, which the ranks learn from
-one small all-reduce a save. A rank whose save failed takes part too, voting no. Nothing here can delay or fail
-a save; what goes wrong is logged once and counted.
+one small all-reduce a save. A rank whose save failed takes part too, voting no. Ranks may come to such a vote with
+different saves, because one of them has begun fewer: then the newer ones are held back until all have come to them,
+and the others make no version. Nothing here can delay or fail a save; what goes wrong is logged once and counted.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
-from ml_flashpoint.core.errors import DeadlineError, FlashpointError
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.core.attempts import Numbering
+from ml_flashpoint.core.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
+from ml_flashpoint.core.rank_group import Agreement, RankGroup
+from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
+
+_UNKNOWN = 2**63 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,8 @@ class PendingSave:
 
     attempt: str
     sequence: int
+    known: bool = True
+    """Whether name and number are those that the other ranks have for it."""
     step: int | None = None
     part: HeldPart | None = None
     store: RankStore | None = None
@@ -42,9 +49,15 @@ class PendingSave:
     """Set when the queue is done with it, verified or not."""
     verified: bool = False
     verified_elsewhere: bool = False
-    """Set when the agreement broke off: other ranks may have learned that it is verified, and have pruned."""
+    """Set while the agreement on it has broken off: others may have learned that it is verified, and have pruned."""
     dropped: bool = False
+    withdrawn: bool = False
+    """Set when it was sealed and then found damaged, here or on another rank."""
     _resolving: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def take_name(self, attempt: str, sequence: int) -> None:
+        """Say what all ranks call the save."""
+        self.attempt, self.sequence, self.known = attempt, sequence, True
 
     def resolve(self, part: HeldPart | None, store: RankStore | None, error: BaseException | None = None) -> bool:
         """Say what became of the save: a committed part, or an error. Returns whether that was not said before."""
@@ -64,11 +77,14 @@ class CommitStats:
     last_verified: int | None = None
     sealed: int = 0
     failed: int = 0
+    withdrawn: int = 0
     replicated_bytes: int = 0
     replication_failures: int = 0
     replication_error: str | None = None
     """Why copies are missing now; None while replication works."""
     replication_seconds: float = 0.0
+    agreement_error: str | None = None
+    """Why ranks do not agree on saves now; None while they do."""
 
 
 class CommitQueue:
@@ -76,7 +92,11 @@ class CommitQueue:
 
     Args:
         group: ranks that must agree.
+        agreement: how they do.
+        numbering: where the saves' numbers come from.
         replication: who makes the copies, or None for none.
+        verify: how what was sealed is read back before it counts: see `read_back`.
+        on_withdrawn: called when a save that was sealed turns out damaged, on whatever rank; on the queue's thread.
         seal_deadline_s: seconds that a save may take to be resolved once it is the oldest one.
         watch: called while an unresolved save is waited for; may resolve it (a save in another process).
     """
@@ -84,13 +104,21 @@ class CommitQueue:
     def __init__(
         self,
         group: RankGroup,
+        agreement: Agreement,
+        numbering: Numbering,
         replication: ReplicationManager | None,
         *,
+        verify: str = "none",
+        on_withdrawn: Callable[[PendingSave], None] = lambda save: None,
         seal_deadline_s: Callable[[], float],
         watch: Callable[[PendingSave], float | None],
     ) -> None:
         self._group = group
+        self._agreement = agreement
+        self._numbering = numbering
         self._replication = replication
+        self._verify = verify
+        self._on_withdrawn = on_withdrawn
         self._seal_deadline_s = seal_deadline_s
         self._watch = watch
         self._queue: deque[PendingSave] = deque()
@@ -98,8 +126,9 @@ class CommitQueue:
         self._thread: threading.Thread | None = None
         self._current: PendingSave | None = None
         self._closing = False
-        self._agreeing = True
         self._swept = False
+        self._verified = -1
+        self._uncertain: list[PendingSave] = []
         self.stats = CommitStats()
         self.settled_count = 0
 
@@ -157,6 +186,7 @@ class CommitQueue:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._agreement.close()
         return finished
 
     def _run(self) -> None:
@@ -185,12 +215,19 @@ class CommitQueue:
             _log.exception("the save of step %s is not verified", save.step)
             save.resolve(None, None, error)
             ready = False
+        if save.part is None and not save.known:
+            return  # the other ranks do not wait for it: they have not come to a name for it
         agreed = self._agree(save, ready)
-        save.verified_elsewhere = agreed is None
+        if save.withdrawn:
+            self._withdraw(save)
+        elif agreed is None:
+            save.verified_elsewhere = True
+            self._uncertain.append(save)
+            return
         if agreed:
-            save.verified = True
+            self._verified, save.verified = save.sequence, True
             self.stats.last_verified = save.step
-        if save.store is None or agreed is None:
+        if save.store is None:
             return
         if not agreed:
             save.store.reject(save.attempt)
@@ -206,7 +243,8 @@ class CommitQueue:
         if save.part is not None and not save.dropped:
             self.stats.sealed += 1
             self.stats.last_sealed = save.step
-            return self._replicate(save)
+            self._read_back(save)
+            return not save.withdrawn and self._replicate(save)
         if save.error is not None:
             self.stats.failed += 1
         return False
@@ -222,6 +260,26 @@ class CommitQueue:
                 _log.error("%s", save.error)
                 return
             save.resolved.wait(min(left, poll_s if poll_s is not None else left))
+
+    def _read_back(self, save: PendingSave) -> None:
+        assert save.part is not None
+        try:
+            read_back(save.part, self._verify, save.sequence)
+        except DigestMismatchError as error:
+            _log.error("a save that passed for good is damaged, and is withdrawn on all ranks: %s", error)
+            save.error, save.withdrawn = error, True
+
+    def _withdraw(self, save: PendingSave) -> None:
+        """See to it that a save of which a part is damaged cannot be loaded: nothing of it stays on any rank."""
+        text = "the part of another rank was damaged when it was read back, so the version is withdrawn"
+        save.error = save.error or DamagedError(text, step=save.step, rank=self._group.rank)
+        save.withdrawn = True
+        self.stats.withdrawn += 1
+        if save.store is not None:
+            for part in save.store.held():
+                if part.attempt == save.attempt:
+                    save.store.drop(part)
+        self._on_withdrawn(save)
 
     def _replicate(self, save: PendingSave) -> bool:
         if self._replication is None or not self._replication.initialized:
@@ -251,27 +309,90 @@ class CommitQueue:
         """Whether this save is verified on all ranks; None if only others can know."""
         if not self._group.distributed:
             return ready
-        if not self._agreeing:
-            return False  # for certain: nothing is verified without this rank
-        step = save.step if ready and save.step is not None else -1
-        try:
-            agreed = self._group.agree_min((int(ready), save.sequence, -save.sequence, step, -step))
-        except FlashpointError as error:
-            self._agreeing = False
-            # Expected when the job ends while saves are under way; the versions that exist stay.
-            log = _log.debug if self._closing else _log.error
-            log("ranks cannot agree any more, so no version is pruned from now on: %s", error)
-            return None
-        ready_all, sequence, negated_sequence, lowest_step, negated_step = agreed
+        while True:
+            try:
+                vote = self._vote(save, ready)
+            except FlashpointError as error:
+                # Expected when the job ends while saves are under way; the versions that exist stay.
+                log = _log.debug if self._closing or self.stats.agreement_error is not None else _log.error
+                log("ranks cannot agree on the save of step %s, older versions are kept: %s", save.step, error)
+                self.stats.agreement_error = str(error)
+                # If this rank has not voted, it is certain that nothing is verified.
+                return None if self._agreement.was_asked else False
+            self._clear_up(vote.verified)
+            if vote.is_one_save:
+                save.withdrawn = not vote.intact
+                if self.stats.agreement_error is not None:
+                    _log.warning("ranks agree on saves again from step %s on", save.step)
+                    self.stats.agreement_error = None
+                return vote.ready
+            self._diverged(save, vote)
+            if save.sequence < vote.newest or vote.oldest == vote.newest:
+                return False
+
+    def _vote(self, save: PendingSave, ready: bool) -> _Vote:
         # Of ranks that are not ready the step is unknown, and nothing depends on it.
-        if sequence != -negated_sequence or (ready_all and lowest_step != -negated_step):
-            _log.error(
-                "ranks are at different saves (numbers %d to %d, steps %d to %d), which makes no version: "
-                "every rank must save at the same steps",
-                sequence,
-                -negated_sequence,
-                lowest_step,
-                -negated_step,
+        step = save.step if ready and save.step is not None else None
+        low, negated = (_UNKNOWN, _UNKNOWN) if step is None else (step, -step)
+        newest_ms = self._numbering.newest_ms(str(save.store.base)) if save.store is not None else -1
+        said = self._agreement.minimum(
+            (
+                *(int(ready), save.sequence, -save.sequence, low, negated),
+                *(-self._numbering.highest, -newest_ms, -self._verified, int(not save.withdrawn)),
             )
-            return False
-        return bool(ready_all)
+        )
+        same_step = said[3] == _UNKNOWN or said[3] == -said[4]
+        return _Vote(bool(said[0]), said[1], -said[2], same_step, -said[5], -said[6], -said[7], bool(said[8]))
+
+    def _clear_up(self, verified: int) -> None:
+        """Settle the saves of which only other ranks could know, now that all have said which one is verified."""
+        uncertain, self._uncertain = self._uncertain, []
+        for save in uncertain:
+            save.verified_elsewhere = False
+            if save.sequence == verified and save.store is not None:
+                self._verified, save.verified = verified, True
+                self.stats.last_verified = save.step
+                save.store.advance(save.attempt)
+
+    def _diverged(self, save: PendingSave, vote: _Vote) -> None:
+        """Ranks came with different saves. Doors that exchange a save's name are in step again by themselves; those
+        that count alone go on above all that was counted."""
+        self._numbering.jump(vote.highest, vote.newest_ms)
+        text = (
+            f"ranks are at different saves (numbers {vote.oldest} to {vote.newest}, step {save.step} on rank "
+            f"{self._group.rank}), which makes no version: every rank must save at the same steps"
+            if vote.newest_ms < 0
+            else "versions of an earlier run look newer than this one, whose clock is behind"
+        )
+        if self.stats.agreement_error is None:
+            _log.error("%s; later saves are not affected", text)
+        self.stats.agreement_error = text
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """What came of one all-reduce.
+
+    Attributes:
+        ready: whether all ranks have sealed their save and have its copies.
+        oldest, newest: numbers of the saves that ranks came with.
+        same_step: whether those that know their step have the same.
+        highest: highest number that a rank has used.
+        newest_ms: see `SaveIdentity`.
+        verified: number of the newest save that a rank knows to be verified.
+        intact: whether no rank has found its part damaged.
+    """
+
+    ready: bool
+    oldest: int
+    newest: int
+    same_step: bool
+    highest: int
+    newest_ms: int
+    verified: int
+    intact: bool
+
+    @property
+    def is_one_save(self) -> bool:
+        """Whether all came with the same save, which nothing older hides."""
+        return self.oldest == self.newest and self.same_step and self.newest_ms < 0

@@ -140,6 +140,29 @@ class SaveError(FlashpointError):
     """A save failed; earlier versions are untouched."""
 
 
+class DivergedError(SaveError):
+    """Ranks are at different saves, so none of these can become a version.
+
+    Args:
+        message: See `FlashpointError`, as for the other keywords.
+        highest_step: Highest step that a rank was to save.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        highest_step: int | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, step=step, rank=rank, node=node, path=path, hint=hint)
+        self.highest_step = highest_step
+
+
 class NotStagedError(SaveError):
     """A save was asked to write state that was not staged for it."""
 

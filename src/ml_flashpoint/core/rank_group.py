@@ -1,15 +1,14 @@
 """The ranks of a job: who they are, on which nodes, and the few things they agree on.
 
-Owns two gloo groups of its own (one for recovery, one for the background agreement of saves, so that neither
-can interleave with the user's collectives or with each other), the map of ranks to nodes, the run id and the
-job's secret. Everything sent is bytes or integers: nothing is pickled. Without a process group it is a group
-of one.
+Owns a gloo group of its own for what ranks agree on in the foreground, and one for the background of each saver, so
+that none can interleave with the user's collectives or with each other (`lasting_group` builds them anew when they
+break), the map of ranks to nodes, the run id and the job's secret. Everything sent is bytes or integers: nothing is
+pickled. Without a process group it is a group of one.
 """
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import secrets
 import socket
@@ -23,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint.core.checkpoint_id_types import validate_segment
-from ml_flashpoint.core.errors import DeadlineError, FlashpointError, TopologyError
+from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import NODE_ID_VARIABLE, collective_deadline_s
+from ml_flashpoint.core.lasting_group import LastingGroup
 from ml_flashpoint.replication.strategies import Topology
 
 SECRET_BYTES = 32
@@ -67,8 +67,7 @@ def new_run_id(not_before: str | None = None) -> str:
 
 class RankGroup:
     """The ranks of the default process group. Construct through :func:`rank_group`. All methods but the
-    attributes are collective; those of one kind (foreground, :meth:`agree_min`) must be called in the same
-    order on all ranks, which is why each kind has a group of its own.
+    attributes are collective, and must be called in the same order on all ranks.
 
     Attributes:
         rank, world_size: of this process in the job.
@@ -76,12 +75,11 @@ class RankGroup:
         topology: nodes of all ranks.
         run_id: common to all ranks, later runs sort after earlier ones.
         secret: 32 bytes known to this job's ranks only.
-        savers: counts the savers made for this group, which is collective; what a later one saves is newer.
     """
 
     def __init__(self) -> None:
         self.node = local_node_id()
-        self.savers = itertools.count()
+        self._made = 0
         deadline = timedelta(seconds=collective_deadline_s())
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
@@ -89,17 +87,23 @@ class RankGroup:
         else:
             self.rank, self.world_size = 0, 1
         self.distributed = self.world_size > 1
-        self._foreground = self._background = None
+        self._foreground: LastingGroup | None = None
+        self._first: dist.ProcessGroup | None = None
         self._last: dict[str, torch.Tensor] = {}
         if self.distributed:
             atexit.unregister(_let_gloo_finish)  # once is enough for all groups
             atexit.register(_let_gloo_finish)
-            self._foreground = dist.new_group(backend="gloo", timeout=deadline)
-            self._background = dist.new_group(backend="gloo", timeout=deadline)
+            self._first = dist.new_group(backend="gloo", timeout=deadline)
         nodes = [blob.decode() for blob in self.gather(self.node.encode())]
         self.topology = Topology(tuple(nodes))
         self.run_id = self.broadcast(new_run_id().encode()).decode()
         self.secret = self.broadcast(secrets.token_bytes(SECRET_BYTES))
+        # Named after the run: the store may be that of an earlier process group, too.
+        self._name = self.run_id
+        if self.distributed:
+            self._foreground = LastingGroup(
+                f"{self._name}/foreground", deadline_s=collective_deadline_s(), first=self._first
+            )
 
     @property
     def is_node_leader(self) -> bool:
@@ -112,7 +116,7 @@ class RankGroup:
             return [blob]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(blob)
-        self._run("gather", lambda: dist.all_reduce(sizes, group=self._foreground), sizes)
+        self._run("gather", lambda group: dist.all_reduce(sizes, group=group), sizes)
         return [self._one(blob, source, size) for source, size in enumerate(sizes.tolist())]
 
     def _one(self, blob: bytes, source: int, size: int) -> bytes:
@@ -125,7 +129,7 @@ class RankGroup:
         if not self.distributed:
             return blob
         size = torch.tensor([len(blob)], dtype=torch.int64)
-        self._run("broadcast", lambda: dist.broadcast(size, src=source, group=self._foreground), size)
+        self._run("broadcast", lambda group: dist.broadcast(size, src=source, group=group), size)
         return self._send(blob if source == self.rank else None, source, int(size.item()))
 
     def _send(self, blob: bytes | None, source: int, size: int) -> bytes:
@@ -134,24 +138,31 @@ class RankGroup:
         if size == 0:
             return b""
         data = torch.frombuffer(bytearray(blob or size), dtype=torch.uint8)
-        self._run("broadcast", lambda: dist.broadcast(data, src=source, group=self._foreground), data)
+        self._run("broadcast", lambda group: dist.broadcast(data, src=source, group=group), data)
         return data.numpy().tobytes()
 
     def all_ok(self, ok: bool) -> bool:
         """Whether ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
         if not self.distributed:
             return ok
-        vote = torch.tensor([int(ok)], dtype=torch.int64)
-        self._run("vote", lambda: dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._foreground), vote)
-        return bool(vote.item())
+        return bool(self.minimum((int(ok),), "vote")[0])
 
-    def agree_min(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Elementwise minimum over all ranks, on the background group: one small all-reduce a save."""
+    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
+        """Elementwise minimum over all ranks."""
         if not self.distributed:
             return values
         data = torch.tensor(values, dtype=torch.int64)
-        self._run("agreement", lambda: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=self._background), data)
+        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data)
         return tuple(data.tolist())
+
+    def new_number(self) -> int:
+        """A number that rises and is the same on all ranks, also if some have failed to make what they took one for."""
+        self._made = -self.minimum((-self._made,), "numbering")[0] + 1
+        return self._made
+
+    def new_lasting_group(self, purpose: str, *, deadline_s: float, calls: str) -> LastingGroup:
+        """Another group of all ranks, of the default process group that there must be; see `LastingGroup`."""
+        return LastingGroup(f"{self._name}/{purpose}-{self.new_number()}", deadline_s=deadline_s, calls=calls)
 
     def renew_run(self, newest_attempt: str | None) -> None:
         """Collective: make sure that this run's attempts sort after ``newest_attempt`` found in the job."""
@@ -159,17 +170,65 @@ class RankGroup:
         if newest > self.run_id and not newest.startswith(self.run_id):
             self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
 
-    def _run(self, what: str, collective: Callable[[], object], data: torch.Tensor) -> None:
+    def _run(self, what: str, collective: Callable[[dist.ProcessGroup | None], object], data: torch.Tensor) -> None:
         # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
         # they would need the interpreter to free it, and abort the process if that happens to be exiting.
         self._last[what] = data
+        lasting = self._foreground
+        group = self._first if lasting is None else lasting.await_group()
         try:
-            collective()
+            collective(group)
         except RuntimeError as error:
-            message = f"the {what} of the job's ranks failed: {error}"
-            hint = "a rank died or hung; its own log says why"
-            kind = DeadlineError if "timed out" in str(error).lower() else TopologyError
-            raise kind(message, rank=self.rank, node=self.node, hint=hint) from error
+            if lasting is None:
+                raise FlashpointError(
+                    f"the {what} of the job's ranks failed: {error}",
+                    rank=self.rank,
+                    node=self.node,
+                    hint="a rank died or hung; its own log says why",
+                ) from error
+            raise lasting.failure(f"the {what} of the job's ranks", error, group) from error
+
+
+class Agreement:
+    """What the ranks agree on in the background of one saver: one small all-reduce a save. Collective to construct.
+
+    Args:
+        ranks: who agrees.
+
+    Attributes:
+        was_asked: whether this rank's values may have reached others in the last call, be it in vain.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.was_asked = False
+        self._group: LastingGroup | None = None
+        if ranks.distributed:
+            deadline_s = collective_deadline_s()
+            self._group = ranks.new_lasting_group("saver", deadline_s=deadline_s, calls="to save at the same steps")
+        self._last: torch.Tensor | None = None
+
+    def minimum(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Elementwise minimum over all ranks. Collective.
+
+        Raises:
+            FlashpointError: a rank did not take part in time. The next call is tried as usual.
+        """
+        if self._group is None:
+            return values
+        self.was_asked = False
+        group = self._group.await_group()
+        self.was_asked = True
+        data = self._last = torch.tensor(values, dtype=torch.int64)  # kept for the same reason as in `RankGroup`
+        try:
+            dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group)
+        except RuntimeError as error:
+            raise self._group.failure("the agreement of the job's ranks on a save", error, group) from error
+        return tuple(data.tolist())
+
+    def close(self) -> None:
+        """Give the group up."""
+        if self._group is not None:
+            self._group.close()
 
 
 def _let_gloo_finish() -> None:

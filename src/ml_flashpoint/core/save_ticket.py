@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.errors import SaveError, UnsafePathError
@@ -33,7 +34,9 @@ class SaveTicket:
     """One save of this rank. Travels by pickle; what belongs to this process stays behind.
 
     Attributes:
-        attempt, sequence: identity of the save, the same on all ranks.
+        attempt, sequence: identity of the save, the same on all ranks once it is adopted; see `core.attempts`.
+        number, key: of this saver's saves on this rank alone, in the order in which they began.
+        adopted: whether the identity is final.
         staged: copies made before the plan was known.
         error: why staging failed. The save then fails at its write, which is where all ranks notice.
         version: set by the write.
@@ -44,12 +47,16 @@ class SaveTicket:
         worker: the thread that writes and seals the save, if the door says so. Once it is gone, so is the save.
         handed_off_at: when it was handed to another process, in seconds of the monotonic clock.
         abandoned: nobody can write the save any more, although it was staged and offered.
+        deserted: the same of a save that was never staged: the call that made it has ended.
         given_back: its arenas are no longer its own, because it failed.
         taking: it is about to take an arena, or has and is filling it.
     """
 
     attempt: str
     sequence: int
+    number: int = 0
+    key: str = ""
+    adopted: bool = False
     staged: StagedObject | None = None
     error: BaseException | None = None
     version: CheckpointContainerId | None = None
@@ -61,6 +68,7 @@ class SaveTicket:
     worker: threading.Thread | None = field(default=None, repr=False)
     handed_off_at: float = 0.0
     abandoned: bool = False
+    deserted: bool = False
     given_back: bool = False
     taking: bool = False
 
@@ -70,15 +78,27 @@ class SaveTicket:
         held = [part.arena for part in (self.filled, self.staged) if part is not None]
         return {arena for arena in (*held, self.spare) if arena is not None}
 
+    @property
+    def holds_arena(self) -> bool:
+        """Whether an arena is in use for it."""
+        pending = self.pending
+        if pending is None:
+            return False
+        if pending.part is not None:
+            return pending.store is not None and pending.store.find(pending.attempt, pending.part.rank) is not None
+        return not pending.resolved.is_set() and (self.taking or bool(self.arenas))
+
     def __getstate__(self) -> tuple[Any, ...]:
         spare_path = self.spare.path if self.spare is not None else None
-        return self.attempt, self.sequence, self.staged, self.error, spare_path
+        identity = self.attempt, self.sequence, self.number, self.key, self.adopted
+        return identity, self.staged, self.error, spare_path
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.attempt, self.sequence, self.staged, self.error, self.spare_path = state
+        identity, self.staged, self.error, self.spare_path = state
+        self.attempt, self.sequence, self.number, self.key, self.adopted = identity
         self.spare = self.version = self.filled = self.others = self.pending = self.worker = None
         self.handed_off_at = 0.0
-        self.abandoned = self.given_back = self.taking = False
+        self.abandoned = self.deserted = self.given_back = self.taking = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +120,7 @@ class Notice:
 
 
 class NoticeBoard:
-    """A private directory of notices, one file a save. Picklable: the other process posts, this one takes.
+    """A private directory of notices, one file a save, by its key. Picklable: the other process posts, this one takes.
 
     Args:
         directory: of the board of another process; by default a new one, which this process owns. Those whose owner
@@ -137,6 +157,22 @@ class NoticeBoard:
         temporary = self.directory / f".{attempt}.tmp"
         temporary.write_text(json.dumps(fields))
         os.replace(temporary, self.directory / attempt)
+
+    def note(self, attempt: str, identity: SaveIdentity) -> None:
+        """Say what ranks have come to for a save that this process has taken on."""
+        temporary = self.directory / f".{attempt}.as.tmp"
+        temporary.write_text(json.dumps([identity.run_id, identity.sequence, identity.step]))
+        os.replace(temporary, self.directory / f".{attempt}.as")
+
+    def noted(self, attempt: str) -> SaveIdentity | None:
+        """What ranks have come to for a save, if they have; once."""
+        path = self.directory / f".{attempt}.as"
+        try:
+            run_id, sequence, step = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        path.unlink(missing_ok=True)
+        return SaveIdentity(str(run_id), int(sequence), int(step))
 
     def sign(self, attempt: str) -> None:
         """Say that this process has taken on a save.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.core.attempts import SaveIdentity, later_than
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.core.manifest import Manifest, object_name
@@ -50,8 +51,22 @@ class MLFlashpointCheckpointSaver(ABC):
     _writer: ObjectWriter
 
     @abstractmethod
-    def begin(self) -> SaveTicket:
-        """Start a save. Every rank must begin the same saves in the same order."""
+    def begin(self, *, exchanged: bool = False) -> SaveTicket:
+        """Start a save. Every rank must begin the same saves in the same order.
+
+        Args:
+            exchanged: ranks will come to the identity of the save together: see :meth:`propose` and :meth:`adopt`.
+                It then does no harm if this rank begins one that others do not.
+        """
+
+    @abstractmethod
+    def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
+        """What this rank proposes as the identity of a save, begun here or not, to a door that lets ranks exchange
+        it; `attempts.common_identity` is what comes of all proposals."""
+
+    def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
+        """Take over what ranks have come to, before the write. Idempotent."""
+        ticket.attempt, ticket.sequence, ticket.adopted = identity.attempt, identity.sequence, True
 
     @abstractmethod
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
@@ -105,6 +120,8 @@ class MLFlashpointCheckpointSaver(ABC):
         ticket.version = version
         if ticket.pending is not None:
             ticket.pending.step = version.step
+        if not ticket.adopted:
+            self._number_alone(ticket, version)
         store = self._store(version.parent)
         staged = ticket.staged
         arena = self._arena_of(staged) if staged is not None else None
@@ -125,6 +142,11 @@ class MLFlashpointCheckpointSaver(ABC):
             for each in taken:
                 self._release(store, each)
             raise
+
+    def _number_alone(self, ticket: SaveTicket, version: CheckpointContainerId) -> None:
+        mine = self.propose(version, ticket)
+        # With other ranks, what one finds must not change its own names alone: see `CommitQueue`.
+        self.adopt(ticket, later_than(mine, mine.newest_ms if self.world_size == 1 else -1))
 
     def seal(
         self,

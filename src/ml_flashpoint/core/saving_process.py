@@ -17,6 +17,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import publish
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
+from ml_flashpoint.core.attempts import SaveIdentity, newest_of_other_runs
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import SaveError
 from ml_flashpoint.core.manifest import Manifest
@@ -48,6 +49,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, notices: NoticeBoard) -> None:
         self.rank, self.world_size, self.node = rank, world_size, node
         self._ticket: SaveTicket | None = ticket
+        self._begun: SaveTicket | None = None
         self._spare = ticket.spare_path
         self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
         self._notices = notices
@@ -57,7 +59,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             if path is not None:
                 self._begin_work(UnlockedStore(path.parents[2], rank))
         try:
-            notices.sign(ticket.attempt)
+            notices.sign(ticket.key)
         except SaveError:
             self._end_work()
             raise
@@ -76,12 +78,29 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             self._hold.close()
             self._hold = None
 
-    def begin(self) -> SaveTicket:
+    def begin(self, *, exchanged: bool = False) -> SaveTicket:
         """Start a save; see the base class."""
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             raise SaveError("this process was handed one save and has done it", rank=self.rank)
+        self._begun = ticket
         return ticket
+
+    def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
+        """See the base class."""
+        ticket = ticket or self._begun or self._ticket
+        assert ticket is not None
+        run_id = ticket.attempt.rpartition("-")[0]
+        if version is None or version.step is None:
+            return SaveIdentity(run_id, ticket.sequence)
+        newest = newest_of_other_runs(Path(version.parent.path), run_id)
+        return SaveIdentity(run_id, ticket.sequence, version.step, newest)
+
+    def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
+        """See the base class."""
+        if not ticket.adopted:
+            self._notices.note(ticket.key, identity)
+        super().adopt(ticket, identity)
 
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
         """Give a save up; see the base class."""
@@ -90,7 +109,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         others = None if ticket.others is None else tuple(ticket.others)
         notice = Notice(base, version, others=others, error=f"{type(error).__name__}: {error}")
         try:
-            self._notices.post(ticket.attempt, notice)
+            self._notices.post(ticket.key, notice)
             if ticket.filled is not None and ticket.version is not None:
                 self._release(self._store(ticket.version.parent), ticket.filled.arena)
         finally:
@@ -125,7 +144,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             arenas=(str(arena.path),),
             others=None if ticket.others is None else tuple(ticket.others),
         )
-        self._notices.post(ticket.attempt, notice)
+        self._notices.post(ticket.key, notice)
         self._end_work()
 
 

@@ -15,17 +15,20 @@ class Health:
         failures: saves that failed.
         last_error: text of the latest failure, kept after later saves worked; None if there was none.
         replication_error: why copies on other nodes are missing now; None while there is nothing amiss.
+        agreement_error: why ranks do not agree on which versions may go, so that these are kept; None while they do.
         blocked_s: seconds that the latest save kept the training loop.
         blocked_total_s: the same, of all saves.
         sealed_s: seconds from the begin of the latest successful save until it was sealed on all ranks.
         bytes: bytes of this rank's part of its newest version.
-        degraded: whether something needs attention: the latest save failed or hangs, or copies are missing.
+        degraded: whether something needs attention: the latest save failed or hangs, copies are missing, or ranks do
+            not agree.
     """
 
     saves: int
     failures: int
     last_error: str | None
     replication_error: str | None
+    agreement_error: str | None
     blocked_s: float
     blocked_total_s: float
     sealed_s: float

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import DeadlineError, FlashpointError
+from ml_flashpoint.core.commit_queue import PendingSave
+from ml_flashpoint.core.errors import DeadlineError, DivergedError, FlashpointError
+from ml_flashpoint.core.lasting_group import LastingGroup
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
@@ -42,21 +46,25 @@ class BlockingStager:
         group: processes that save together; None without torch.distributed.
     """
 
-    def __init__(self, writer: MemoryStorageWriter, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, writer: MemoryStorageWriter, group: LastingGroup | None) -> None:
         self._writer = writer
-        self._group = group
+        self._lasting = group
+        self._group: dist.ProcessGroup | None = None
         self._planned = group is None
 
     def collect(self, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state of a save. Before the first, ranks plan together, or each would need room for what all of them
         hold alike, of which it will write a share."""
-        if self._planned or self._group is None:
+        if self._planned or self._lasting is None:
             return collect()
         self._planned = True
+        self._group = self._lasting.await_group()
         return self._writer.collect_planned(collect, self._group)
 
     def stage(self, state: dict[str, Any], version: CheckpointContainerId, planner: FacadeSavePlanner) -> Future[Any]:
         """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed."""
+        if self._lasting is not None:
+            self._group = self._lasting.await_group()
         begun: Any = async_save(
             state,
             checkpoint_id=str(version),
@@ -67,6 +75,31 @@ class BlockingStager:
         ended: Future[Any] = getattr(begun, "upload_completion", begun)
         return ended
 
+    def take_part(self, version: CheckpointContainerId, planner: FailingSavePlanner, error: Exception) -> None:
+        """Take part in a save that this rank could not begin: the others are saving, and learn by a plan that fails.
+
+        On the caller's thread, since it may be threads that there are no more of; the others are about to come.
+        """
+        self._writer.give_up_staged(error)
+        if self._lasting is not None and self._group is not None and self._lasting.group is self._group:
+            options: dict[str, Any] = {"storage_writer": self._writer, "planner": planner}
+            try:
+                save({}, checkpoint_id=str(version), process_group=self._group, **options)
+            except CheckpointException:  # which it ends with
+                pass
+            except Exception:
+                self._lasting.broke(self._group)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error of a save that has ended. DCP tells all ranks of what fails, by a `CheckpointException`: anything
+        else has ended the exchange on this rank alone, whose group the others cannot be met in any more."""
+        if self._lasting is None or isinstance(error, CheckpointException) or not isinstance(error, Exception):
+            return error
+        if isinstance(error, FlashpointError):
+            self._lasting.broke(self._group)
+            return error
+        return self._lasting.failure("the save", error, self._group)
+
 
 @dataclass(slots=True, eq=False)
 class _Save:
@@ -75,6 +108,7 @@ class _Save:
     step: int
     began: float
     ended: ReentrantEvent = field(default_factory=ReentrantEvent)
+    withdrawn: BaseException | None = None
 
 
 class SaveRunner:
@@ -97,7 +131,7 @@ class SaveRunner:
         self,
         tracked: TrackedState,
         saver: DefaultMLFlashpointCheckpointSaver,
-        group: dist.ProcessGroup | None,
+        group: LastingGroup | None,
         guard: TerminationGuard,
         *,
         safe_globals: tuple[SafeGlobal, ...],
@@ -116,6 +150,9 @@ class SaveRunner:
         self._plans = f"flashpoint-{id(self):x}-{time.monotonic_ns():x}"
         self._current: _Save | None = None
         self._failure: FlashpointError | None = None
+        self._outcome = threading.Lock()
+        saver.on_withdrawn = self._withdraw
+        self._aligned_after = -1
         self.last_saved: int | None = None
         self.saves = self.failures = self.failures_in_a_row = 0
         self.last_error: str | None = None
@@ -127,6 +164,11 @@ class SaveRunner:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
         began = time.perf_counter()
         try:
+            if version.step is not None and version.step <= self._aligned_after:
+                # It was others' turn to wait: with the first save after this step, all ranks are in step again.
+                text = f"other ranks have gone on to step {self._aligned_after} without this save"
+                self._fail(version, DivergedError(text, step=version.step, rank=self._saver.rank))
+                return
             if self.await_current(self._deadline_s):
                 with self._guard.deferred(), collection_paused():
                     self._begin(version, began)
@@ -143,24 +185,30 @@ class SaveRunner:
             planner = FacadeSavePlanner(self._plans, self._safe_globals)
             future = self._stager.stage(self._stager.collect(self._tracked.to_save), version, planner)
         except Exception as error:
-            # The other ranks are saving: they learn by a plan that fails. Errors of ours survive the way to them.
-            reason = as_flashpoint_error({-1: error}, step=version.step or 0, rank=self._saver.rank)
-            try:
-                future = self._stager.stage({}, version, FailingSavePlanner(self._plans, reason))
-            except Exception:
-                self._fail(version, error)
-                return
+            self._stager.take_part(version, self._failing_planner(version, error), error)
+            self._fail(version, error)
+            return
         self._current = _Save(version.step or 0, began)
         future.add_done_callback(lambda done, save=self._current: self._end(save, version, done))  # type: ignore[misc]
+
+    def _failing_planner(self, version: CheckpointContainerId, error: Exception) -> FailingSavePlanner:
+        # Errors of ours survive the way to the other ranks.
+        reason = as_flashpoint_error({-1: error}, step=version.step or 0, rank=self._saver.rank)
+        return FailingSavePlanner(self._plans, reason)
 
     # ---- ending -------------------------------------------------------------------------------------------
 
     def _end(self, save: _Save, version: CheckpointContainerId, future: Future[Any]) -> None:
         """Called on the thread that carried the save out."""
+        with self._outcome:
+            self._take_note(save, version, future)
+
+    def _take_note(self, save: _Save, version: CheckpointContainerId, future: Future[Any]) -> None:
         try:
             error = future.exception()
-            if error is not None:
-                self._fail(version, error)
+            failure = save.withdrawn if error is None else self._stager.explain(error)
+            if failure is not None:
+                self._fail(version, failure)
                 return
             if self.failures_in_a_row:
                 _log.warning("saves work again from step %d on", save.step)
@@ -171,8 +219,24 @@ class SaveRunner:
         finally:
             save.ended.set()
 
+    def _withdraw(self, pending: PendingSave) -> None:
+        """Called on a background thread: a save that was sealed is damaged."""
+        save, error = self._current, pending.error
+        assert error is not None
+        with self._outcome:
+            if save is not None and save.step == pending.step and not save.ended.is_set():
+                save.withdrawn = error
+                return
+            self.saves -= 1
+            if self.last_saved == pending.step:
+                self.last_saved = self._saver.stats.last_verified
+            version = CheckpointContainerId.format_version_container(pending.step or 0)
+            self._fail(CheckpointContainerId(f"/{version}"), error)
+
     def _fail(self, version: CheckpointContainerId, error: BaseException) -> None:
         failure = as_flashpoint_error(causes_of(error), step=version.step or 0, rank=self._saver.rank)
+        if isinstance(failure, DivergedError) and failure.highest_step is not None:
+            self._aligned_after = failure.highest_step
         # No rank may go on with a plan that another one may not have.
         forget_plans(self._plans)
         text = str(failure)
@@ -190,6 +254,10 @@ class SaveRunner:
             self.failures_in_a_row,
             text,
         )
+
+    def align(self) -> None:
+        """All ranks are at the same step from now on."""
+        self._aligned_after = -1
 
     def take_failure(self) -> FlashpointError | None:
         """The latest failure, once."""

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -21,6 +20,7 @@ from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.errors import LoadError, NothingLoadableError
+from ml_flashpoint.core.lasting_group import LastingGroup
 from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.facade.failures import causes_of, is_misfit, text_of
 from ml_flashpoint.facade.planners import FacadeLoadPlanner
@@ -112,7 +112,7 @@ class StateLoader:
         tracked: TrackedState,
         loader: DefaultMLFlashpointCheckpointLoader,
         ranks: RankGroup,
-        group: dist.ProcessGroup | None,
+        group: LastingGroup | None,
         *,
         safe_globals: tuple[SafeGlobal, ...],
     ) -> None:
@@ -175,6 +175,7 @@ class StateLoader:
                 self._ranks.world_size,
                 target.source_rank,
             )
+        group = None
         planner = FacadeLoadPlanner(
             target.structured,
             path=str(version),
@@ -182,10 +183,14 @@ class StateLoader:
             device_of=self._tracked.device_of(target),
         )
         try:
-            load(target.state, storage_reader=reader, planner=planner, process_group=self._group)
+            group = None if self._group is None else self._group.await_group()
+            load(target.state, storage_reader=reader, planner=planner, process_group=group)
+            group = None
             self._tracked.apply(target, planner.packed)
         except (Exception, CheckpointException) as caught:
             error = caught
+            if self._group is not None and not isinstance(caught, CheckpointException):  # which tells all ranks
+                self._group.broke(group)  # others may wait in it
         return self._vote(version, error, touched=planner.touched)
 
     def _vote(

@@ -23,6 +23,7 @@ from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainer
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import (
+    DivergedError,
     FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
@@ -273,7 +274,8 @@ class LocalCheckpointManager:
                 Asynchronously, finalizing the request raises this instead.
         """
         self._check_open()
-        ticket = self._saver.begin()
+        # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
+        ticket = self._saver.begin(exchanged=not is_async)
         self._under_way = [*(each for each in self._under_way if not _has_ended(each)), ticket]
         self._looked = False
         error: Exception | None = None
@@ -282,6 +284,9 @@ class LocalCheckpointManager:
             _check_state(state_dict)
         except Exception as caught:
             # The other ranks may be saving: they learn by a save that fails.
+            if not is_async:
+                with contextlib.suppress(FlashpointError):
+                    self._saver.agree(ticket, None)
             self._saver.fail(ticket, caught)
             if is_async:
                 raise
@@ -290,6 +295,8 @@ class LocalCheckpointManager:
         self._oldest_accepted = iteration
         try:
             with collection_paused():
+                if not is_async:
+                    self._saver.agree(ticket, version)
                 encoded = encode(state_dict, self._types, self._meshes)
                 if is_async:
                     staged = self._saver.stage(ticket, encoded.tensors)
@@ -412,7 +419,7 @@ class LocalCheckpointManager:
         pending = ticket.pending
         assert pending is not None
         mine = error or pending.error
-        reason = "" if mine is None else str(mine)
+        reason = "" if mine is None or isinstance(mine, DivergedError) else str(mine)
         if not ended:
             reason = "the background thread has not ended the save within its deadline"
         elif mine is None and pending.dropped:

@@ -21,6 +21,7 @@ from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.facade.arguments import (
     checked_base,
     checked_bool,
@@ -59,7 +60,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: how often to save.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s, discard_existing: see `ml_flashpoint.Flashpoint`.
+        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves: see
+            `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
 
     Raises:
@@ -78,6 +80,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,
         discard_existing: bool = False,
+        verify_saves: str = "sample",
         grace_s: float = 20.0,
     ) -> None:
         super().__init__()
@@ -93,6 +96,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             "strict": checked_bool("strict", strict),
             "safe_globals": checked_globals(safe_globals),
             "discard_existing": checked_bool("discard_existing", discard_existing),
+            "verify_saves": checked_mode(verify_saves),
             "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None

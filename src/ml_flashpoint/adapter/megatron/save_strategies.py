@@ -159,11 +159,13 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             if failed != version:
                 remove_remains(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
         self._failed.clear()
-        ticket = self._writer.saver.begin()
+        saver: Any = self._writer.saver
+        ticket = saver.begin(exchanged=True)
         save = _Save(self._writer, ticket, version)
         state, failure = None, None
         try:
             with collection_paused():
+                saver.agree(ticket, version)
                 try:
                     self._add_files(save)
                     state = state_to_save(sharded_state_dict)

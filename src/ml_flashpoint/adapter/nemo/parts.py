@@ -34,7 +34,7 @@ class EngineParts:
     load_strategy: MLFlashpointMegatronLoadStrategy
 
     @classmethod
-    def make(cls, base: CheckpointContainerId, buffer_bytes: int) -> EngineParts:
+    def make(cls, base: CheckpointContainerId, buffer_bytes: int, verify_saves: str = "sample") -> EngineParts:
         """Collective: put them together."""
         objects, replication = CheckpointObjectManager(), ReplicationManager()
         replication.initialize(objects)
@@ -42,6 +42,7 @@ class EngineParts:
             ckpt_obj_manager=objects,
             replication_manager=replication,
             initial_buffer_size_bytes=buffer_bytes,
+            verify_saves=verify_saves,
         )
         loader = DefaultMLFlashpointCheckpointLoader(objects, replication)
         # No child processes: our requests have a queue of their own, and nothing for a process to do.

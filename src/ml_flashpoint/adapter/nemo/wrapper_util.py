@@ -19,6 +19,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.facade.arguments import checked_base, checked_bool, checked_integer
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     always_save_context: bool = False,
     write_thread_count: int = 1,
     initial_write_buffer_size_bytes: int = 16 << 30,
+    verify_saves: str = "sample",
 ) -> AutoResume | None:
     """Let a trainer save into memory and go on from there. Collective; processes must be set up.
 
@@ -46,6 +48,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
             of memory.
         initial_write_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
+        verify_saves: see `ml_flashpoint.Flashpoint`.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
@@ -57,6 +60,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     base = checked_base(flashpoint_base_container, "flashpoint_base_container")
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)
+    checked_mode(verify_saves)
     checked_integer("write_thread_count", write_thread_count, 1)
     checked_integer("initial_write_buffer_size_bytes", initial_write_buffer_size_bytes, 1)
     if default_auto_resume is not None and not isinstance(default_auto_resume, AutoResume):
@@ -81,7 +85,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         default_auto_resume = default_auto_resume.default
     wrapped = flashpoint_io_of(trainer)
     if wrapped is None:
-        parts = EngineParts.make(base, initial_write_buffer_size_bytes)
+        parts = EngineParts.make(base, initial_write_buffer_size_bytes, verify_saves)
         _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
     else:
         parts = wrapped.parts

@@ -13,9 +13,10 @@ import logging
 import os
 import threading
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +45,7 @@ from ml_flashpoint.adapter.pytorch.storage_data import (
     by_name,
     refuse_unloadable,
 )
+from ml_flashpoint.core.attempts import SaveIdentity, common_identity
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import (
     DefaultMLFlashpointCheckpointSaver,
@@ -61,6 +63,36 @@ _log = logging.getLogger(__name__)
 _DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
+class _Rider:
+    """What rides on a plan of this rank or of the coordinator, through DCP's exchange of plans.
+
+    It is taken note of as it arrives: a planner may go on with another plan than the one it is given, such as one that
+    it has kept from an earlier save.
+    """
+
+    def __init__(self, identity: SaveIdentity) -> None:
+        self._identity = identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._identity,)
+
+
+class _Receiver(threading.local):
+    """Where riders go that arrive on this thread."""
+
+    take: Callable[[_Rider, SaveIdentity], None] | None = None
+
+
+_receiver = _Receiver()
+
+
+def _received(identity: SaveIdentity) -> _Rider:
+    rider = _Rider(identity)
+    if _receiver.take is not None:
+        _receiver.take(rider, identity)
+    return rider
+
+
 class _Save(threading.local):
     """What one thread is saving. DCP runs the whole of a save on one thread, and may run two at once."""
 
@@ -68,7 +100,12 @@ class _Save(threading.local):
     staged: SaveTicket | None = None
     """The save whose staged state this thread has taken on to save."""
     ticket: SaveTicket | None = None
-    """Written and not yet sealed."""
+    """Begun and not yet sealed."""
+    proposals: tuple[SaveIdentity, ...] = ()
+    """Of all ranks, on the coordinator."""
+    agreed: SaveIdentity | None = None
+    trouble: Exception | None = None
+    """Why the save could not be begun when its plan arrived."""
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
@@ -188,7 +225,7 @@ class MemoryStorageWriter(StorageWriter):
             raise SaveError("a writer in a saving process does not stage")
         self._stager_thread = threading.get_ident()
         self._await_previous()
-        ticket = saver.begin()
+        ticket = saver.begin(exchanged=True)
         leaves, needed, copies = TensorLeaves({}), list[int](), list[torch.Tensor]()
         try:
             leaves = TensorLeaves(state_dict)
@@ -265,6 +302,13 @@ class MemoryStorageWriter(StorageWriter):
             return
         _log.error("an asynchronous save is still under way after %.0f s; going on beside it", seal_deadline_s())
 
+    def give_up_staged(self, error: Exception) -> None:
+        """Give up the state that was staged last, if no thread has taken it on: none could be started."""
+        ticket = self._in_flight
+        if ticket is not None and ticket.worker is None:
+            self._in_flight = None
+            self._saver.fail(ticket, error)
+
     def _copy(
         self, saver: DefaultMLFlashpointCheckpointSaver, ticket: SaveTicket, tensors: list[TensorItem]
     ) -> list[torch.Tensor]:
@@ -291,8 +335,8 @@ class MemoryStorageWriter(StorageWriter):
             # This thread's last save was neither sealed nor failed: its plan failed on another rank.
             self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))
             save.ticket = None
-        save.staged = save.own_tensors = None
-        save.extra, save.labels, save.safe_globals = (), {}, ()
+        save.staged = save.own_tensors = save.agreed = save.trouble = _receiver.take = None
+        save.extra, save.labels, save.safe_globals, save.proposals = (), {}, (), ()
         save.save_id = str(uuid.uuid4())
         save.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
 
@@ -309,18 +353,54 @@ class MemoryStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of the calling rank's role in this save."""
+        """Take note of the calling rank's role in this save, and of what other ranks send to it."""
+        _receiver.take = self._take_proposal if is_coordinator else self._take_identity
+        self._save.proposals = ()
         self._save.is_coordinator = is_coordinator
         self._save.use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
-        self._save.own_tensors = tensor_names(plan)
-        return plan
+        """Leave the plan as it is, but for what this rank proposes to call the save."""
+        save = self._save
+        save.own_tensors = tensor_names(plan)
+        return replace(plan, storage_data=_Rider(self._saver.propose(save.version, save.staged or save.ticket)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans as they are."""
-        return plans
+        """On the coordinator: leave the plans as they are, but for what the save is called.
+
+        Raises:
+            DivergedError, SaveError: through DCP, on every rank: they save different versions, or not all of them save.
+        """
+        save, saver = self._save, self._saver
+        _receiver.take = self._take_identity
+        if len(save.proposals) <= 1 or not save.use_collectives:
+            return plans  # this rank alone saves in this call
+        if len(plans) != saver.world_size:
+            raise SaveError(
+                f"{len(plans)} of the job's {saver.world_size} ranks save, which makes no version",
+                rank=saver.rank,
+                hint="save from all ranks: pass a process_group that has all of them, or none",
+            )
+        identity = common_identity(save.proposals)
+        return [replace(plan, storage_data=_Rider(identity)) for plan in plans]
+
+    def _take_proposal(self, _: _Rider, identity: SaveIdentity) -> None:
+        self._save.proposals = (*self._save.proposals, identity)
+
+    def _take_identity(self, rider: _Rider, identity: SaveIdentity) -> None:
+        """Begin the save, here where all ranks arrive. What fails is raised by the write, where all ranks learn."""
+        save, saver = self._save, self._saver
+        _receiver.take, save.agreed = None, identity
+        try:
+            ticket = save.staged or save.ticket
+            if ticket is None:
+                ticket = save.ticket = saver.begin(exchanged=True)
+                ticket.worker = threading.current_thread()
+                # DCP keeps the plan for as long as it saves, and does not say if it gives up before the write.
+                weakref.finalize(rider, _desert, ticket).atexit = False
+            saver.adopt(ticket, identity)
+        except Exception as error:
+            save.trouble = error
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Make this rank's object of everything in its plan; seal it, unless :meth:`finish` has something to add.
@@ -328,7 +408,9 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             FlashpointError: through DCP, on every rank. The next save is not affected.
         """
-        save = self._save
+        save, _receiver.take = self._save, None
+        if save.trouble is not None:
+            raise save.trouble
         ticket = save.ticket = self._ticket()
         ticket.others = left_to_others(planner, save.own_tensors, plan)
         future: Future[list[WriteResult]] = Future()
@@ -426,9 +508,16 @@ class MemoryStorageWriter(StorageWriter):
         staged, save.staged = save.staged, None
         if staged is not None and isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             return saver.claim(staged)
-        ticket = saver.begin()
+        if save.ticket is not None:
+            return save.ticket
+        ticket = saver.begin(exchanged=True)
         ticket.worker = threading.current_thread()
         return ticket
+
+
+def _desert(ticket: SaveTicket) -> None:
+    # Only noted, as in `staged_state`.
+    ticket.deserted = True
 
 
 def item_keys(items: Sequence[WriteItem]) -> list[str]:

@@ -1,0 +1,174 @@
+"""Which parts are of one save, and which save is newer: the names that saves get.
+
+Owns the identity of a save and how ranks come to the same one. A rank proposes; what all ranks take is above every
+proposal, so a rank that has begun more saves than others, or fewer, is in step again with the next one. The proposals
+travel with what ranks exchange for a save anyway; that is the doors' business.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.errors import DivergedError
+from ml_flashpoint.core.manifest import parse_manifest_name
+from ml_flashpoint.core.rank_group import RankGroup
+
+_MS_DIGITS = 13
+_SAVES_OF_A_SAVER = 10**9
+_UNKNOWN = 2**63 - 1
+# Further than ranks can be apart that number their saves alone and have just learned that they are.
+_JUMP = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIdentity:
+    """What is the same for all parts of one save.
+
+    Attributes:
+        run_id: of the run that saves; later ones compare greater.
+        sequence: rises from save to save of a run.
+        step: of the version, -1 if it is not known yet.
+        newest_ms: in a proposal, the time in the newest attempt of other runs that this rank has found in the base
+            container, if it does not compare less than this run's; else -1.
+    """
+
+    run_id: str
+    sequence: int
+    step: int = -1
+    newest_ms: int = -1
+
+    @property
+    def attempt(self) -> str:
+        """The string by which the parts are named. Of one run, all have the same length, so they sort as numbers."""
+        return f"{self.run_id}-{self.sequence:019d}"
+
+
+def common_identity(proposals: Iterable[SaveIdentity]) -> SaveIdentity:
+    """What all ranks take, from what each has proposed, in rank order.
+
+    Raises:
+        DivergedError: they save different steps.
+    """
+    said = list(proposals)
+    steps = sorted({each.step for each in said})
+    if len(steps) > 1:
+        ahead = next(rank for rank, each in enumerate(said) if each.step == steps[-1])
+        behind = next(rank for rank, each in enumerate(said) if each.step < steps[-1])
+        raise _diverged(f"rank {ahead} step {steps[-1]}, rank {behind} step {said[behind].step}", steps[-1])
+    run_id = max(each.run_id for each in said)
+    agreed = SaveIdentity(run_id, max(each.sequence for each in said), steps[0])
+    return later_than(agreed, max(each.newest_ms for each in said))
+
+
+def later_than(identity: SaveIdentity, newest_ms: int) -> SaveIdentity:
+    """The same save, under a run id that sorts after what was found, if it did not. The same on every rank."""
+    if newest_ms < 0:
+        return identity
+    return replace(identity, run_id=f"{newest_ms + 1:0{_MS_DIGITS}d}{identity.run_id[_MS_DIGITS:]}")
+
+
+def newest_of_other_runs(base: Path, run_id: str) -> int:
+    """The time in the newest attempt in a base container that does not sort before this run's, in milliseconds since
+    the epoch; -1 if there is none. A clock that was set back leaves such attempts behind."""
+    newest = -1
+    for version in list_versions(base):
+        try:
+            names = os.listdir(base / version)
+        except FileNotFoundError:  # pruned meanwhile
+            continue
+        for name in names:
+            found = parse_manifest_name(name)
+            if found is not None and found[1] > run_id and not found[1].startswith(run_id):
+                digits = found[1][:_MS_DIGITS]
+                # Of another form it was not made here, and nothing could be made to sort after it.
+                if digits.isascii() and digits.isdigit() and len(digits) == _MS_DIGITS:
+                    newest = max(newest, int(digits))
+    return newest
+
+
+def _diverged(who: str, highest_step: int) -> DivergedError:
+    hint = "every rank must save at the same steps; the next save is not affected"
+    return DivergedError(f"ranks save different steps: {who}", highest_step=highest_step, hint=hint)
+
+
+class Numbering:
+    """How one saver numbers its saves. Thread-safe.
+
+    Args:
+        group: the ranks that save together.
+        saver: number of the saver; what a later one saves is newer.
+    """
+
+    def __init__(self, group: RankGroup, saver: int) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._sequence = saver * _SAVES_OF_A_SAVER
+        self._newest_ms: dict[str, int] = {}
+
+    def begin(self) -> SaveIdentity:
+        """The identity of a new save, as long as ranks have not come to another one."""
+        with self._lock:
+            self._sequence += 1
+            return SaveIdentity(self._group.run_id, self._sequence)
+
+    @property
+    def highest(self) -> int:
+        """The highest number so far."""
+        return self._sequence
+
+    def propose(self, version: CheckpointContainerId | None, sequence: int | None) -> SaveIdentity:
+        """What this rank proposes for a save.
+
+        Args:
+            sequence: of the save, if it has begun here.
+        """
+        run_id = self._group.run_id
+        sequence = self._sequence + 1 if sequence is None else sequence
+        if version is None or version.step is None:
+            return SaveIdentity(run_id, sequence)
+        return SaveIdentity(run_id, sequence, version.step, self.newest_ms(version.parent.path))
+
+    def newest_ms(self, base: str) -> int:
+        """See `SaveIdentity`. The folder is read once: nothing that is newer comes later."""
+        run_id = self._group.run_id
+        if base not in self._newest_ms:
+            self._newest_ms[base] = newest_of_other_runs(Path(base), run_id)
+        newest = self._newest_ms[base]
+        return newest if newest >= int(run_id[:_MS_DIGITS]) else -1
+
+    def agree(self, proposal: SaveIdentity) -> SaveIdentity:
+        """What all ranks take. Collective, in the foreground; a rank without a step goes along with the others.
+
+        Raises:
+            DivergedError: they save different steps; all ranks learn of it.
+            FlashpointError: a rank is gone.
+        """
+        known = proposal.step >= 0
+        low, negated = (proposal.step, -proposal.step) if known else (_UNKNOWN, _UNKNOWN)
+        values = (-proposal.sequence, -proposal.newest_ms, low, negated)
+        sequence, newest, lowest, highest = self._group.minimum(values, "agreement on a save")
+        if lowest != _UNKNOWN and lowest != -highest:
+            mine = proposal.step if known else "none"
+            raise _diverged(f"from {lowest} to {-highest}, rank {self._group.rank} {mine}", -highest)
+        return later_than(SaveIdentity(proposal.run_id, -sequence, proposal.step), -newest)
+
+    def adopt(self, identity: SaveIdentity) -> None:
+        """Take note of what ranks have come to."""
+        with self._lock:
+            self._sequence = max(self._sequence, identity.sequence)
+            self._group.run_id = max(self._group.run_id, identity.run_id)
+
+    def jump(self, highest: int, newest_ms: int) -> None:
+        """Number the saves to come above all that ranks have used, so that they are in step again.
+
+        Args:
+            highest: the highest number on any rank; with the rest, the same on all ranks.
+            newest_ms: see `SaveIdentity`, of any rank.
+        """
+        self.adopt(later_than(SaveIdentity(self._group.run_id, (highest // _JUMP + 2) * _JUMP), newest_ms))

@@ -1,0 +1,135 @@
+"""Ranks that lose step are in step again with the next save, and say so meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.digest import digest_block
+from ml_flashpoint.core.errors import DigestMismatchError, InvalidArgumentError
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.core.read_back import checked_mode, read_back
+from tests.support.forked import Team, call, call_team
+from tests.workers import out_of_step as worker
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_thread_that_cannot_be_started_costs_one_save(tmpfs: Path) -> None:
+    for found in call_team(worker.cannot_start_a_thread, tmpfs, 2):
+        assert found["failures"] == 1, found
+        assert "start new thread" in found["error"]
+        assert not found["degraded"]
+        assert found["saved"] == [1, 1, 3, 4]
+        assert (found["replicated"], found["found"], found["value"]) == (4, 4, 4.0)
+        assert found["blocked"] < 30, "step() waited for a deadline"
+
+
+@pytest.mark.parametrize("how", ["dcp", "local"])
+def test_a_save_that_one_rank_begins_alone_costs_nothing(tmpfs: Path, how: str) -> None:
+    assert call_team(worker.begins_one_more, tmpfs, 2, how) == [[1, 2, 3, 4, 5]] * 2
+
+
+def test_ranks_that_count_alone_are_in_step_again_after_two_saves(tmpfs: Path) -> None:
+    for verified in call_team(worker.begins_one_more, tmpfs, 2, "engine"):
+        assert verified == [1, 1, 1, 4, 5], verified
+
+
+def test_a_late_rank_costs_one_save(tmpfs: Path) -> None:
+    with Team(worker.comes_late, tmpfs, 2) as team:
+        (_, error) = team[0].next_report("given up", timeout_s=120)
+        assert "rank 1 of 2 did not come" in error
+        team[1].say("go on")
+        for rank in range(2):
+            assert team[rank].next_report("saved", 3, timeout_s=120) == ("saved", 3, 3)
+        for found in team.results(120):
+            assert found == {"failures": 1, "degraded": False, "replicated": 4}
+
+
+def test_an_agreement_that_comes_late_costs_one_verdict(tmpfs: Path) -> None:
+    env = {"FLASHPOINT_COLLECTIVE_DEADLINE_S": "3"}
+    with Team(worker.agrees_late, tmpfs, 2, env=env) as team:
+        (_, error) = team[0].next_report("given up", timeout_s=120)
+        assert error is not None
+        team[1].say("go on")
+        for seen in team.results(120):
+            assert seen == [1, 1, 3, 4]
+
+
+def test_a_rank_that_does_not_call_is_named(tmpfs: Path) -> None:
+    with Team(worker.saves_alone, tmpfs, 2) as team:
+        team[0].next_report("failed", timeout_s=120)
+        team[1].say("go on")
+        said, _ = team.results(120)
+    assert said is not None
+    assert "rank 1 of 2 did not come" in said
+    assert "to call step() or save()" in said
+
+
+def test_two_jobs_in_one_process_group_do_not_cross(tmpfs: Path) -> None:
+    assert call_team(worker.saves_in_two_jobs, tmpfs, 2, 30) == [[(30, 0, 30)] * 2] * 2
+
+
+@pytest.mark.parametrize("how", ["sync", "thread", "process", "engine"])
+def test_what_is_saved_is_newest_although_the_clock_is_behind(tmpfs: Path, how: str) -> None:
+    day = 24 * 3600
+    assert call_team(worker.saves_with_a_clock, tmpfs, 2, 100, day, "sync") == [(100, 100)] * 2
+    shutil.rmtree(tmpfs / "node-0")  # only rank 1 sees what there is
+    assert call_team(worker.saves_with_a_clock, tmpfs, 2, 7, 0, how) == [(7, 7)] * 2
+
+
+def test_names_of_many_savers_sort_as_they_were_made() -> None:
+    names = call(worker.names_of_many_savers, 0)
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize("how", ["dcp", "facade"])
+def test_a_save_that_is_damaged_after_its_commit_is_withdrawn_everywhere(tmpfs: Path, how: str) -> None:
+    for rank, found in enumerate(call_team(worker.reads_back, tmpfs, 2, how, "all")):
+        assert found["left"] == ["step-2_ckpt"], found
+        assert found["verified"] == 2
+        if how == "dcp":
+            assert (found["withdrawn"], found["latest"]) == (1, 2)
+            continue
+        assert (found["saved"], found["saves"], found["failures"], found["degraded"]) == (2, 2, 1, True)
+        assert ("please report" if rank == 1 else "withdrawn") in found["error"]
+
+
+def test_samples_are_of_all_blocks_in_turn(tmpfs: Path) -> None:
+    objects = CheckpointObjectManager()
+    store = objects.open(CheckpointContainerId(tmpfs), 0)
+    data = os.urandom(10 * 4096)
+    arena = store.acquire(len(data))
+    arena.buffer[: len(data)] = data
+    digests = tuple(digest_block(data[at : at + 4096]) for at in range(0, len(data), 4096))
+    record = ObjectRecord(object_name(0, "a"), len(data), arena.size, digests, 4096)
+    part = store.commit(Manifest("step-1_ckpt", 0, 1, "a", "node", (record,)), [arena])
+    for mode in ("none", "sample", "all"):
+        for turn in range(20):
+            read_back(part, mode, turn)
+    arena.buffer[7 * 4096 + 5] ^= 1
+    found = [turn for turn in range(20) if _is_damaged(part, "sample", turn)]
+    assert found == [7, 17]
+    assert _is_damaged(part, "all", 0)
+    assert not _is_damaged(part, "none", 7)
+    store.drop(part)
+    objects.close()
+
+
+def _is_damaged(part: HeldPart, mode: str, turn: int) -> bool:
+    try:
+        read_back(part, mode, turn)
+    except DigestMismatchError as error:
+        return "block 7" in str(error)
+    return False
+
+
+def test_an_unknown_way_to_verify_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="sample, all, none"):
+        checked_mode("some")

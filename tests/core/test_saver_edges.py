@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
 from ml_flashpoint.core import checkpoint_saver, handing_off
+from ml_flashpoint.core import rank_group as rank_groups
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import CapacityError, DeadlineError, SaveError
@@ -266,3 +269,25 @@ def test_staged_copies_stay_the_object_with_many_byte_items(
     assert ticket.filled is not None
     assert ticket.filled.arena is ticket.staged.arena
     saver.seal(ticket)
+
+
+def test_a_child_forked_while_locks_are_held_ends(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with saver._lock, rank_groups._lock:
+            held.set()
+            forked.wait(60)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # which ends it if it hangs
+        saver.close()
+        os._exit(0 if rank_groups.rank_group().world_size == 1 else 1)
+    forked.set()
+    holding.join(60)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -120,6 +120,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         )
         self._lock = threading.RLock()
         self._begun = 0
+        self._process = os.getpid()
         self._staged: list[SaveTicket] = []  # staged, not yet claimed by a write
         self._saves: list[SaveTicket] = []  # under way or held, oldest first
         self._handed_off: dict[str, SaveTicket] = {}
@@ -416,6 +417,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def close(self, deadline_s: float | None = None) -> None:
         """Let saves under way finish, within a deadline, and stop the background work. Idempotent."""
+        if os.getpid() != self._process:
+            return  # a forked child: it has none of the threads, and its parent's locks as they happened to be
         with self._lock:
             if self._closed:
                 return

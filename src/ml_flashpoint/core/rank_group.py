@@ -245,6 +245,14 @@ _current: tuple[object, RankGroup] | None = None
 _lock = threading.Lock()
 
 
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # in a forked child it may be held by a thread that is not there
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
 def rank_group() -> RankGroup:
     """The group of the current default process group. Collective when first called for it."""
     global _current

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from ml_flashpoint.checkpoint_object_manager.control_groups import memory_left
 from ml_flashpoint.core.errors import CapacityError
 
 _log = logging.getLogger(__name__)
@@ -43,11 +44,14 @@ def existing_parent(path: Path) -> Path:
 
 
 def available_bytes(path: Path) -> int:
-    """Bytes that may still be stored under ``path``: filesystem space and, on tmpfs, also free memory."""
+    """Bytes that may still be stored under ``path``: filesystem space and, on tmpfs, also free memory of the machine
+    and of the container."""
     stats = os.statvfs(existing_parent(path))
     free = stats.f_bavail * stats.f_frsize
     if filesystem_type(path) in ("tmpfs", "ramfs", "devtmpfs"):
         free = min(free, psutil.virtual_memory().available)
+        if (left := memory_left()) is not None:
+            free = min(free, left)
     return free
 
 
@@ -93,5 +97,5 @@ def preflight(base: Path, state_bytes: int, *, copies: int = 0, ranks_on_node: i
             needed_bytes=needed,
             available_bytes=available,
             path=base,
-            hint="enlarge the tmpfs (mount -o remount,size=...), free memory, or replicate less",
+            hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or replicate less",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -32,6 +33,8 @@ _POPULATE_SLICE = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 
 
 def round_up(size: int, unit: int = PAGE) -> int:
@@ -197,6 +200,22 @@ class Arena:
         del self.tensor
         self.buffer.release()
         del self._mmap
+
+    def free_pages(self) -> None:
+        """Give the memory of an arena without a name back, also where forked children of this process map it: those of
+        a data loader do, without ever looking at it, for as long as they live. Where others have opened the file, who
+        may be reading it, nothing happens: a page that goes under a reader is a SIGBUS where there is no room left.
+        """
+        self.join_prefault()
+        self._unregister()
+        with contextlib.suppress(OSError):
+            if os.fstat(self._fd).st_nlink:
+                return
+            # A lease is granted only if nobody else has opened the file. A forked child has not: it shares ours.
+            fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            if _libc.fallocate(self._fd, _KEEP_SIZE_PUNCH_HOLE, 0, self.size) != 0:
+                _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
 
     def unlink(self) -> None:
         """Remove the arena's own name. Slow for large files (pages are freed): never on the save path."""

@@ -222,6 +222,8 @@ class ArenaPool:
                 if arena in self._free:
                     self._free.remove(arena)
             arena.unlink()
+            if self._reusable is None:  # readers of the others rely on the bytes
+                arena.free_pages()
             arena.close()
 
     # ---- files --------------------------------------------------------------------------------------------

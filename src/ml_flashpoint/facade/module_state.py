@@ -27,11 +27,15 @@ class ModuleState:
 
     Args:
         module: plain, compiled, or wrapped by DDP, FSDP2 or FSDP, or with DTensors for parameters.
+
+    Attributes:
+        left_out: of the tensors that :meth:`to_save` left to another rank the last time, names, dtypes and shapes.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._keys: list[str] | None = None
+        self.left_out: tuple[object, ...] = ()
 
     def to_save(self) -> dict[str, Any]:
         """What this rank offers to save: references, not copies.
@@ -41,8 +45,9 @@ class ModuleState:
         """
         state = self.current()
         if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
-            for name, _ in _unwrapped(self.module).named_buffers(remove_duplicate=False):
-                state.pop(name, None)
+            names = [name for name, _ in _unwrapped(self.module).named_buffers(remove_duplicate=False) if name in state]
+            left_out = [(name, state.pop(name)) for name in names]
+            self.left_out = tuple((name, buffer.dtype, buffer.shape) for name, buffer in left_out)
         return state
 
     def current(self) -> dict[str, Any]:

@@ -61,8 +61,20 @@ class BlockingStager:
         self._group = self._lasting.await_group()
         return self._writer.collect_planned(collect, self._group)
 
-    def stage(self, state: dict[str, Any], version: CheckpointContainerId, planner: FacadeSavePlanner) -> Future[Any]:
-        """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed."""
+    def stage(
+        self,
+        state: dict[str, Any],
+        version: CheckpointContainerId,
+        planner: FacadeSavePlanner,
+        *,
+        beside: object = None,
+    ) -> Future[Any]:
+        """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed.
+
+        Args:
+            beside: see `MemoryStorageWriter.beside`.
+        """
+        self._writer.beside(beside)
         if self._lasting is not None:
             self._group = self._lasting.await_group()
         begun: Any = async_save(
@@ -183,7 +195,8 @@ class SaveRunner:
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
         try:
             planner = FacadeSavePlanner(self._plans, self._safe_globals)
-            future = self._stager.stage(self._stager.collect(self._tracked.to_save), version, planner)
+            state = self._stager.collect(self._tracked.to_save)
+            future = self._stager.stage(state, version, planner, beside=self._tracked.left_out)
         except Exception as error:
             self._stager.take_part(version, self._failing_planner(version, error), error)
             self._fail(version, error)

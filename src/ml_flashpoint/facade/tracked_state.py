@@ -151,6 +151,11 @@ class TrackedState:
         state[PACKED] = {_rank_key(self._rank): packed}
         return state
 
+    @property
+    def left_out(self) -> tuple[object, ...]:
+        """What this rank has left to another one in the last :meth:`to_save`, but for its content."""
+        return tuple(module.left_out for module in self._module_states.values())
+
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
         stream = io.BytesIO()
         try:

@@ -211,6 +211,11 @@ class MemoryStorageWriter(StorageWriter):
         self._omission.foresee(others)
         return state
 
+    def beside(self, structure: object) -> None:
+        """Say what this rank leaves to another one to save, beside the states to come. Where it changes, which is when
+        it does not compare equal, what other ranks write changes, too."""
+        self._omission.beside(structure)
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the tensors of a state dict into an arena; the state dict returned consists of the copies.
 

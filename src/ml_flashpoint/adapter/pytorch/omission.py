@@ -34,6 +34,7 @@ class Omission:
 
     def __init__(self) -> None:
         self._structure: object = None
+        self._beside: object = None
         self._others: frozenset[str] = frozenset()
         self._foreseen: frozenset[str] = frozenset()
         self._failures = 0
@@ -42,7 +43,7 @@ class Omission:
     def needed(self, leaves: TensorLeaves) -> list[int]:
         """Indices of the tensors to stage."""
         self._learn()
-        structure = leaves.structure
+        structure = (leaves.structure, self._beside)
         if structure != self._structure:
             self._structure, self._others, self._failures = structure, self._foreseen, 0
             self._foreseen = frozenset()
@@ -54,6 +55,10 @@ class Omission:
     def foresee(self, others: frozenset[str]) -> None:
         """Leave these out of the next state, if its structure is a new one: see :func:`planned_first`."""
         self._foreseen = others
+
+    def beside(self, structure: object) -> None:
+        """Say what this rank has beside the states to come and leaves to another one: if it changes, so do plans."""
+        self._beside = structure
 
     def watch(self, ticket: SaveTicket, *, whole: bool) -> None:
         """Learn from a save of the state given last, once its outcome is known.

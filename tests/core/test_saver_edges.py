@@ -24,6 +24,7 @@ from ml_flashpoint.core.errors import CapacityError, DeadlineError, SaveError
 from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.save_ticket import NoticeBoard
 from ml_flashpoint.core.saving_process import HandedOffSaver
+from tests.checkpoint_object_manager import store_support
 
 TENSORS = [("weight", torch.arange(1000.0))]
 
@@ -45,6 +46,23 @@ def store_of(saver: DefaultMLFlashpointCheckpointSaver) -> RankStore:
     store = saver._objects.store
     assert store is not None
     return store
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stores_any_bytes
+@pytest.mark.parametrize("left", [2, 3, 5])
+def test_what_an_earlier_run_left_keeps_no_run_from_saving(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, left: int
+) -> None:
+    """Nobody knows yet whether one of these is verified, so they stay, and nothing is under way that could free one."""
+    store = RankStore(tmpfs, 0)
+    for step in range(1, left + 1):
+        store_support.commit(store, step, f"{1:013d}-12345678-{step:019d}")
+    store_support.commit(store, left, f"{1:013d}-12345678-{left:019d}", rank=1)
+    store.close()
+    saver.save(version(tmpfs, left + 1), TENSORS)
+    assert saver.wait(30)
+    assert saver.stats.last_verified == left + 1
 
 
 @pytest.mark.timeout(60)

@@ -122,11 +122,7 @@ class RankStore:
         Raises:
             CapacityError: there is none and no room for one.
         """
-        with self._lock:
-            for part in self._useless:
-                self.drop(part)
-            self._useless.clear()
-            self._bury_doomed()
+        self.drop_useless()
         try:
             return self._arenas.acquire(size, exact=exact)
         except CapacityError:
@@ -352,6 +348,14 @@ class RankStore:
         """Drop these parts, and no longer those named before, as soon as an arena is needed."""
         with self._lock:
             self._useless = list(parts)
+
+    def drop_useless(self) -> None:
+        """Drop the parts that :meth:`drop_before_next_save` has named, and what readers have let go of."""
+        with self._lock:
+            for part in self._useless:
+                self.drop(part)
+            self._useless.clear()
+            self._bury_doomed()
 
     @contextlib.contextmanager
     def open_object(self, version: str, name: str) -> Iterator[memoryview]:

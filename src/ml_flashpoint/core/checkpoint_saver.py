@@ -296,6 +296,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         one taken from an older save that is not verified. What copies of peers need is left to them."""
         assert isinstance(store, RankStore)
         self._preflight(store, size)
+        store.drop_useless()
         held = len(self._own_arenas()) + len(self._adopted(store))
         if OWN_VERSIONS <= held < MOST_OWN_VERSIONS:
             self._commits.wait_for_change(
@@ -314,18 +315,28 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 # There is always one for the oldest under way: later ones that hold all the others wait for it.
                 others = sum(held is not ticket for held in self._own_arenas()) + len(self._adopted(store))
                 ticket.taking = others < MOST_OWN_VERSIONS + (not preceded)
+            full = False
             if ticket.taking:
                 try:
                     due = others < OWN_VERSIONS or others >= MOST_OWN_VERSIONS  # the latter: the oldest under way
                     if due or store.ensure_free(1 + self._missing_for_copies(store), size):
                         return store.acquire(size)
                     error = CapacityError("no room for a further version beside the copies", path=store.base)
-                except CapacityError as full:
-                    error = full
+                except CapacityError as caught:
+                    error, full = caught, True
                 ticket.taking = False
-            full_up = isinstance(error, CapacityError)
-            if self._drop_one(ticket, full=full_up, adopted=len(self._adopted(store))) or self._fail_abandoned():
+            if self._drop_one(ticket, full=full, adopted=len(self._adopted(store))) or self._fail_abandoned():
                 continue
+            if not preceded and not full:
+                # Nothing is under way that could free something, and what is left is what a crash goes back to: one
+                # beyond what is due is better than no version any more. A copy that then lacks room makes way itself.
+                ticket.taking = True
+                try:
+                    return store.acquire(size)
+                except CapacityError as caught:
+                    error, ticket.taking = caught, False
+                if self._drop_one(ticket, full=True, adopted=len(self._adopted(store))):
+                    continue
             # Nothing to take back now; an earlier save that is under way may free something when it settles, or when
             # it turns out that nobody goes on with it.
             settled = self._commits.settled_count

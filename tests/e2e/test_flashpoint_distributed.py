@@ -154,7 +154,8 @@ def test_rank_that_cannot_load_makes_all_step_back(tmpfs: Path) -> None:
     call_team(worker.count, tmpfs, 2, 1, {}, True)
     for node in ("node-0", "node-1"):
         shutil.copytree(tmpfs / node / "job" / "step-1_ckpt", tmpfs / node / "kept")
-    call_team(worker.count, tmpfs, 2, 2, {}, True)
+    for counted in call_team(worker.count, tmpfs, 2, 1, {}, True):
+        assert (counted["saves"], counted["raised"]) == (1, [])
     for node in ("node-0", "node-1"):
         (tmpfs / node / "kept").rename(tmpfs / node / "job" / "step-1_ckpt")
     assert call_team(worker.recount, tmpfs, 2, {1: 2}) == [(1, 1, ("step-2_ckpt",))] * 2
@@ -224,3 +225,10 @@ def test_sigterm_waits_for_a_missing_peer_no_longer_than_its_grace(tmpfs: Path) 
         (_, at) = team[0].next_report("terminating")
         assert team[0].wait() == -signal.SIGTERM
         assert 0.5 < time.monotonic() - at < 20
+
+
+def test_sigterm_ends_a_rank_whose_first_save_waits_for_a_missing_peer(tmpfs: Path) -> None:
+    with Team(worker.terminate_in_the_first_save, tmpfs, 2, 1.0) as team:
+        (_, at) = team[0].next_report("terminating")
+        assert team[0].wait() == -signal.SIGTERM
+        assert time.monotonic() - at < 20  # and not the minute that ranks wait for each other

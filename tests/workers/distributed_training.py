@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -83,7 +84,7 @@ def count(report: Report, rank: int, steps: int, fails_at: dict[int, int], stric
     counter, model = Counter(fails_at.get(rank, -1)), nn.Linear(8, 8)
     raised = []
     with Flashpoint(base(), strict=strict, deadline_s=30) as fp:
-        fp.track(counter=counter, model=model)
+        fp.track(counter=counter, model=model).resume()
         for _ in range(steps):
             counter.value += 1
             try:
@@ -168,10 +169,28 @@ def terminate_alone(report: Report, rank: int, grace_s: float) -> None:
     """Rank 0 begins a save that rank 1 takes no part in, and gets SIGTERM."""
     fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60)
     fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
+    # Their first save ranks plan together, before `step` returns; later ones in the background.
+    fp.step()
+    assert fp.wait()
     if rank == 0:
         fp.step()
         report("terminating", time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+
+def terminate_in_the_first_save(report: Report, rank: int, grace_s: float) -> None:
+    """Rank 0 begins its first save, which rank 1 takes no part in, and gets SIGTERM while it waits there."""
+    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60)
+    fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
+
+    def terminate() -> None:
+        report("terminating", time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if rank == 0:
+        threading.Timer(1.0, terminate).start()
+        fp.step()
     signal.pause()
 
 

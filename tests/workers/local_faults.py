@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -203,13 +203,10 @@ def one_rank_fails(report: Any, rank: int) -> dict[str, Any]:
     return errors
 
 
-class OnlyHere(tuple):  # type: ignore[type-arg]
+class OnlyHere(NamedTuple):
     """Stands for a type that one rank cannot find again: see `_load_without`."""
 
-    _fields = ("value",)
-
-    def __new__(cls, value: Any) -> OnlyHere:
-        return tuple.__new__(cls, (value,))
+    value: Any
 
 
 def _load_without(rank: int) -> Any:

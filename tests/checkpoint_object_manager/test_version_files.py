@@ -157,12 +157,12 @@ def interleavings(one: int, other: int) -> Iterator[str]:
 class TestTwoRanksOfOneNode:
     """Two ranks at work in one version's directory: every order of their changes to files."""
 
-    def run(self, tmpfs: Path, prepare: Prepare) -> int:
+    def run(self, tmpfs: Path, prepare: Prepare, within: str = "/step-") -> int:
         count = 0
-        for order in self.orders(tmpfs, prepare):
+        for order in self.orders(tmpfs, prepare, within):
             base = tmpfs / f"job-{count}"
             with contextlib.ExitStack() as stack:
-                one, other = (Operation(function, "/step-") for function in prepare(base, stack))
+                one, other = (Operation(function, within) for function in prepare(base, stack))
                 for which in order:
                     (one if which == "1" else other).step()
                 one.finish()
@@ -171,11 +171,11 @@ class TestTwoRanksOfOneNode:
             count += 1
         return count
 
-    def orders(self, tmpfs: Path, prepare: Prepare) -> Iterator[str]:
+    def orders(self, tmpfs: Path, prepare: Prepare, within: str) -> Iterator[str]:
         steps = []
         with contextlib.ExitStack() as stack:
             for function in prepare(tmpfs / "count", stack):
-                operation = Operation(function, "/step-")
+                operation = Operation(function, within)
                 steps.append(0)
                 while not operation.step():
                     steps[-1] += 1
@@ -216,7 +216,6 @@ class TestTwoRanksOfOneNode:
 
         assert self.run(tmpfs, prepare) > 30
 
-    @pytest.mark.slow
     def test_one_adopts_while_the_other_does(self, tmpfs: Path) -> None:
         """Rank 1 was killed while it pruned, so that there is a directory to remove for either."""
 
@@ -232,7 +231,8 @@ class TestTwoRanksOfOneNode:
             assert len(files(base)) == 3
             return lambda: opened(base, 0, stack), lambda: opened(base, 1, stack)
 
-        assert self.run(tmpfs, prepare) >= 10
+        # In the directory of the other version neither changes anything: no need to stop there.
+        assert self.run(tmpfs, prepare, "/step-4_ckpt") > 30
 
 
 def opened(base: Path, rank: int, stack: contextlib.ExitStack) -> RankStore:

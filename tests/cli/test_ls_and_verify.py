@@ -21,7 +21,7 @@ from tests.support.forked import Child, call
 from tests.workers import cli_bases
 from tests.workers.cli_bases import BLOCK, RUN, Part
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.stores_any_bytes]
 
 
 def flashpoint(*args: object) -> subprocess.CompletedProcess[str]:
@@ -196,6 +196,7 @@ def test_leftovers_of_an_older_save_are_no_version(base: Path) -> None:
 # ---- damage -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.damages_on_purpose
 def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     call(cli_bases.make, base, [0, 1], [*full(5), *full(6)])
     hurt = part_path(base, Part(2, 5))
@@ -218,6 +219,7 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     assert 0 <= found["seconds"] < 60
 
 
+@pytest.mark.damages_on_purpose
 @pytest.mark.parametrize("offset", [0, BLOCK - 1, BLOCK, 3 * BLOCK + 99])
 def test_verify_finds_any_flipped_bit_that_counts(base: Path, offset: int) -> None:
     call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
@@ -225,6 +227,7 @@ def test_verify_finds_any_flipped_bit_that_counts(base: Path, offset: int) -> No
     assert flashpoint("verify", base, "--threads", 1).returncode == 1
 
 
+@pytest.mark.damages_on_purpose
 def test_verify_finds_every_block_with_many_threads(base: Path) -> None:
     parts = [Part(0, 5, world_size=1, size=40 * BLOCK + 1)]
     call(cli_bases.make, base, [0], parts)
@@ -246,6 +249,7 @@ def test_what_lies_behind_the_bytes_that_count_does_not_matter(base: Path) -> No
     assert flashpoint("verify", base).returncode == 0
 
 
+@pytest.mark.damages_on_purpose
 @pytest.mark.parametrize("command", ["ls", "verify"])
 @pytest.mark.parametrize("how", ["flipped", "truncated", "emptied", "renamed", "directory"])
 def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: str) -> None:
@@ -274,6 +278,7 @@ def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: st
         assert version["world_size"] == 4
 
 
+@pytest.mark.damages_on_purpose
 def test_a_copy_with_a_damaged_manifest_is_still_a_copy(base: Path) -> None:
     call(cli_bases.make, base, [0, 1], full(5))
     flip(part_path(base, Part(2, 5), manifest=True), 100)
@@ -281,6 +286,7 @@ def test_a_copy_with_a_damaged_manifest_is_still_a_copy(base: Path) -> None:
     assert (version["state"], version["own_ranks"], version["copied_ranks"]) == ("damaged", [0, 1], [2, 3])
 
 
+@pytest.mark.damages_on_purpose
 @pytest.mark.parametrize("command", ["ls", "verify"])
 @pytest.mark.parametrize("how", ["missing", "short", "long", "symlink"])
 def test_an_object_that_is_not_as_committed_is_found_and_named(base: Path, command: str, how: str) -> None:

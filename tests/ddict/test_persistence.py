@@ -399,6 +399,7 @@ def test_what_is_not_valid_is_not_listed(damaged: tuple[CheckpointPersister, Pat
         assert persister.ids() == [1, 2]
 
 
+@pytest.mark.damages_on_purpose
 def test_altered_content_is_refused_when_read(damaged: tuple[CheckpointPersister, Path]) -> None:
     persister, folder = damaged
     pack = sorted(folder.glob("*.safetensors"))[1]
@@ -418,6 +419,7 @@ def _assert_part(persister: CheckpointPersister, checkpoint: PersistedCheckpoint
         assert persister.read_item(checkpoint, part, name) == content
 
 
+@pytest.mark.damages_on_purpose
 def test_a_checkpoint_in_the_wrong_place_is_not_taken_for_one(damaged: tuple[CheckpointPersister, Path]) -> None:
     persister, folder = damaged
     run = folder.parent

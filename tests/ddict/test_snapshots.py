@@ -443,6 +443,7 @@ def test_what_is_damaged_here_comes_from_the_holder(pair: Cluster, what: str) ->
     assert owner.restart() == {0: sealed}
 
 
+@pytest.mark.damages_on_purpose
 @pytest.mark.parametrize("what", ["value", "segment"])
 def test_a_damaged_copy_is_refused_and_an_older_snapshot_is_there(pair: Cluster, what: str) -> None:
     owner, holder = pair.members
@@ -460,6 +461,7 @@ def test_a_damaged_copy_is_refused_and_an_older_snapshot_is_there(pair: Cluster,
     assert error.rank == 0
 
 
+@pytest.mark.damages_on_purpose
 def test_damage_on_both_sides_is_lost_and_told(pair: Cluster) -> None:
     owner, holder = pair.members
     owner.put(0, {b"big": os.urandom(300_000)}, stored=True)

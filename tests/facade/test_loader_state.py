@@ -198,7 +198,7 @@ def test_generator_is_tracked(tmpfs: Path) -> None:
 def test_loader_may_be_tracked_again(tmpfs: Path) -> None:
     loader = DataLoader(range(10), batch_size=2)
     for _ in range(2):
-        with Flashpoint(tmpfs / "job") as fp:
+        with Flashpoint(tmpfs / "job", discard_existing=True) as fp:
             fp.track(loader=loader).save()
     assert type(loader).__name__ == "DataLoader"
     assert isinstance(loader, DataLoader)

@@ -113,6 +113,7 @@ def test_a_damaged_copy_is_noticed_when_it_is_needed(tmpfs: Path, job: engine.Sn
     assert whole(tmpfs, 1)
 
 
+@pytest.mark.damages_on_purpose
 @pytest.mark.slow
 def test_any_damage_anywhere(tmpfs: Path, job: engine.Snapshot, rng: random.Random) -> None:
     """The newest version of which each part is sound somewhere is found, whatever else is damaged."""

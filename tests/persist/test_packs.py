@@ -112,6 +112,7 @@ def test_any_tool_can_open_a_pack(tmpfs: Path) -> None:
     assert content == {"index": b"the index", "item/x": b"some", "item/y": b""}
 
 
+@pytest.mark.damages_on_purpose
 @pytest.mark.usefixtures("small_blocks")
 def test_no_flipped_byte_goes_unnoticed(tmpfs: Path) -> None:
     store = DirectoryStore(tmpfs)
@@ -138,6 +139,7 @@ def test_no_flipped_byte_goes_unnoticed(tmpfs: Path) -> None:
                 assert reader.item(name) == content
 
 
+@pytest.mark.damages_on_purpose
 def test_a_pack_cut_short_or_gone(tmpfs: Path) -> None:
     store = DirectoryStore(tmpfs)
     receipt = _write(store, [("a", os.urandom(3 * 2**20))])

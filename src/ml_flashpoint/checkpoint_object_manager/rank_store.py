@@ -80,14 +80,13 @@ class RankStore:
         self.base = base
         self.rank = rank
         self.directory = self.directory_of(rank)
-        make_tree(base, self.directory)
-        warn_unless_memory(base)
         self._lock = threading.RLock()
         self._lock_fd = -1
         self._released = threading.Condition(self._lock)
         self.evict: Callable[[], bool] | None = None
         """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
         self._lock_fd = self._take_lock(lock_deadline_s)
+        warn_unless_memory(base)
         self._arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self._parts: dict[tuple[str, int], HeldPart] = {}
         self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object

@@ -38,6 +38,8 @@ def make_base(base: Path) -> None:
         UnsafePathError: others could have planted it, or could write to it, or to a folder on the way.
         FlashpointError: it cannot be made.
     """
+    if os.path.isdir(base):  # one look along the way is enough
+        return check_folder(check_way(base))
     real = check_way(base.parent) / base.name
     with _reported(base):
         for folder in (*reversed(real.parents), real):

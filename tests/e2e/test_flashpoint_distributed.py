@@ -198,6 +198,10 @@ def test_batch_normalization_is_that_of_rank_0(tmpfs: Path) -> None:
     assert [after for _, after in results] == [saved[0]] * 3
 
 
+def test_leaving_a_collective_ends_it_for_the_others(tmpfs: Path) -> None:
+    assert max(call_team(worker.leave_a_collective, tmpfs, 2)) < 40  # and not the minute that ranks wait for each other
+
+
 # ---- peers that die or hang -----------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.core.lasting_group import LastingGroup
 from tests.workers import training
 from tests.workers.training import Job
 
@@ -192,6 +193,26 @@ def terminate_in_the_first_save(report: Report, rank: int, grace_s: float) -> No
         threading.Timer(1.0, terminate).start()
         fp.step()
     signal.pause()
+
+
+def leave_a_collective(report: Report, rank: int) -> float:
+    """Rank 1 leaves a collective that rank 0 is in; the seconds until that of this rank has ended."""
+
+    def meet(group: dist.ProcessGroup | None) -> None:
+        if rank == 1:
+            raise RuntimeError("left")
+        dist.barrier(group=group)
+
+    lasting, began = LastingGroup("left", deadline_s=60), time.monotonic()
+    try:
+        meet(lasting.group)
+    except RuntimeError as error:
+        took = time.monotonic() - began
+        kept = lasting.failure("meeting", error, lasting.group), error
+        dist.barrier()  # rank 1 lives and has what failed until rank 0 has noticed
+        lasting.close()
+        del kept
+    return took
 
 
 def norm_of_ddp(report: Report, rank: int) -> tuple[list[float], list[float]]:

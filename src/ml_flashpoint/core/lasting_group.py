@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -195,6 +196,9 @@ class LastingGroup:
     def failure(self, what: str, error: Exception, group: dist.ProcessGroup | None) -> FlashpointError:
         """The error of a collective that ``error`` has ended, on a group that is given up with this."""
         self.broke(group)
+        # Its connections are closed with the last reference to it, and only by that do ranks that wait in it notice.
+        del group
+        traceback.clear_frames(error.__traceback__)
         with self._changed:  # those that failed with this rank are about to come
             self._changed.wait_for(lambda: self._group is not None or self._closed, min(_LATE_S, self._deadline_s))
         kind = DeadlineError if "timed out" in str(error).lower() else TopologyError

@@ -107,10 +107,12 @@ class BlockingStager:
         else has ended the exchange on this rank alone, whose group the others cannot be met in any more."""
         if self._lasting is None or isinstance(error, CheckpointException) or not isinstance(error, Exception):
             return error
+        # Who keeps a broken group keeps its connections open, and others waiting.
+        groups, self._group = [self._group], None
         if isinstance(error, FlashpointError):
-            self._lasting.broke(self._group)
+            self._lasting.broke(groups.pop())
             return error
-        return self._lasting.failure("the save", error, self._group)
+        return self._lasting.failure("the save", error, groups.pop())
 
 
 @dataclass(slots=True, eq=False)

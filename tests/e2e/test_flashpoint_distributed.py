@@ -15,6 +15,7 @@ import pytest
 from tests.support.cluster import Cluster, run_ranks
 from tests.support.forked import Team, call_team
 from tests.workers import distributed_training as worker
+from tests.workers.training import gate_of
 
 TWO_NODES = (0, 0, 1, 1)
 KINDS = ["fsdp2", "ddp"]
@@ -65,7 +66,7 @@ def test_lost_node_is_replaced_from_its_peer(tmpfs: Path, kind: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
-    # A kill may come many steps late. It is of a life that has begun since the one before if it is waited for so far.
+    # However late a kill comes, it finds the ranks at work, or before the gate that only it opens.
     steps, chance = 150, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
     expected = run_ranks(tmpfs / "reference", "training", 4, args=["--without", "--kind", kind, "--steps", steps])
     with Cluster(
@@ -73,18 +74,21 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
         "training",
         nodes=2,
         ranks_per_node=2,
-        args=["--kind", kind, "--steps", steps, "--pace", 0.05],
+        args=["--kind", kind, "--steps", steps, "--pace", 0.05, "--gates", "40,80,120"],
         torchrun=True,
         max_restarts=10,
     ) as cluster:
         cluster.wait_for_report(rank=0, step=chance.randrange(4, 9))
         cluster.kill_rank(chance.randrange(4))
+        gate_of(tmpfs, 40).touch()
         cluster.wait_for_report(rank=0, step=chance.randrange(44, 50), timeout_s=120)
         node = chance.randrange(2)
         cluster.kill_node(node)
         cluster.start_node(node)
+        gate_of(tmpfs, 80).touch()
         cluster.wait_for_report(rank=0, step=chance.randrange(84, 90), timeout_s=120)
         cluster.kill_rank(chance.randrange(4))
+        gate_of(tmpfs, 120).touch()
         cluster.wait(timeout_s=240, check=False)
         for rank in range(4):
             reports = cluster.reports(rank)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -290,6 +291,11 @@ def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
 # ---- as a rank of a cluster -----------------------------------------------------------------------------------
 
 
+def gate_of(root: Path, step: int) -> Path:
+    """The file that lets the ranks of a cluster go on after this step."""
+    return root / f"gate-{step}"
+
+
 def main() -> None:
     from tests.support.worker import base_path, leave, report
 
@@ -297,6 +303,7 @@ def main() -> None:
     parser.add_argument("--kind", default="plain")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--gates", default="", help="steps to stop after until their files are there, by commas")
     parser.add_argument("--without", action="store_true", help="train without checkpoints")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -311,6 +318,8 @@ def main() -> None:
             assert fp.last_recovery is not None
             report(resumed=step, source=fp.last_recovery.source, fetched=fp.last_recovery.fetched_bytes)
             while step < options.steps:
+                while str(step) in options.gates.split(",") and not gate_of(base_path().parent.parent, step).exists():
+                    time.sleep(0.05)
                 job.step()
                 step = fp.step()
                 report(step=step, replicated=fp.last_replicated)

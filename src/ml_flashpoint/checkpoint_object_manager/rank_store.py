@@ -9,6 +9,7 @@ go: the saver does.
 
     <base>/.flashpoint/rank-00003/lock, arena-0, arena-1, ...      faulted in for the life of the job
     <base>/.flashpoint/rank-00003/saving                           locked by a saving process at work
+    <base>/.flashpoint/rank-00003/reserve                          pages for manifests
     <base>/step-7_ckpt/rank-00003-<attempt>.safetensors            hard link to an arena
     <base>/step-7_ckpt/rank-00003-<attempt>.manifest               the commit record
 """
@@ -36,6 +37,7 @@ from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
 from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts, warn_of_unasked
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
+from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
@@ -49,7 +51,6 @@ _log = logging.getLogger(__name__)
 
 _LOCK = "lock"
 AT_WORK = "saving"
-
 
 _open_here: weakref.WeakValueDictionary[tuple[int, int], RankStore] = weakref.WeakValueDictionary()
 """The stores of this process by device and inode of their directory: one directory may have several paths."""
@@ -247,6 +248,7 @@ class RankStore:
                     unpublish(self.base, replaced.version, part.rank, part.attempt, replaced.names)
                 replaced.doomed = True
                 self._bury(replaced)
+        keep_reserve(self.directory, manifest)
         return part
 
     def held(self) -> list[HeldPart]:
@@ -338,6 +340,7 @@ class RankStore:
                 self.drop(part)
         with self._lock:
             self._arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
+        keep_reserve(self.directory)
 
     def trim(self, expected: int) -> None:
         """Give back the memory of free arenas beyond ``expected``, if there were too many at the last calls, too."""
@@ -395,6 +398,7 @@ class RankStore:
         give_up = time.monotonic() + deadline_s
         while True:
             make_tree(self.base, self.directory)
+            keep_reserve(self.directory)
             self._register()
             fd = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
@@ -431,7 +435,7 @@ class RankStore:
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         for path in self.directory.iterdir():
-            if not is_arena(path) and path.name not in (_LOCK, AT_WORK):
+            if not is_arena(path) and path.name not in (_LOCK, AT_WORK, RESERVE):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
@@ -477,8 +481,8 @@ class RankStore:
             self._arenas.discard(self._arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
-                (self.directory / AT_WORK).unlink(missing_ok=True)
-                (self.directory / _LOCK).unlink(missing_ok=True)
+                for name in (RESERVE, AT_WORK, _LOCK):
+                    (self.directory / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
         self.close()

@@ -19,6 +19,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.core.errors import (
     CapacityError,
@@ -56,7 +57,8 @@ def list_versions(base: Path) -> list[str]:
 
 
 def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
-    """Give the files at ``paths`` the names of the manifest's objects, then write the manifest.
+    """Give the files at ``paths`` the names of the manifest's objects, then write the manifest, for which pages are
+    kept beside them (`reserve`).
 
     Raises:
         SaveError, CapacityError: the filesystem refused; nothing of the part is left then.
@@ -76,7 +78,12 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
                 # Another rank of this node may remove the directory, seen empty, between two of these calls.
                 if not tries_left:
                     raise
-        write_manifest(directory, manifest)
+        try:
+            write_manifest(directory, manifest)
+        except CapacityError:
+            if not any(map(give_up_reserve, {path.parent for path in paths})):
+                raise
+            write_manifest(directory, manifest)
     except UnsafePathError as error:  # nothing in there is touched
         raise SaveError(
             f"cannot commit: {error.message}", step=manifest.step, rank=manifest.rank, path=directory, hint=error.hint

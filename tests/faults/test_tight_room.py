@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager.arena import PAGE
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import call_team
 from tests.workers.tight_room import save_back_to_back
@@ -18,8 +19,8 @@ MIB = 1 << 20
 
 
 def documented(states: int, size: int) -> int:
-    """The room for so many states of a size: 2 % and 1 MiB a rank more than their bytes."""
-    return states * size * 102 // 100 + MIB
+    """The room for so many states of a size: 2 % and 1 MiB a rank more than their bytes, in whole pages."""
+    return -(-(states * size * 102 // 100 + MIB) // PAGE) * PAGE
 
 
 @contextlib.contextmanager

@@ -205,11 +205,8 @@ class RankStore:
         return self._bury_doomed(at_once=True) and self._arenas.ensure_free(count, size)
 
     def arena_by_path(self, path: Path) -> Arena:
-        """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew.
-
-        Raises:
-            SaveError: the file is not in this store.
-        """
+        """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew. Raises a
+        `SaveError` if the file is not in this store."""
         return self._arenas.at(path, self.rank)
 
     def resident_bytes(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ml_flashpoint.core import recovery_run
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import DigestMismatchError, LoadError, NothingLoadableError
+from ml_flashpoint.core.errors import DigestMismatchError, NothingLoadableError, UnsafePathError
 from ml_flashpoint.core.manifest import ObjectRecord
 
 
@@ -49,7 +49,7 @@ def test_an_error_of_the_system_is_voted_on_and_not_raised(
 
 def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmpfs: Path) -> None:
     (tmpfs / "base").write_text("a file, not a folder")
-    with pytest.raises(LoadError, match=r"FileExistsError|NotADirectoryError"):
+    with pytest.raises(UnsafePathError, match="cannot be used as a folder: Not a directory"):
         DefaultMLFlashpointCheckpointLoader().get_latest_complete_checkpoint(tmpfs / "base")
 
 

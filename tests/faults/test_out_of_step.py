@@ -31,6 +31,25 @@ def test_a_thread_that_cannot_be_started_costs_one_save(tmpfs: Path) -> None:
         assert found["blocked"] < 30, "step() waited for a deadline"
 
 
+def test_a_thread_that_dcp_cannot_start_costs_the_saves_until_ranks_meet(tmpfs: Path) -> None:
+    behind, ahead = call_team(worker.cannot_start_a_thread_for_dcp, tmpfs, 2)
+    assert sorted(behind["failed"]) == sorted(ahead["failed"]) == [2, 3]
+    assert "rank 1 step 3, rank 0 step 2" in behind["failed"][2]
+    assert "gone on to step 3 without this save" in behind["failed"][3]
+    assert "start new thread" in ahead["failed"][2]
+    for found in (behind, ahead):
+        assert (found["verified"], found["loaded"]) == (5, [5.0] * 4)
+
+
+def test_nothing_waits_for_the_coordinators_part_of_a_save_that_failed(tmpfs: Path) -> None:
+    env = {"FLASHPOINT_SEAL_DEADLINE_S": "100"}
+    with Team(worker.has_no_room, tmpfs, 2, env=env) as team:
+        for found in team.results(90):
+            assert "no room" in found["failed"]
+            assert found["settled"]
+            assert found["waited"] < 50, "the deadline was waited for"
+
+
 @pytest.mark.parametrize("how", ["dcp", "local"])
 def test_a_save_that_one_rank_begins_alone_costs_nothing(tmpfs: Path, how: str) -> None:
     assert call_team(worker.begins_one_more, tmpfs, 2, how) == [[1, 2, 3, 4, 5]] * 2

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
 from ml_flashpoint.core import rank_group as rank_groups
-from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.core.errors import CapacityError, SaveError
 from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.dcp import Door
@@ -84,6 +85,48 @@ def cannot_start_a_thread(report: Report, rank: int) -> dict[str, Any]:
         "found": found,
         "value": float(model.weight[0, 0]),
     }
+
+
+def cannot_start_a_thread_for_dcp(report: Report, rank: int) -> dict[str, Any]:
+    """The same with ``dcp.async_save``, in a loop that goes on after a save that failed."""
+    door, failed = Door(base()), {}
+    for step in range(1, 6):
+        state = {"weight": torch.full((4,), float(step)), f"own{rank}": torch.full((3,), float(step))}
+        try:
+            if rank == 1 and step == 2:
+                with no_more_threads():
+                    door.save_by("thread", state, step)
+            else:
+                door.save_by("thread", state, step)
+        except (Exception, dcp.CheckpointException) as error:
+            failed[step] = str(error)
+    door.settle()
+    dist.barrier()
+    verified, loaded = door.saver.stats.last_verified, door.load({"weight": torch.zeros(4)}, 5)["weight"].tolist()
+    door.close()
+    return {"failed": failed, "verified": verified, "loaded": loaded}
+
+
+def has_no_room(report: Report, rank: int) -> dict[str, Any]:
+    """With ``dcp.save``, rank 1 fails to write step 2, and then nothing more is saved. How long the end takes."""
+    door = Door(base())
+    door.save({f"own{rank}": torch.ones(4)}, 1)
+    if rank == 1:
+        door.saver._acquire = _no_room  # type: ignore[method-assign]
+    try:
+        door.save({f"own{rank}": torch.ones(4)}, 2)
+        raise AssertionError("must fail")
+    except dcp.CheckpointException as error:
+        failed = str(error)
+    began = time.monotonic()
+    settled = door.saver.wait()
+    waited = time.monotonic() - began
+    door.close()
+    return {"failed": failed, "settled": settled, "waited": waited}
+
+
+def _no_room(*args: Any) -> Any:
+    raise CapacityError("no room")
 
 
 def begins_one_more(report: Report, rank: int, how: str) -> list[int | None]:

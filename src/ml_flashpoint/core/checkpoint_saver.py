@@ -415,6 +415,14 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             ]
         return any(self._fail_if_abandoned(pending) for pending in unresolved)
 
+    def _desert_own(self) -> None:
+        """Take note that the calling thread goes on with no save: it is here instead. A synchronous ``dcp.save`` that
+        failed on another rank leaves the coordinator's save unsealed, and does not say so."""
+        with self._lock:
+            for ticket in self._saves:
+                if ticket.worker is threading.current_thread():
+                    ticket.deserted = True
+
     # ---- reading and ending -------------------------------------------------------------------------------
 
     @property
@@ -424,6 +432,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until every save begun so far is settled: verified everywhere, or lost. Returns whether in time."""
+        self._desert_own()
         return self._commits.wait_for_change(lambda: self._commits.idle, deadline_s or seal_deadline_s())
 
     def close(self, deadline_s: float | None = None) -> None:
@@ -434,6 +443,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             if self._closed:
                 return
             self._closed = True
+        self._desert_own()
         finished = self._commits.close(exit_deadline_s() if deadline_s is None else deadline_s)
         if not finished:
             _log.info("closed before the last saves were verified; they are sealed on this node")

@@ -8,15 +8,13 @@ staged state itself therefore tells who has taken it on.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import threading
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,34 +22,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, planned_first, tensor_names
+from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, resolve_items, written_plan
+from ml_flashpoint.adapter.pytorch.plan_rider import PlanRider, listen
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
-from ml_flashpoint.adapter.pytorch.state_dict_stager import (
-    TensorLeaves,
-    is_plain_strided,
-    settled,
-    storable_name,
-)
+from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves
 from ml_flashpoint.adapter.pytorch.storage_data import (
     METADATA_KEY,
     METADATA_SCOPE,
-    ItemPlace,
     SafeGlobal,
     by_name,
-    refuse_unloadable,
 )
-from ml_flashpoint.core.attempts import SaveIdentity, common_identity
+from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import (
     DefaultMLFlashpointCheckpointSaver,
     MLFlashpointCheckpointSaver,
 )
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NotStagedError, SaveError
+from ml_flashpoint.core.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
@@ -61,36 +54,6 @@ _log = logging.getLogger(__name__)
 
 # What torch's own writer says; torch 2.6 has none.
 _DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-
-
-class _Rider:
-    """What rides on a plan of this rank or of the coordinator, through DCP's exchange of plans.
-
-    It is taken note of as it arrives: a planner may go on with another plan than the one it is given, such as one that
-    it has kept from an earlier save.
-    """
-
-    def __init__(self, identity: SaveIdentity) -> None:
-        self._identity = identity
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self._identity,)
-
-
-class _Receiver(threading.local):
-    """Where riders go that arrive on this thread."""
-
-    take: Callable[[_Rider, SaveIdentity], None] | None = None
-
-
-_receiver = _Receiver()
-
-
-def _received(identity: SaveIdentity) -> _Rider:
-    rider = _Rider(identity)
-    if _receiver.take is not None:
-        _receiver.take(rider, identity)
-    return rider
 
 
 class _Save(threading.local):
@@ -103,9 +66,8 @@ class _Save(threading.local):
     """Begun and not yet sealed."""
     proposals: tuple[SaveIdentity, ...] = ()
     """Of all ranks, on the coordinator."""
-    agreed: SaveIdentity | None = None
     trouble: Exception | None = None
-    """Why the save could not be begun when its plan arrived."""
+    """Why the save cannot be written, as of when its plan arrived."""
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
@@ -113,16 +75,6 @@ class _Save(threading.local):
     labels: Mapping[str, str] = MappingProxyType({})
     safe_globals: tuple[SafeGlobal, ...] = ()
     save_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a plan came to. Its parts do not change any more."""
-
-    plan: SavePlan
-    keys: list[str]
-    sizes: dict[str, int]
-    results: list[WriteResult]
 
 
 class MemoryStorageWriter(StorageWriter):
@@ -165,7 +117,9 @@ class MemoryStorageWriter(StorageWriter):
         self._safe_globals = by_name(safe_globals)
         self._trust_bytes = trust_bytes
         self._save = _Save()
-        self._written: _Written | None = None
+        self._written: WrittenPlan | None = None
+        # Steps that other ranks were at or past when this one was behind them. Shared: another thread saves them.
+        self._passed = range(0)
         self._omission = Omission()
         self._stager_thread: int | None = None
         self._in_flight: SaveTicket | None = None
@@ -340,10 +294,27 @@ class MemoryStorageWriter(StorageWriter):
             # This thread's last save was neither sealed nor failed: its plan failed on another rank.
             self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))
             save.ticket = None
-        save.staged = save.own_tensors = save.agreed = save.trouble = _receiver.take = None
+        listen(None)
+        save.staged = save.own_tensors = save.trouble = None
         save.extra, save.labels, save.safe_globals, save.proposals = (), {}, (), ()
         save.save_id = str(uuid.uuid4())
         save.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
+        self._let_others_catch_up()
+
+    def _let_others_catch_up(self) -> None:
+        """Fail a save of a step that other ranks have passed, before DCP's first collective.
+
+        Raises:
+            DivergedError: once for each such step. With the first save after them all ranks are in step again.
+        """
+        step = None if self._save.version is None else self._save.version.step
+        if step is None or step not in self._passed:
+            return
+        text = f"other ranks have gone on to step {self._passed[-1]} without this save"
+        error = DivergedError(text, step=step, rank=self._saver.rank)
+        self._passed = range(step + 1, self._passed.stop)
+        self.give_up_staged(error)
+        raise error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -359,7 +330,7 @@ class MemoryStorageWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the calling rank's role in this save, and of what other ranks send to it."""
-        _receiver.take = self._take_proposal if is_coordinator else self._take_identity
+        listen(self._note_proposal if is_coordinator else self._note_answer)
         self._save.proposals = ()
         self._save.is_coordinator = is_coordinator
         self._save.use_collectives = bool(kwargs.get("use_collectives", True))
@@ -368,16 +339,16 @@ class MemoryStorageWriter(StorageWriter):
         """Leave the plan as it is, but for what this rank proposes to call the save."""
         save = self._save
         save.own_tensors = tensor_names(plan)
-        return replace(plan, storage_data=_Rider(self._saver.propose(save.version, save.staged or save.ticket)))
+        return replace(plan, storage_data=PlanRider(self._saver.propose(save.version, save.staged or save.ticket)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: leave the plans as they are, but for what the save is called.
 
         Raises:
-            DivergedError, SaveError: through DCP, on every rank: they save different versions, or not all of them save.
+            SaveError: through DCP, on every rank: not all ranks save.
         """
         save, saver = self._save, self._saver
-        _receiver.take = self._take_identity
+        listen(self._note_answer)
         if len(save.proposals) <= 1 or not save.use_collectives:
             return plans  # this rank alone saves in this call
         if len(plans) != saver.world_size:
@@ -386,16 +357,19 @@ class MemoryStorageWriter(StorageWriter):
                 rank=saver.rank,
                 hint="save from all ranks: pass a process_group that has all of them, or none",
             )
-        identity = common_identity(save.proposals)
-        return [replace(plan, storage_data=_Rider(identity)) for plan in plans]
+        answer = PlanRider.answering(save.proposals)
+        return [replace(plan, storage_data=answer) for plan in plans]
 
-    def _take_proposal(self, _: _Rider, identity: SaveIdentity) -> None:
-        self._save.proposals = (*self._save.proposals, identity)
+    def _note_proposal(self, rider: PlanRider) -> None:
+        self._save.proposals = (*self._save.proposals, rider.identity)
 
-    def _take_identity(self, rider: _Rider, identity: SaveIdentity) -> None:
+    def _note_answer(self, rider: PlanRider) -> None:
         """Begin the save, here where all ranks arrive. What fails is raised by the write, where all ranks learn."""
+        listen(None)
         save, saver = self._save, self._saver
-        _receiver.take, save.agreed = None, identity
+        step = -1 if save.version is None or save.version.step is None else save.version.step
+        highest = -1 if rider.diverged is None or rider.diverged.highest_step is None else rider.diverged.highest_step
+        self._passed = range(step + 1, highest + 1)
         try:
             ticket = save.staged or save.ticket
             if ticket is None:
@@ -403,7 +377,8 @@ class MemoryStorageWriter(StorageWriter):
                 ticket.worker = threading.current_thread()
                 # DCP keeps the plan for as long as it saves, and does not say if it gives up before the write.
                 weakref.finalize(rider, _desert, ticket).atexit = False
-            saver.adopt(ticket, identity)
+            saver.adopt(ticket, rider.identity)
+            save.trouble = rider.diverged
         except Exception as error:
             save.trouble = error
 
@@ -413,8 +388,12 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             FlashpointError: through DCP, on every rank. The next save is not affected.
         """
-        save, _receiver.take = self._save, None
+        listen(None)
+        save = self._save
         if save.trouble is not None:
+            if (begun := save.staged or save.ticket) is not None:
+                self._saver.fail(begun, save.trouble)
+            save.staged = save.ticket = None
             raise save.trouble
         ticket = save.ticket = self._ticket()
         ticket.others = left_to_others(planner, save.own_tensors, plan)
@@ -422,9 +401,8 @@ class MemoryStorageWriter(StorageWriter):
         try:
             if save.version is None:
                 raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
-            keys = self._keys_of(plan)
-            # What staging left undone is told by the write, better than by resolving what is not there.
-            tensors, byte_items = self._resolve(plan, planner, keys) if ticket.error is None else ([], [])
+            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
+            tensors, byte_items = self._resolve(ticket, plan, planner, keys)
             self._saver.write(ticket, save.version, tensors, [*byte_items, *save.extra])
             if not save.is_coordinator and save.use_collectives:
                 self._saver.seal(ticket, labels={"door": "dcp", **save.labels})
@@ -433,8 +411,17 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.fail(ticket, error)
             save.ticket = None
             raise
-        future.set_result(self._write_results(plan, keys, tensors, byte_items))
+        written = self._written = written_plan(self._written, plan, keys, tensors, byte_items, self._saver.rank)
+        future.set_result(written.results)
         return future
+
+    def _resolve(
+        self, ticket: SaveTicket, plan: SavePlan, planner: SavePlanner, keys: list[str]
+    ) -> tuple[list[TensorItem], list[BytesItem]]:
+        if ticket.error is not None:
+            return [], []  # what staging left undone is told by the write, better than by resolving what is not there
+        allowed = (*self._safe_globals, *self._save.safe_globals)
+        return resolve_items(plan, planner, keys, allowed=allowed, trust_bytes=self._trust_bytes)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: seal its part, with DCP's metadata as one more object. The version is complete."""
@@ -457,57 +444,6 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.fail(ticket, error)
             raise
 
-    def _keys_of(self, plan: SavePlan) -> list[str]:
-        known = self._written
-        return known.keys if known is not None and known.plan is plan else item_keys(plan.items)
-
-    def _resolve(
-        self, plan: SavePlan, planner: SavePlanner, keys: list[str]
-    ) -> tuple[list[TensorItem], list[BytesItem]]:
-        tensors: list[TensorItem] = []
-        byte_items: list[BytesItem] = []
-        allowed = (*self._safe_globals, *self._save.safe_globals)
-        for item, key in zip(plan.items, keys, strict=True):
-            data = planner.resolve_data(item)
-            if item.type is WriteItemType.BYTE_IO:
-                assert isinstance(data, io.BytesIO)
-                content = data.getvalue()
-                if not self._trust_bytes:
-                    refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
-                byte_items.append((key, content))
-                continue
-            assert isinstance(data, torch.Tensor)
-            data = settled(data)
-            if data.is_meta:
-                raise NotStagedError(
-                    f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",
-                    hint="give it data; or, if the structure of the state has changed on another rank, save again",
-                )
-            if is_plain_strided(data):
-                tensors.append((key, data))
-            else:
-                stream = io.BytesIO()
-                torch.save(data, stream)
-                refuse_unloadable(stream.getvalue(), f"tensor {item.index.fqn!r}", allowed=allowed)
-                byte_items.append((key, stream.getvalue()))
-        return tensors, byte_items
-
-    def _write_results(
-        self, plan: SavePlan, keys: list[str], tensors: list[TensorItem], byte_items: list[BytesItem]
-    ) -> list[WriteResult]:
-        """What DCP is told of each item. Planners that cache plans give the same one again: so are the results."""
-        sizes = {key: tensor.nbytes for key, tensor in tensors}
-        sizes.update((key, len(data)) for key, data in byte_items)
-        known = self._written
-        if known is None or known.plan is not plan or known.sizes != sizes:
-            rank = self._saver.rank
-            results = [
-                WriteResult(index=item.index, size_in_bytes=sizes[key], storage_data=ItemPlace(rank, key))
-                for item, key in zip(plan.items, keys, strict=True)
-            ]
-            known = self._written = _Written(plan, keys, sizes, results)
-        return known.results
-
     def _ticket(self) -> SaveTicket:
         saver, save = self._saver, self._save
         staged, save.staged = save.staged, None
@@ -523,17 +459,3 @@ class MemoryStorageWriter(StorageWriter):
 def _desert(ticket: SaveTicket) -> None:
     # Only noted, as in `staged_state`.
     ticket.deserted = True
-
-
-def item_keys(items: Sequence[WriteItem]) -> list[str]:
-    """Name of each item in the object: its FQN, with the offset where one rank writes several shards of it."""
-    counts = Counter(item.index.fqn for item in items)
-    keys: dict[str, None] = {}
-    for item in items:
-        key = storable_name(item.index.fqn)
-        if counts[item.index.fqn] > 1 and item.index.offset is not None:
-            key = f"{key}@{','.join(map(str, item.index.offset))}"
-        while key in keys:
-            key += "'"
-        keys[key] = None
-    return list(keys)

@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["FLASHPOINT_TEST_BLOCK_BYTES"] = "4096"
 
 import contextlib
+import signal
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -40,6 +41,16 @@ def _leftovers_are_swept() -> Iterator[None]:
     tmpfs_folders.sweep()
     yield
     tmpfs_folders.sweep()
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_is_left_as_it_was() -> Iterator[None]:
+    """Fails if a test leaves a handler of SIGTERM behind: a later test that sends one would end the whole run."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    after = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+    assert after == before, f"the test left {after} as the handler of SIGTERM, which was {before}"
 
 
 _part_checker = PartChecker()

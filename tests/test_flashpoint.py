@@ -965,12 +965,14 @@ def test_sigterm_handler_is_put_back(base: Path, tmpfs: Path) -> None:
 def test_closing_in_another_order_leaves_the_chain_whole(base: Path, tmpfs: Path) -> None:
     said: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: said.append(number))
+    earlier = signal.getsignal(signal.SIGTERM)
     try:
         first, second = Flashpoint(base), Flashpoint(tmpfs / "second")
         first.close()
         os.kill(os.getpid(), signal.SIGTERM)
         assert said == [signal.SIGTERM]
         second.close()
+        assert signal.getsignal(signal.SIGTERM) == earlier, "nothing of ours is left that only passes on"
         os.kill(os.getpid(), signal.SIGTERM)
         assert said == [signal.SIGTERM] * 2
     finally:

@@ -104,13 +104,19 @@ class TerminationGuard:
             self._start_watching()
 
     def remove(self) -> None:
-        """Restore the earlier handler. If another one was installed on top since, it stays, and ours passes on."""
+        """Restore the earlier handler. If another one was installed on top since, it stays, and ours passes on, until
+        that one is removed, too: a handler that only passes on would keep others from seeing the default action."""
         self._closed = True
         if not self._is_mine() or threading.current_thread() is not threading.main_thread():
             return
         self._stop_watching()
         if self._is_installed():
-            signal.signal(signal.SIGTERM, self._earlier)
+            signal.signal(signal.SIGTERM, self._earlier_open())
+
+    def _earlier_open(self) -> Callable[[int, FrameType | None], object] | int | None:
+        """The newest earlier handler that is not one of a guard that was removed."""
+        guard = getattr(self._earlier, "__self__", None)
+        return guard._earlier_open() if isinstance(guard, TerminationGuard) and guard._closed else self._earlier
 
     def _is_mine(self) -> bool:
         return self._pid == os.getpid()

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core import recovery_run
+from ml_flashpoint.core import inventory, recovery_run
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import DigestMismatchError, NothingLoadableError, UnsafePathError
+from ml_flashpoint.core.errors import (
+    DigestMismatchError,
+    LoadError,
+    NothingLoadableError,
+    ProtocolError,
+    UnsafePathError,
+)
+from ml_flashpoint.core.inventory import NodeReport, Unread
 from ml_flashpoint.core.manifest import ObjectRecord
+from ml_flashpoint.core.recovery import NodeInventory
 
 
 def version(base: Path, step: int) -> CheckpointContainerId:
@@ -32,19 +42,72 @@ def objects(tmpfs: Path) -> Iterator[CheckpointObjectManager]:
     objects.close()
 
 
+SHORTAGES = [
+    OSError(12, "Cannot allocate memory"),
+    MemoryError("Cannot allocate memory"),
+    RuntimeError("Cannot allocate memory, or start a new thread"),
+]
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", [(recovery_run, "open_local"), (inventory, "read_local_manifests")])
 def test_an_error_of_the_system_is_voted_on_and_not_raised(
-    objects: CheckpointObjectManager, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+    objects: CheckpointObjectManager,
+    tmpfs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[object, str],
+    error: Exception,
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise error
 
-    monkeypatch.setattr(recovery_run, "open_local", broken)
+    monkeypatch.setattr(*where, broken)
     monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.2")
     loader = DefaultMLFlashpointCheckpointLoader(objects)
-    with pytest.raises(NothingLoadableError, match=r"step-1_ckpt .*rank 0 on .*Cannot allocate memory"):
+    with pytest.raises(NothingLoadableError, match=r"step-1_ckpt .*Cannot allocate memory"):
         loader.get_latest_complete_checkpoint(tmpfs)
     monkeypatch.undo()
     assert loader.get_latest_complete_checkpoint(tmpfs) == version(tmpfs, 1), "nothing is remembered of it"
+
+
+def test_memory_that_comes_back_is_waited_for(
+    objects: CheckpointObjectManager, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = recovery_run.open_local, [MemoryError("just now"), OSError(24, "Too many open files")]
+
+    def at_last(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(recovery_run, "open_local", at_last)
+    assert DefaultMLFlashpointCheckpointLoader(objects).get_latest_complete_checkpoint(tmpfs) == version(tmpfs, 1)
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: type(error).__name__)
+def test_a_base_that_one_rank_cannot_open_just_now_is_voted_on(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    objects = CheckpointObjectManager()
+    monkeypatch.setattr(objects, "open", broken)
+    with pytest.raises(LoadError, match=r"cannot be used: .*Cannot allocate memory"):
+        DefaultMLFlashpointCheckpointLoader(objects).get_latest_complete_checkpoint(tmpfs)
+
+
+def test_a_report_survives_names_that_are_no_text() -> None:
+    path = os.fsdecode(b"/dev/shm/job-\xff")
+    report = NodeReport(NodeInventory("n", ()), (Unread("step-1_ckpt", f"cannot read {path}", True),))
+    assert NodeReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("savers", ["[1e999]", "[Infinity]", "[NaN]"])
+def test_a_report_of_no_ranks_is_none(savers: str) -> None:
+    blob = NodeReport(NodeInventory("n", ())).to_json().replace(b'"savers": []', f'"savers": {savers}'.encode())
+    with pytest.raises(ProtocolError):
+        NodeReport.from_json(blob)
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmpfs: Path) -> None:

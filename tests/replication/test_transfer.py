@@ -185,6 +185,28 @@ def test_verifying_ends_before_the_buffer_is_given_back() -> None:
     memory.close()
 
 
+def test_verifying_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may not start one just now recovers nevertheless, and is not told that damage is sound."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "flashpoint-transfer-verify":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    data = pattern(3 * BLOCK + 1)
+    damaged = bytearray(data)
+    damaged[2 * BLOCK] ^= 1
+    into = bytearray(len(data))
+    with serving(MemoryStore({NAME: data})) as service, connection_to(service) as peer:
+        peer.fetch_object(VERSION, record_of(data), memoryview(into))
+    assert into == data
+    store = MemoryStore({NAME: bytes(damaged)})
+    with serving(store) as service, connection_to(service) as peer, pytest.raises(DigestMismatchError):
+        peer.fetch_object(VERSION, record_of(data), memoryview(into))
+
+
 def test_a_damaged_object_is_not_fetched() -> None:
     data = pattern(6 * BLOCK)
     damaged = bytearray(data)

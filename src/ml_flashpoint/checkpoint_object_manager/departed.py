@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import FlashpointError, JobInUseError
+from ml_flashpoint.core.errors import JobInUseError
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def take_over_departed(store: RankStore, ranks_here: Sequence[int], gather: Call
     left: list[int] = []
     try:
         left = list(_departed(store, ranks_here))
-    except OSError as error:  # not raised: the others wait for what is gathered
+    except Exception as error:  # not raised: the others wait for what is gathered
         _log.warning("cannot look for what departed ranks left: %s", error)
     held = gather(b"%d" % store.arena_count)
     newcomers = [rank for rank in ranks_here if int(held[rank]) == 0] or list(ranks_here)
@@ -39,7 +39,7 @@ def take_over_departed(store: RankStore, ranks_here: Sequence[int], gather: Call
                 store.take_over(RankStore(store.base, rank, lock_deadline_s=0))
             except JobInUseError as error:
                 _log.info("what rank %d left is still in use: %s", rank, error)
-            except (FlashpointError, OSError) as error:  # it stays where it is, and counts as used
+            except Exception as error:  # it stays where it is, and counts as used
                 _log.warning("cannot take over what rank %d left: %s", rank, error)
 
 

@@ -304,8 +304,7 @@ class _Pool:
                     thread.start()
                     self._threads.append(thread)
                 except RuntimeError:
-                    # No more threads to be had: out of them, or the interpreter is about to exit.
-                    self._limit = len(self._threads)
+                    pass  # no more to be had just now, or the interpreter is about to exit
             if self._stopped or not self._threads:
                 return False
             self._jobs.put(job)

@@ -14,7 +14,7 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import forget_complete
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains
-from ml_flashpoint.core.errors import FlashpointError, SaveError
+from ml_flashpoint.core.errors import SaveError
 from ml_flashpoint.core.manifest import parse_manifest_name, parse_object_name
 from ml_flashpoint.core.rank_group import RankGroup
 
@@ -36,7 +36,7 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
         for part in store.held():
             store.drop(part)
         store.unasked = False
-    except OSError as caught:
+    except Exception as caught:
         error = caught
     _agree(group, store.base, error)  # else a rank's own parts might be swept from under it
     if group.is_node_leader:
@@ -47,7 +47,7 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
             for version in list_versions(store.base):
                 _remove_version(store.base / version)
             forget_complete(store.base)
-        except (FlashpointError, OSError) as caught:
+        except Exception as caught:
             error = caught
     _agree(group, store.base, error)
 

@@ -24,7 +24,7 @@ from ml_flashpoint.core.errors import (
 _log = logging.getLogger(__name__)
 
 _DAMAGE = (DamagedError, ObjectNotFoundError)
-_TRANSIENT = (UnreadableError, ReplicationError, DeadlineError, OSError)
+_TRANSIENT = (UnreadableError, ReplicationError, DeadlineError, OSError, MemoryError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 _T = TypeVar("_T")
@@ -46,8 +46,9 @@ def may_older_be_loadable(error: BaseException) -> bool:
     return isinstance(error, (*_DAMAGE, *_TRANSIENT, PrunedError))
 
 
-def as_ours(error: FlashpointError | OSError) -> FlashpointError:
-    """An error to vote with: raised where the other ranks wait, it would leave them to their deadline."""
+def as_ours(error: Exception) -> FlashpointError:
+    """An error to vote with: raised where the other ranks wait, it would leave them to their deadline. What is not of
+    ours is out of memory or threads, say, or a bug; either tells nothing about a checkpoint."""
     return error if isinstance(error, FlashpointError) else UnreadableError(f"{type(error).__name__}: {error}")
 
 
@@ -69,14 +70,14 @@ def retrying(work: Callable[[], _T], until: float, what: str) -> _T:
         what: for the log.
 
     Raises:
-        FlashpointError, OSError: the last failure.
+        Exception: the last failure.
     """
     waiting = pauses(until)
     tries = 0
     while True:
         try:
             return work()
-        except (FlashpointError, OSError) as error:
+        except Exception as error:
             if not is_transient(error):
                 raise
             tries += 1

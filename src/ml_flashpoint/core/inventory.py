@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import ranks_with_arenas, was_complete
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, ObjectNotFoundError, ProtocolError, UnreadableError
+from ml_flashpoint.core.errors import DamagedError, ObjectNotFoundError, ProtocolError, UnreadableError
 from ml_flashpoint.core.failure_kinds import as_ours, is_transient, pauses
 from ml_flashpoint.core.manifest import Manifest, manifest_name
 from ml_flashpoint.core.part_reader import read_local_manifests
@@ -66,7 +66,7 @@ class NodeReport:
             "was_complete": self.was_complete,
             "savers": sorted(self.savers),
         }
-        return json.dumps(document, ensure_ascii=False).encode()
+        return json.dumps(document).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeReport:
@@ -85,7 +85,7 @@ class NodeReport:
                 bool(document["was_complete"]),
                 frozenset(int(rank) for rank in document["savers"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"a node's report is not one: {error}") from None
 
 
@@ -107,8 +107,8 @@ def read_node(base: Path, node: str, until: float) -> NodeReport:
     complete, savers = False, frozenset[int]()
     try:
         complete, savers = was_complete(base), ranks_with_arenas(base)
-    except OSError as error:
-        unread.append(Unread("", f"{type(error).__name__}: {error}", True))
+    except Exception as error:
+        unread.append(Unread("", f"{type(error).__name__}: {error}"[:_MAX_TEXT], True))
     return NodeReport(NodeInventory(node, tuple(parts)), tuple(unread[:_MAX_UNREAD]), complete, savers)
 
 
@@ -120,12 +120,12 @@ def _read_parts(base: Path) -> tuple[list[PartRecord], list[Unread]]:
     unread: list[Unread] = []
     try:
         versions = list_versions(base)
-    except OSError as error:
+    except Exception as error:
         return parts, [_unread("", error)]
     for version in versions:
         try:
             manifests, errors = read_local_manifests(base, version)
-        except (FlashpointError, OSError) as error:
+        except Exception as error:
             unread.append(_unread(version, error))
             continue
         unread += [_unread(version, error) for error in errors]
@@ -133,13 +133,14 @@ def _read_parts(base: Path) -> tuple[list[PartRecord], list[Unread]]:
             try:
                 if has_objects(base, manifest):
                     parts.append(part_record(manifest))
-            except FlashpointError as error:
+            except Exception as error:
                 unread.append(_unread(version, error))
     return parts, unread
 
 
-def _unread(version: str, error: FlashpointError | OSError) -> Unread:
-    return Unread(version, str(as_ours(error))[:_MAX_TEXT], is_transient(error))
+def _unread(version: str, error: Exception) -> Unread:
+    ours = as_ours(error)
+    return Unread(version, str(ours)[:_MAX_TEXT], is_transient(ours))
 
 
 def part_record(manifest: Manifest) -> PartRecord:

@@ -26,7 +26,7 @@ def open_together(
         store = objects.open(base, rank)
     except FlashpointError as caught:
         error = caught
-    except OSError as caught:
+    except Exception as caught:
         why = f"{type(caught).__name__}: {caught}"
         error = LoadError(f"the base container cannot be used: {why}", rank=rank, node=group.node, path=str(base))
     # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.

@@ -171,9 +171,10 @@ class RecoveryRun:
                     self._verify_copies(version, share)
             if self._group.is_node_leader:
                 retrying(lambda: self._finish(version), self._until, "restoring the files beside the parts")
-        except (FlashpointError, OSError) as caught:
+        except Exception as caught:
             share.error = as_ours(caught)
-            _log.warning("%s cannot be recovered here: %s", version.version, share.error)
+            unexpected = None if isinstance(caught, (FlashpointError, OSError, MemoryError)) else caught
+            _log.warning("%s cannot be recovered here: %s", version.version, share.error, exc_info=unexpected)
         return share
 
     def _fetch(self, version: CompleteVersion, fetch: Fetch, share: _Share) -> None:
@@ -189,7 +190,7 @@ class RecoveryRun:
                 until=self._until if needed else 0.0,
                 failures=failures,
             )
-        except (FlashpointError, OSError) as error:
+        except Exception as error:
             share.protected = False
             if needed:
                 _log.warning("cannot fetch the part of rank %d", rank)
@@ -220,7 +221,7 @@ class RecoveryRun:
                 continue
             try:
                 self._verify(version, part.rank)
-            except (FlashpointError, OSError) as error:
+            except Exception as error:
                 _log.warning("the copy of rank %d is no protection, older versions are kept: %s", part.rank, error)
                 share.protected = False
 

@@ -126,8 +126,13 @@ class BlockVerifier:
             self._check(target, block)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="flashpoint-transfer-verify", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="flashpoint-transfer-verify", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads to be had
+                self._check(target, block)
+                return
+            self._thread = thread
         self._outstanding += 1
         self._tasks.put((target, block))
 

@@ -206,6 +206,16 @@ def test_leaving_a_collective_ends_it_for_the_others(tmpfs: Path) -> None:
     assert max(call_team(worker.leave_a_collective, tmpfs, 2)) < 40  # and not the minute that ranks wait for each other
 
 
+def test_ranks_meet_again_once_there_are_threads(tmpfs: Path) -> None:
+    assert call_team(worker.loses_the_others_without_a_thread, tmpfs, 2) == [["lost", "met", "met"]] * 2
+
+
+def test_a_rank_that_leaves_a_load_holds_nobody_up(tmpfs: Path) -> None:
+    """Both try again, instead of one waiting in the load for as long as the other waits for its vote."""
+    found = call_team(worker.leaves_a_load, tmpfs, 2)
+    assert found == [{"step": 2, "weight": 2.0, "left": left} for left in ([], [True])]
+
+
 # ---- peers that die or hang -----------------------------------------------------------------------------------
 
 

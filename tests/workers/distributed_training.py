@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.core import lasting_group
+from ml_flashpoint.core.errors import FlashpointError, TopologyError
 from ml_flashpoint.core.lasting_group import LastingGroup
+from tests.support.injector import Fault, Injector
 from tests.workers import training
 from tests.workers.training import Job
 
@@ -205,14 +207,58 @@ def leave_a_collective(report: Report, rank: int) -> float:
 
     lasting, began = LastingGroup("left", deadline_s=60), time.monotonic()
     try:
-        meet(lasting.group)
-    except RuntimeError as error:
+        lasting.run("meeting", meet)
+    except TopologyError as error:
         took = time.monotonic() - began
-        kept = lasting.failure("meeting", error, lasting.group), error
+        kept = error
         dist.barrier()  # rank 1 lives and has what failed until rank 0 has noticed
         lasting.close()
         del kept
     return took
+
+
+def loses_the_others_without_a_thread(report: Report, rank: int) -> list[str]:
+    """Rank 1 leaves a collective and finds no thread to come back with. What each call on a rank came to."""
+    lasting_group._LATE_S = 60.0  # whoever noticed the end no earlier than that would take as long
+    lasting, came_to = LastingGroup("lost", deadline_s=60), []
+    for turn in range(3):
+
+        def meet(group: dist.ProcessGroup, turn: int = turn) -> None:
+            if rank == 1 and turn == 0:
+                raise RuntimeError("left")
+            dist.barrier(group=group)
+
+        faults = [Fault(rank=1, step=0, point="thread", action="no-thread")] if turn == 0 else []
+        with Injector(rank, faults):
+            try:
+                lasting.run("meeting", meet)
+                came_to.append("met")
+            except TopologyError:
+                came_to.append("lost")
+    lasting.close()
+    return came_to
+
+
+def leaves_a_load(report: Report, rank: int) -> dict[str, Any]:
+    """On rank 1, loading ends before it has met rank 0 for it, the first time."""
+    model = nn.Linear(4, 4)
+    with Flashpoint(base(), deadline_s=60) as fp:
+        fp.track(model=model).resume()
+        for step in range(1, 3):
+            nn.init.constant_(model.weight, step)
+            fp.save(step)
+    gather, left = dist.all_gather_object, []
+
+    def leaving(*args: Any, **kwargs: Any) -> None:
+        if rank == 1 and not left:
+            left.append(True)
+            raise RuntimeError("connection reset by peer")
+        gather(*args, **kwargs)
+
+    dist.all_gather_object = leaving
+    with Flashpoint(base(), deadline_s=60) as fp:
+        step = fp.track(model=model).resume()
+    return {"step": step, "weight": float(model.weight[0, 0]), "left": left}
 
 
 def norm_of_ddp(report: Report, rank: int) -> tuple[list[float], list[float]]:

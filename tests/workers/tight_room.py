@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,27 @@ def _used(base: Path) -> int:
     return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
 
-def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> dict[str, Any]:
+def _break_off(step: int) -> None:
+    """Have the next agreement in the background fail on this rank once it was asked, as a reset connection would."""
+    real = dist.all_reduce
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name != "flashpoint-commit":
+            return real(*args, **kwargs)
+        dist.all_reduce = real
+        raise RuntimeError(f"connection reset before the verdict on step {step}")
+
+    dist.all_reduce = failing
+
+
+def save_back_to_back(
+    report: Report, rank: int, sizes: list[int], lag: int, breaks: Collection[int] = ()
+) -> dict[str, Any]:
     """Load, then save a state of each of these sizes, without a pause; and what became of it.
 
     Args:
         lag: after so many saves, all are waited for.
+        breaks: steps at which rank 1 loses the others while they agree.
 
     Returns:
         ``loaded``: the step; ``errors``: saves that raised; ``verified``: the last verified step seen after each save;
@@ -43,6 +61,9 @@ def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> 
     for step, size in enumerate(sizes, loaded + 1):
         dist.all_reduce(torch.zeros(1))  # what keeps ranks at the same step, as training does
         state[:: 64 << 10] = step
+        if rank == 1 and step in breaks:
+            engine.saver.wait(30)
+            _break_off(step)
         try:
             engine.saver.save(engine.version(step), [("state", state[: size // 8])], [("step", b"%d" % step)])
         except FlashpointError as error:

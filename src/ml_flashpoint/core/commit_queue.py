@@ -349,10 +349,14 @@ class CommitQueue:
         uncertain, self._uncertain = self._uncertain, []
         for save in uncertain:
             save.verified_elsewhere = False
-            if save.sequence == verified and save.store is not None:
+            if save.store is None:
+                continue
+            if save.sequence == verified:
                 self._verified, save.verified = verified, True
                 self.stats.last_verified = save.step
                 save.store.advance(save.attempt)
+            elif save.sequence > verified:  # it never will be: its copies must not keep the room of later ones
+                save.store.reject(save.attempt)
 
     def _diverged(self, save: PendingSave, vote: _Vote) -> None:
         """Ranks came with different saves. Doors that exchange a save's name are in step again by themselves; those

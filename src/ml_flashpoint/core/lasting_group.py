@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,8 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.5
 _MAX_NAMED = 8
 # Ranks that failed together meet again within this; who has not come by then is what the others wait for.
 _LATE_S = 5.0
+# How often it is tried again to start a thread.
+_RETRY_S = 1.0
 
 
 class LastingGroup:
@@ -53,6 +56,7 @@ class LastingGroup:
         self._store = c10d._get_default_store()
         self._world = dist.group.WORLD
         self._changed = threading.Condition()
+        self._meeting: threading.Thread | None = None
         self._generation = 0
         self._group = first
         self._impatient = False
@@ -80,14 +84,36 @@ class LastingGroup:
         """
         with self._changed:
             patience = 0.0 if self._impatient else self._deadline_s if deadline_s is None else deadline_s
-            self._changed.wait_for(lambda: self._group is not None or self._closed, patience)
+            self._await_meeting(patience)
             if self._group is not None:
                 return self._group
             self._impatient = True
         raise DeadlineError(f"ranks have lost each other{self._missing_text()}", rank=self._rank, hint=self._hint())
 
-    def broke(self, group: dist.ProcessGroup | None) -> None:
-        """Say that a collective of this group ended on this rank alone. Builds another one in the background."""
+    def run(self, what: str, collective: Callable[[dist.ProcessGroup], object]) -> None:
+        """Call a collective with the group; while that is being built, waits for it.
+
+        Raises:
+            FlashpointError: see :meth:`await_group`, or the collective failed: the group is built anew then.
+        """
+        groups = [self.await_group()]
+        try:
+            collective(groups[0])
+        except RuntimeError as error:
+            self.broke(groups.pop(), error)  # and not kept here
+            raise self.failure(what, error) from error
+
+    def broke(self, group: dist.ProcessGroup | None, error: BaseException | None = None) -> None:
+        """Say that a collective of this group ended on this rank alone. Builds another one in the background.
+
+        The caller must keep no reference to the group: its connections are closed with the last one, and only by that
+        do ranks that wait in it notice.
+
+        Args:
+            error: what ended it; the variables of its traceback are cleared, since the group is among them.
+        """
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
         with self._changed:
             if group is None or self._group is not group or self._closed:
                 return
@@ -107,11 +133,26 @@ class LastingGroup:
     # ---- meeting ------------------------------------------------------------------------------------------
 
     def _start_meeting(self) -> None:
-        thread = threading.Thread(target=self._meet, name=f"flashpoint-{self._name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads: the next one who waits gives up, and the next failure retries
-            _log.error("ranks cannot be brought together again now: %s", error)
+        """Go to meet the others, unless that is under way. Without a thread for it, whoever waits tries again."""
+        with self._changed:
+            if self._closed or (self._meeting is not None and self._meeting.is_alive()):
+                return
+            thread = threading.Thread(target=self._meet, name=f"flashpoint-{self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log.warning("ranks cannot be brought together again now: %s", error)
+            else:
+                self._meeting = thread
+
+    def _await_meeting(self, patience_s: float) -> None:
+        give_up = time.monotonic() + patience_s
+        with self._changed:
+            while self._group is None and not self._closed:
+                self._start_meeting()
+                if (left := give_up - time.monotonic()) <= 0:
+                    return
+                self._changed.wait_for(lambda: self._group is not None or self._closed, min(left, _RETRY_S))
 
     def _meet(self) -> None:
         poll_s, began, told = _SHORTEST_POLL_S, time.monotonic(), False
@@ -169,7 +210,7 @@ class LastingGroup:
         with self._changed:
             if not self._closed:
                 self._group, group = group, None  # type: ignore[assignment]
-            self._impatient = False
+            self._meeting, self._impatient = None, False
             self._changed.notify_all()
         if group is not None:
             _destroy(group)
@@ -193,14 +234,9 @@ class LastingGroup:
         calls = f"every rank has {self._calls}; " if self._calls else ""
         return f"{calls}one that is missing died, hangs, or did not make this call: its own log says why"
 
-    def failure(self, what: str, error: Exception, group: dist.ProcessGroup | None) -> FlashpointError:
-        """The error of a collective that ``error`` has ended, on a group that is given up with this."""
-        self.broke(group)
-        # Its connections are closed with the last reference to it, and only by that do ranks that wait in it notice.
-        del group
-        traceback.clear_frames(error.__traceback__)
-        with self._changed:  # those that failed with this rank are about to come
-            self._changed.wait_for(lambda: self._group is not None or self._closed, min(_LATE_S, self._deadline_s))
+    def failure(self, what: str, error: Exception) -> FlashpointError:
+        """The error of a collective that ``error`` has ended, after :meth:`broke`."""
+        self._await_meeting(min(_LATE_S, self._deadline_s))  # those that failed with this rank are about to come
         kind = DeadlineError if "timed out" in str(error).lower() else TopologyError
         return kind(f"{what} failed{self._missing_text()}: {error}", rank=self._rank, hint=self._hint())
 

@@ -174,19 +174,18 @@ class RankGroup:
         # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
         # they would need the interpreter to free it, and abort the process if that happens to be exiting.
         self._last[what] = data
-        lasting = self._foreground
-        group = self._first if lasting is None else lasting.await_group()
+        if self._foreground is not None:
+            self._foreground.run(f"the {what} of the job's ranks", collective)
+            return
         try:
-            collective(group)
+            collective(self._first)
         except RuntimeError as error:
-            if lasting is None:
-                raise FlashpointError(
-                    f"the {what} of the job's ranks failed: {error}",
-                    rank=self.rank,
-                    node=self.node,
-                    hint="a rank died or hung; its own log says why",
-                ) from error
-            raise lasting.failure(f"the {what} of the job's ranks", error, group) from error
+            raise FlashpointError(
+                f"the {what} of the job's ranks failed: {error}",
+                rank=self.rank,
+                node=self.node,
+                hint="a rank died or hung; its own log says why",
+            ) from error
 
 
 class Agreement:
@@ -216,13 +215,13 @@ class Agreement:
         if self._group is None:
             return values
         self.was_asked = False
-        group = self._group.await_group()
-        self.was_asked = True
         data = self._last = torch.tensor(values, dtype=torch.int64)  # kept for the same reason as in `RankGroup`
-        try:
+
+        def ask(group: dist.ProcessGroup) -> None:
+            self.was_asked = True
             dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group)
-        except RuntimeError as error:
-            raise self._group.failure("the agreement of the job's ranks on a save", error, group) from error
+
+        self._group.run("the agreement of the job's ranks on a save", ask)
         return tuple(data.tolist())
 
     def close(self) -> None:

@@ -99,20 +99,18 @@ class BlockingStager:
                 save({}, checkpoint_id=str(version), process_group=self._group, **options)
             except CheckpointException:  # which it ends with
                 pass
-            except Exception:
-                self._lasting.broke(self._group)
+            except Exception as failed:
+                groups, self._group = [self._group], None
+                self._lasting.broke(groups.pop(), failed)
 
     def explain(self, error: BaseException) -> BaseException:
         """The error of a save that has ended. DCP tells all ranks of what fails, by a `CheckpointException`: anything
         else has ended the exchange on this rank alone, whose group the others cannot be met in any more."""
         if self._lasting is None or isinstance(error, CheckpointException) or not isinstance(error, Exception):
             return error
-        # Who keeps a broken group keeps its connections open, and others waiting.
         groups, self._group = [self._group], None
-        if isinstance(error, FlashpointError):
-            self._lasting.broke(groups.pop())
-            return error
-        return self._lasting.failure("the save", error, groups.pop())
+        self._lasting.broke(groups.pop(), error)
+        return error if isinstance(error, FlashpointError) else self._lasting.failure("the save", error)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import LoadError, NothingLoadableError
+from ml_flashpoint.core.errors import DeadlineError, LoadError, NothingLoadableError, TopologyError
 from ml_flashpoint.core.lasting_group import LastingGroup
 from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.facade.failures import causes_of, is_misfit, text_of
@@ -27,6 +27,10 @@ from ml_flashpoint.facade.planners import FacadeLoadPlanner
 from ml_flashpoint.facade.tracked_state import TrackedState
 
 _log = logging.getLogger(__name__)
+
+
+# How often loading begins anew, of whatever versions, because ranks lost each other.
+_TRIES_IF_LOST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,14 @@ class LoadFailure:
         text: the lowest failing rank's reason.
         misfit: whether, on some rank, the program differs from the one that was saved.
         touched: whether tensors may have been written to, on some rank.
+        lost: whether ranks lost each other meanwhile, which says nothing about the version.
     """
 
     version: str
     text: str
     misfit: bool
     touched: bool
+    lost: bool
 
 
 @dataclass(slots=True)
@@ -128,7 +134,7 @@ class StateLoader:
         What failed in an earlier call is tried again.
         """
         self._loader.reconsider()
-        outcome = LoadOutcome()
+        outcome, lost = LoadOutcome(), 0
         while (version := self._next_version(base, outcome)) is not None:
             began = time.perf_counter()
             failure = self._load(version)
@@ -136,6 +142,10 @@ class StateLoader:
             if failure is None:
                 outcome.version = version
                 break
+            lost += failure.lost
+            if failure.lost and lost <= _TRIES_IF_LOST:
+                _log.warning("loading version %s is tried again: %s", version.name, failure.text)
+                continue
             _log.error("version %s cannot be loaded, trying an older one: %s", version.name, failure.text)
             outcome.failures.append(failure)
             self._loader.discard(version)
@@ -190,7 +200,10 @@ class StateLoader:
         except (Exception, CheckpointException) as caught:
             error = caught
             if self._group is not None and not isinstance(caught, CheckpointException):  # which tells all ranks
-                self._group.broke(group)  # others may wait in it
+                lost = group is not None and isinstance(caught, RuntimeError)
+                self._group.broke(group, caught)  # others may wait in it
+                group = None
+                error = self._group.failure("the load", caught) if lost else caught
         return self._vote(version, error, touched=planner.touched)
 
     def _vote(
@@ -201,11 +214,12 @@ class StateLoader:
         if error is not None:
             self._loader.release()
             causes = causes_of(error)
-            mine = json.dumps([text_of(causes), is_misfit(causes), touched]).encode()
+            lost = isinstance(error, (TopologyError, DeadlineError))
+            mine = json.dumps([text_of(causes), is_misfit(causes), touched, lost]).encode()
         said = [json.loads(blob) for blob in self._ranks.gather(mine) if blob]
         if not said:
             return None
-        return LoadFailure(version.name, str(said[0][0]), any(s[1] for s in said), any(s[2] for s in said))
+        return LoadFailure(version.name, str(said[0][0]), *(any(each[i] for each in said) for i in (1, 2, 3)))
 
 
 class _Reader(MemoryStorageReader):

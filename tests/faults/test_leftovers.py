@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager import rank_store
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from tests.faults.common import files_of, iterations
 from tests.support.forked import Child, Team, call, call_team
 from tests.workers import fault_engine as engine
@@ -168,3 +171,16 @@ def test_the_older_version_stays_until_training_goes_on(tmpfs: Path) -> None:
     assert call(engine.load, str(base), "tiny") == (2, 5)
     call(engine.load_and_save, str(base), "tiny", 3)
     assert {name.split("/")[0] for name in files_of(base)} == {"step-3_ckpt"}
+
+
+def test_an_opening_that_fails_can_be_tried_again(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rank_store, "adopt_parts", fails)
+        with pytest.raises(OSError, match="Too many") as kept:
+            RankStore(tmpfs / "job", 0)
+    # As long as the error is kept, so is the store that failed.
+    RankStore(tmpfs / "job", 0, lock_deadline_s=0).close()
+    assert kept.value.errno == errno.EMFILE

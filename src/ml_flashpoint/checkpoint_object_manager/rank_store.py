@@ -87,7 +87,6 @@ class RankStore:
         self.evict: Callable[[], bool] | None = None
         """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
         self._lock_fd = self._take_lock(lock_deadline_s)
-        warn_unless_memory(base)
         self._arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self._parts: dict[tuple[str, int], HeldPart] = {}
         self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object
@@ -96,7 +95,12 @@ class RankStore:
         self._useless: list[HeldPart] = []
         self._readers = ReaderHolds(base)
         self._release_count = 0
-        self._adopt()
+        try:
+            warn_unless_memory(base)
+            self._adopt()
+        except BaseException:  # the lock would keep the next attempt out
+            self.close()
+            raise
         self.unasked = bool(self._parts)  # of an earlier run, and no recovery has looked at them
 
     @property
@@ -111,9 +115,7 @@ class RankStore:
     # ---- arenas -------------------------------------------------------------------------------------------
 
     def acquire(self, size: int, *, exact: bool = False) -> Arena:
-        """An arena of at least ``size`` bytes, for the caller alone until committed or released.
-
-        Its content is whatever it held last.
+        """An arena of at least ``size`` bytes, for the caller alone until committed or released; with old content.
 
         Args:
             exact: the file must have exactly ``size`` bytes, because it will hold a copy of an object whose
@@ -420,14 +422,14 @@ class RankStore:
         return fd
 
     def _register(self) -> None:
-        """Before the lock's file is opened: locks do not keep stores of one process apart, and closing one of several
-        descriptors of a file lets go of the lock."""
+        # Before the lock's file is opened: a process's locks do not keep each other out, and closing one of several
+        # descriptors of a file lets go of the lock.
         found = os.stat(self.directory)
         other = _open_here.get((found.st_dev, found.st_ino))
-        if other is None or other is self or other.closed:
-            _open_here[(found.st_dev, found.st_ino)] = self
-            return
-        raise JobInUseError("this process uses the arenas of this rank already", rank=self.rank, path=self.directory)
+        if other is not None and other is not self and not other.closed:
+            text = "this process uses the arenas of this rank already"
+            raise JobInUseError(text, rank=self.rank, path=self.directory)
+        _open_here[(found.st_dev, found.st_ino)] = self
 
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
@@ -443,9 +445,7 @@ class RankStore:
         if not self._is_written_to():
             self._arenas.add_free(free)
             return
-        _log.warning(
-            "rank %d: a saving process of an earlier run is still at work, its arenas are not reused", self.rank
-        )
+        _log.warning("rank %d: a saving process of an earlier run still works: its arenas are not reused", self.rank)
         self._arenas.discard(free)  # without a name they can be written to, but not committed
 
     def _is_written_to(self) -> bool:

@@ -179,3 +179,34 @@ def test_pages_that_no_thread_can_fault_in_are_left_to_the_first_copy(tmpfs: Pat
     assert injector.fired
     arena.join_prefault()
     arena.close()
+
+
+@pytest.mark.parametrize("point", ["open", "allocate"])
+def test_errors_of_the_system_are_ours_and_lose_no_arena(pool: ArenaPool, point: str) -> None:
+    fault = Fault(rank=0, step=0, point=point, action="emfile" if point == "open" else "eio")
+    with Injector(0, [fault], base=str(pool.directory)), pytest.raises(SaveError):
+        pool.acquire(MIB)
+    assert not files(pool)
+    arena = pool.acquire(MIB)
+    pool.release(arena)
+    if point == "allocate":
+        with Injector(0, [fault]), pytest.raises(SaveError):
+            pool.acquire(3 * MIB)
+    assert pool.free == (arena,)
+    assert pool.acquire(3 * MIB) is arena
+
+
+def test_an_arena_that_cannot_be_mapped_larger_is_as_before(pool: ArenaPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = pool.acquire(MIB)
+    pool.release(arena)
+    size, mapped = arena.size, arena._map
+
+    def failing(wanted: int) -> None:
+        raise OSError(12, "out of memory")
+
+    monkeypatch.setattr(arena, "_map", failing)
+    with pytest.raises(SaveError):
+        pool.acquire(3 * MIB)
+    monkeypatch.setattr(arena, "_map", mapped)
+    assert arena.size == size == arena.path.stat().st_size
+    assert pool.acquire(size, exact=True) is arena

@@ -15,13 +15,14 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ml_flashpoint.core.errors import CapacityError, DamagedError
+from ml_flashpoint.checkpoint_object_manager.capacity import free_memory, is_memory
+from ml_flashpoint.core.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.core.private_folders import open_own
 
 _log = logging.getLogger(__name__)
@@ -67,16 +68,19 @@ class Arena:
 
         Raises:
             CapacityError: the filesystem cannot hold it; nothing is left behind.
+            SaveError: the system refuses for another reason; nothing is left behind.
+            FileExistsError: there is such a file.
         """
         size = max(PAGE, round_up(size))
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            _reserve(fd, 0, size, path)
-            return cls(path, fd, size)
-        except BaseException:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
+        with _typed_errors(path):
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                _reserve(fd, 0, size, path)
+                return cls(path, fd, size)
+            except BaseException:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+                raise
 
     @classmethod
     def open(cls, path: Path) -> Arena:
@@ -113,20 +117,26 @@ class Arena:
 
         Raises:
             CapacityError: no room; the arena is as before.
+            SaveError: the system refuses for another reason; the arena is as before.
         """
         size = round_up(size)
         if size <= self.size:
             return
         self.join_prefault()
-        while True:
+        with _typed_errors(self.path):
+            while True:
+                try:
+                    _reserve(self._fd, self.size, size - self.size, self.path)
+                    break
+                except CapacityError:
+                    if self.make_room is None or not self.make_room():
+                        raise
+            self._unregister()
             try:
-                _reserve(self._fd, self.size, size - self.size, self.path)
-                break
-            except CapacityError:
-                if self.make_room is None or not self.make_room():
-                    raise
-        self._unregister()
-        self._map(size)
+                self._map(size)
+            except OSError:
+                os.ftruncate(self._fd, self.size)
+                raise
 
     def refresh(self) -> None:
         """Map what another process appended to the file."""
@@ -229,8 +239,23 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+@contextlib.contextmanager
+def _typed_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        hint = "the next save is not affected; look at the limits of this process (ulimit -n, ulimit -v)"
+        raise SaveError(f"cannot make an arena: {error.strerror}", path=path, hint=hint) from error
+
+
 def _reserve(fd: int, begin: int, length: int, path: Path) -> None:
-    """Allocate file pages now: a store to an unreserved tmpfs page of a full filesystem would be SIGBUS."""
+    """Allocate file pages now: a store to an unreserved tmpfs page of a full filesystem would be SIGBUS. Where they are
+    memory, there must be as much: the kernel does not refuse beyond the limit of a container, it kills."""
+    if is_memory(fd) and (left := free_memory()) < length:
+        hint = "free memory, enlarge the container, save less, or use fewer copies"
+        raise _no_room(length, left, path, f"{hint}; the next save is tried as usual")
     try:
         os.posix_fallocate(fd, begin, length)
     except OSError as error:
@@ -239,10 +264,10 @@ def _reserve(fd: int, begin: int, length: int, path: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
         stats = os.statvfs(path.parent)
-        raise CapacityError(
-            f"cannot reserve {length} bytes for a checkpoint arena",
-            needed_bytes=length,
-            available_bytes=stats.f_bavail * stats.f_frsize,
-            path=path,
-            hint="enlarge the tmpfs (mount -o remount,size=...), save less, or use fewer copies",
-        ) from error
+        hint = "enlarge the tmpfs (mount -o remount,size=...), save less, or use fewer copies"
+        raise _no_room(length, stats.f_bavail * stats.f_frsize, path, hint) from error
+
+
+def _no_room(length: int, available: int, path: Path, hint: str) -> CapacityError:
+    text = f"cannot reserve {length} bytes for a checkpoint arena"
+    return CapacityError(text, needed_bytes=length, available_bytes=available, path=path, hint=hint)

@@ -68,6 +68,7 @@ class ArenaPool:
 
         Raises:
             CapacityError: there is none and no room for one, not even in place of the free ones.
+            SaveError: the system refuses to make one.
         """
         with self._lock:
             try:
@@ -95,7 +96,7 @@ class ArenaPool:
         self._free.remove(arena)  # or it would make room for itself
         try:
             arena.grow(size if exact else with_slack(size))
-        except CapacityError:
+        except BaseException:
             self._free.append(arena)
             raise
         return arena

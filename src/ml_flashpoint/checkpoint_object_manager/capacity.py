@@ -6,6 +6,7 @@ middle of a save. It allocates nothing.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from pathlib import Path
@@ -18,14 +19,34 @@ from ml_flashpoint.core.errors import CapacityError
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
+_TMPFS, _RAMFS, _HUGETLBFS = 0x01021994, 0x858458F6, 0x958458F6
+_libc = ctypes.CDLL(None)
+
 OWN_VERSIONS = 2
 """Versions that a rank keeps of its own state: the newest complete one and the one being written."""
 
 
-def filesystem_type(path: Path) -> str:
-    """Filesystem type of the mount that holds ``path`` (which need not exist yet), such as ``tmpfs``."""
-    path = existing_parent(path)
-    best, kind = "", "unknown"
+def is_memory(path: Path | int) -> bool:
+    """Whether what is stored in a file or folder that exists, or in an open file, takes the memory of the machine."""
+    return _kind_of(path) in (_TMPFS, _RAMFS)
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process may still take: what is free of the machine and of the container."""
+    free = int(psutil.virtual_memory().available)
+    left = memory_left()
+    return free if left is None else min(free, left)
+
+
+def _kind_of(path: Path | int) -> int | None:
+    """The number by which the kernel tells filesystems apart; None if it does not say."""
+    found = ctypes.create_string_buffer(512)  # a struct statfs, larger than any
+    status = _libc.fstatfs(path, found) if isinstance(path, int) else _libc.statfs(os.fsencode(path), found)
+    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF if status == 0 else None
+
+
+def _filesystem_name(path: Path) -> str:
+    best, kind = "", "an unknown filesystem"
     text = str(path.resolve())
     for mount in psutil.disk_partitions(all=True):
         point = mount.mountpoint.rstrip("/") or "/"
@@ -46,26 +67,22 @@ def existing_parent(path: Path) -> Path:
 def available_bytes(path: Path) -> int:
     """Bytes that may still be stored under ``path``: filesystem space and, on tmpfs, also free memory of the machine
     and of the container."""
-    stats = os.statvfs(existing_parent(path))
+    path = existing_parent(path)
+    stats = os.statvfs(path)
     free = stats.f_bavail * stats.f_frsize
-    if filesystem_type(path) in ("tmpfs", "ramfs", "devtmpfs"):
-        free = min(free, psutil.virtual_memory().available)
-        if (left := memory_left()) is not None:
-            free = min(free, left)
-    return free
+    return min(free, free_memory()) if is_memory(path) else free
 
 
 def warn_unless_memory(base: Path) -> None:
     """Log one warning a process if ``base`` is not on a memory filesystem: saves work, at disk speed."""
-    kind = filesystem_type(base)
-    if kind in ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs") or str(base) in _warned:
+    if str(base) in _warned or _kind_of(existing_parent(base)) in (_TMPFS, _RAMFS, _HUGETLBFS):
         return
     _warned.add(str(base))
     _log.warning(
         "base container %s is on %s, not tmpfs: checkpoints work but run at that filesystem's speed "
         "(use a path on /dev/shm or a tmpfs mount)",
         base,
-        kind,
+        _filesystem_name(existing_parent(base)),
     )
 
 

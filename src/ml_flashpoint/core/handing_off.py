@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, unpublish
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.errors import FlashpointError, SaveError
-from ml_flashpoint.core.manifest import manifest_name, read_manifest
+from ml_flashpoint.core.manifest import manifest_name, object_name, read_manifest
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
@@ -39,6 +39,8 @@ class HandingOff(MLFlashpointCheckpointSaver):
     _handed_off: dict[str, SaveTicket]
     _notices: NoticeBoard | None
     _largest: int
+    _taken_size = 0
+    """Bytes of the object that came from another process last."""
 
     @abstractmethod
     def claim(self, ticket: SaveTicket) -> SaveTicket:
@@ -63,10 +65,11 @@ class HandingOff(MLFlashpointCheckpointSaver):
         ticket = self.claim(ticket) if ticket is not None else self.begin(exchanged=True)
         ticket.worker = threading.current_thread()
         store = self._objects.store
-        if ticket.staged is None and store is not None and self._largest:
+        size = max(self._largest, self._taken_size)
+        if ticket.staged is None and store is not None and size:
             try:
                 # Not under the lock: it may wait for an earlier save, which cannot settle without that.
-                ticket.spare = self._acquire(ticket, store, self._largest)
+                ticket.spare = self._acquire(ticket, store, size)
             except FlashpointError as error:
                 ticket.error = error
         with self._lock:
@@ -125,11 +128,22 @@ class HandingOff(MLFlashpointCheckpointSaver):
             manifest = read_manifest(store.base / notice.version / manifest_name(self.rank, ticket.attempt))
             part = store.register(manifest, [store.arena_by_path(Path(p)) for p in notice.arenas])
         except (FlashpointError, OSError) as error:
+            self._disown(ticket, notice)
             self.fail(ticket, error)
             return
+        self._taken_size = manifest.objects[0].size
         for arena in ticket.arenas - set(part.arenas):
             store.release(arena)
         self._resolve(ticket, part, store)
+
+    def _disown(self, ticket: SaveTicket, notice: Notice) -> None:
+        """Remove what the other process has published, whose arenas are about to be another save's. If that fails, the
+        arenas stay as they are."""
+        if notice.version:
+            name = object_name(self.rank, ticket.attempt)
+            unpublish(Path(notice.base), notice.version, self.rank, ticket.attempt, [name])
+        for path in set(map(Path, notice.arenas)) - {arena.path for arena in ticket.arenas}:
+            path.unlink(missing_ok=True)  # made there, and not known here
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,0 +1,125 @@
+"""Saves in another process, where taking over what it has made fails, or goes on for long."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.core import handing_off
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.commit_queue import PendingSave
+from ml_flashpoint.core.errors import SaveError, UnreadableError
+from ml_flashpoint.core.save_ticket import NoticeBoard
+from ml_flashpoint.core.saving_process import HandedOffSaver
+from tests.support.injector import Fault, Injector
+
+TENSORS = [("weight", torch.arange(100_000.0))]
+
+
+def version(base: Path, step: int) -> CheckpointContainerId:
+    name = CheckpointContainerId.format_version_container(step)
+    return CheckpointContainerId.create_child(CheckpointContainerId(base), name)
+
+
+@pytest.fixture
+def saver() -> Iterator[DefaultMLFlashpointCheckpointSaver]:
+    saver = DefaultMLFlashpointCheckpointSaver()
+    yield saver
+    saver.close(0.1)
+    saver._objects.close()
+
+
+def save_elsewhere(saver: DefaultMLFlashpointCheckpointSaver, base: Path, step: int) -> PendingSave:
+    """As a saving process does, in a thread: what comes with pickle is all that it has."""
+    handed_off = saver.hand_off()
+    pending = handed_off.ticket.pending
+    assert pending is not None
+    there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
+    there.save(version(base, step), TENSORS)
+    assert pending.settled.wait(20)
+    return pending
+
+
+def arenas(base: Path) -> list[Path]:
+    return sorted(base.glob(".flashpoint/rank-*/arena-*"))
+
+
+@pytest.mark.parametrize("lent", [True, False], ids=["lent", "own"])
+@pytest.mark.parametrize("what", ["manifest", "arena"])
+def test_a_part_that_cannot_be_taken_over_is_withdrawn(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, what: str, lent: bool
+) -> None:
+    """Its arena is used again, so nothing may lead to it."""
+    if lent:
+        saver.save(version(tmpfs, 1), TENSORS)
+    else:
+        saver._objects.open(tmpfs, 0)
+
+    def failing(*args: Any) -> Any:
+        raise UnreadableError("too many open files") if what == "manifest" else OSError(errno.EMFILE, "too many")
+
+    with monkeypatch.context() as context:
+        if what == "manifest":
+            context.setattr(handing_off, "read_manifest", failing)
+        else:
+            context.setattr(RankStore, "arena_by_path", failing)
+        assert save_elsewhere(saver, tmpfs, 2).error is not None
+    assert "step-2_ckpt" not in list_versions(tmpfs)
+    for step in range(3, 6):
+        assert save_elsewhere(saver, tmpfs, step).verified
+    assert list_versions(tmpfs) == ["step-5_ckpt"]
+    assert len(arenas(tmpfs)) <= 3
+
+
+def test_a_notice_that_cannot_be_posted_leaves_nothing(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    post, posted = NoticeBoard.post, []
+
+    def failing(board: NoticeBoard, attempt: str, notice: Any) -> None:
+        posted.append(notice)
+        if len(posted) == 1:
+            raise OSError(errno.ENOSPC, "no space left")
+        post(board, attempt, notice)
+
+    monkeypatch.setattr(NoticeBoard, "post", failing)
+    with pytest.raises(OSError, match="no space"):
+        save_elsewhere(saver, tmpfs, 2)
+    assert saver.wait(20)
+    assert len(posted) == 2
+    assert list_versions(tmpfs) == ["step-1_ckpt"]
+    assert save_elsewhere(saver, tmpfs, 3).verified
+    assert list_versions(tmpfs) == ["step-3_ckpt"]
+
+
+def test_arenas_of_a_saving_process_do_not_pile_up(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:
+    """Where nothing is ever staged, all come from there."""
+    for step in range(1, 12):
+        assert save_elsewhere(saver, tmpfs, step).verified
+        assert len(arenas(tmpfs)) <= 3, step
+
+
+def test_a_hand_off_without_an_arena_fails_in_its_turn(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:
+    """And not here, where other ranks would be left waiting."""
+    saver.save(version(tmpfs, 1), TENSORS)
+    store = saver._objects.store
+    assert store is not None
+    store.give_back(0)
+    fault = Fault(rank=0, step=0, point="open", action="emfile")
+    with Injector(0, [fault], base=str(store.directory)) as injector:
+        handed_off = saver.hand_off()
+        assert injector.fired
+    there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
+    with pytest.raises(SaveError, match="staging failed"):
+        there.save(version(tmpfs, 2), TENSORS)
+    assert saver.wait(20)
+    assert save_elsewhere(saver, tmpfs, 3).verified

@@ -83,7 +83,7 @@ def test_a_peer_that_hangs_and_comes_back(tmpfs: Path) -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
-    with team(tmpfs) as ranks:
+    with team(tmpfs, FLASHPOINT_COLLECTIVE_DEADLINE_S="20") as ranks:
         one, other = ranks.ranks
         for child in (one, other):
             save(child, 1, 2)

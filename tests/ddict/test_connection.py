@@ -25,7 +25,7 @@ from ml_flashpoint.core.errors import (
 from ml_flashpoint.ddict import messages
 from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.request_server import MAX_HANDSHAKES, RequestServer
+from ml_flashpoint.ddict.request_server import RequestServer
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError
 from tests.ddict import connection_support
@@ -459,11 +459,26 @@ def test_a_request_that_breaks_off_is_not_carried_out(address: Address, echo: Ec
 
 def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
     with RequestServer(SECRET, echo, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
-        strangers = [raw(server.addresses[0]) for _ in range(MAX_HANDSHAKES + 10)]
+        strangers = [raw(server.addresses[0]) for _ in range(wire.MAX_HANDSHAKES + 10)]
         assert connect(server.addresses[0]).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
         assert all(is_hung_up(sock) for sock in strangers[:5])
         for sock in strangers:
             sock.close()
+
+
+def test_a_stranger_costs_no_thread(echo: Echo, tmpfs: Path) -> None:
+    with RequestServer(
+        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S
+    ) as server:
+        for address in server.addresses:
+            before = threading.active_count()
+            strangers = [raw(address) for _ in range(20)]
+            strangers[0].sendall(impostor_greeting())
+            connection = connect(address)  # they were accepted before it
+            assert threading.active_count() <= before + 1
+            connection.close()
+            for sock in strangers:
+                sock.close()
 
 
 def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestServer, tmpfs: Path) -> None:

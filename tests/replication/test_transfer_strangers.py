@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from ml_flashpoint.core.errors import (
     AuthenticationError,
 )
 from ml_flashpoint.replication import wire
-from ml_flashpoint.replication.channel import ConnectionLostError
+from ml_flashpoint.replication.channel import Channel, ConnectionLostError
+from ml_flashpoint.replication.reception import Reception
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.replication.wire import Frame, FrameKind
@@ -179,6 +181,38 @@ def test_a_stranger_costs_no_thread() -> None:
             names = {thread.name for thread in threading.enumerate()}
         for sock in strangers:
             assert not [name for name in names if name.endswith(f"port {sock.getsockname()[1]}")]
+
+
+def test_peers_that_come_all_at_once_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that read from one holder, say: more than there are places to authenticate in."""
+    count = wire.MAX_HANDSHAKES + 60
+    at_the_door, opened = threading.Semaphore(0), threading.Event()
+    greet, serve = Channel.handshake_as_client, Reception.serve
+
+    def greet_and_tell(*args: object) -> None:
+        at_the_door.release()
+        greet(*args)  # type: ignore[arg-type]
+
+    def serve_when_all_are_here(reception: Reception) -> None:
+        opened.wait()
+        serve(reception)
+
+    monkeypatch.setattr(Channel, "handshake_as_client", greet_and_tell)
+    monkeypatch.setattr(Reception, "serve", serve_when_all_are_here)
+
+    def come() -> None:
+        with connection_to(service, connect_timeout_s=60, deadline_s=60) as peer:
+            peer.ping()
+
+    options = {"handshake_deadline_s": 60, "deadline_s": 60, "max_connections": count}
+    with serving(**options) as service, ThreadPoolExecutor(count) as pool:
+        coming = [pool.submit(come) for _ in range(count)]
+        try:
+            assert all(at_the_door.acquire(timeout=60) for _ in range(count))
+        finally:
+            opened.set()
+        for each in coming:
+            each.result()
 
 
 def test_a_flood_from_one_host_is_at_its_own_cost() -> None:

@@ -54,7 +54,8 @@ STALL_LIMIT_S: Final = 30.0
 """A message that has begun and makes no progress for so long is given up by the server."""
 
 _PURPOSE: Final = b"ml_flashpoint.ddict requests"
-_REFUSED: Final = bytes(wire.MAC_BYTES)
+REFUSED: Final = bytes(wire.MAC_BYTES)
+"""Said to a client with another secret, so that it can tell this from a manager that died just now."""
 _FIRST_READ: Final = 64 << 10
 _JOIN_BELOW: Final = 64 << 10
 _READ_AT_ONCE: Final = 4 << 20
@@ -117,32 +118,21 @@ class MessageSocket:
 
     def handshake_as_client(self, secret: bytes, until: float) -> None:
         """Prove the secret and have the server prove it. Raises `AuthenticationError` if one does not know it."""
-        secret = _own_secret(secret)
+        secret = handshake_secret(secret)
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self._send_all([wire.greeting(nonce)], until)
         server_nonce = wire.parse_greeting(self._exactly(wire.GREETING_BYTES, until))
         self._send_all([wire.client_proof(secret, nonce, server_nonce)], until)
         proof = self._exactly(wire.MAC_BYTES, until)
-        if proof == _REFUSED:
+        if proof == REFUSED:
             raise AuthenticationError(f"{self.peer} has another secret")
         if not hmac.compare_digest(proof, wire.server_proof(secret, nonce, server_nonce)):
             raise AuthenticationError(f"{self.peer} does not know the dictionary's secret")
         keys = wire.session_keys(secret, nonce, server_nonce)
         self._use(keys.client_to_server, keys.server_to_client)
 
-    def handshake_as_server(self, secret: bytes, until: float) -> None:
-        """The other side of `handshake_as_client`."""
-        secret = _own_secret(secret)
-        client_nonce = wire.parse_greeting(self._exactly(wire.GREETING_BYTES, until))
-        nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._send_all([wire.greeting(nonce)], until)
-        proof = self._exactly(wire.MAC_BYTES, until)
-        if not hmac.compare_digest(proof, wire.client_proof(secret, client_nonce, nonce)):
-            # Said aloud, so that the client can tell this from a manager that died just now.
-            self._send_all([_REFUSED], until)
-            raise AuthenticationError(f"{self.peer} does not know the dictionary's secret")
-        self._send_all([wire.server_proof(secret, client_nonce, nonce)], until)
-        keys = wire.session_keys(secret, client_nonce, nonce)
+    def take_keys_as_server(self, keys: wire.SessionKeys) -> None:
+        """Take the keys into use that the other side of a handshake, `replication.reception`'s, has given."""
         self._use(keys.server_to_client, keys.client_to_server)
 
     def _use(self, sending: bytes, receiving: bytes) -> None:
@@ -464,7 +454,8 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", whole, int((seconds - whole) * 1e6) or (not whole))
 
 
-def _own_secret(secret: bytes) -> bytes:
+def handshake_secret(secret: bytes) -> bytes:
+    """What is proved in a handshake of a dictionary with this secret."""
     return hmac.digest(secret, _PURPOSE, "sha256")
 
 

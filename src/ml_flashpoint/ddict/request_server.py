@@ -1,6 +1,7 @@
-"""Serves requests of clients, and of other managers: one thread a connection.
+"""Serves requests of clients, and of other managers: one thread a connection, once that is authenticated.
 
-Owns listening sockets and the threads behind them. Messages are `connection`'s; what a request means, its handler's.
+Owns listening sockets and the threads behind them. Strangers are `replication.reception`'s, messages `connection`'s,
+and what a request means its handler's.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
-from ml_flashpoint.ddict.connection import Address, MessageSocket, Peer, check_address, check_credentials, is_hung_up
+from ml_flashpoint.ddict.connection import (
+    REFUSED,
+    Address,
+    MessageSocket,
+    Peer,
+    check_address,
+    check_credentials,
+    handshake_secret,
+    is_hung_up,
+)
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.messages import Fields, describe_error
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError, track
+from ml_flashpoint.replication.reception import Reception, internet_peer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 1024
 """Authenticated connections served at once."""
-MAX_HANDSHAKES: Final = 128
-"""Connections in the handshake at once; the oldest is dropped for a newcomer."""
 HANDSHAKE_DEADLINE_S: Final = 5.0
 """Time for the whole handshake."""
 
@@ -56,12 +65,12 @@ class RequestHandler(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Accepted:
+class _Admitted:
+    """One authenticated connection."""
+
     sock: socket.socket
-    began_at: float
     thread: threading.Thread | None = None
-    authenticated: bool = False
-    evicted: bool = False
+    refused: bool = False
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -102,7 +111,7 @@ class RequestServer:
         self._handshake_deadline_s = handshake_deadline_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._connections: set[_Accepted] = set()
+        self._connections: set[_Admitted] = set()
         self._logged_at: dict[str, float] = {}
         self._unix: tuple[str, int] | None = None
         listeners: list[tuple[Address, socket.socket]] = []
@@ -176,55 +185,50 @@ class RequestServer:
     # ---- connections --------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                if not self._closed.is_set():
-                    self._warn("cannot accept a connection", error)
-                    self._closed.wait(0.1)  # out of descriptors, say: trying again at once would only spin
-                continue
-            self._admit(sock, address)
-
-    def _admit(self, sock: socket.socket, address: Any) -> None:
-        track(sock)
-        try:
-            if sock.family == socket.AF_UNIX:
-                pid = check_credentials(sock, "a process")
-                peer = Peer(f"process {pid}", pid, partial(is_hung_up, sock))
-            else:
-                peer = Peer(f"{address[0]} port {address[1]}", None, partial(is_hung_up, sock))
-        except (FlashpointError, OSError) as error:
-            self._warn("refused a connection", error)
-            sock.close()
-            return
-        accepted = _Accepted(sock, time.monotonic())
-        accepted.thread = threading.Thread(
-            target=self._run, args=(accepted, peer), name=f"flashpoint-ddict {peer.text}", daemon=True
+        is_local = listener.family == socket.AF_UNIX
+        reception = Reception(
+            listener,
+            handshake_secret(self._secret),
+            deadline_s=self._handshake_deadline_s,
+            admit=self._admit,
+            tell=self._tell_of_dropped,
+            identify=_local_peer if is_local else internet_peer,
+            refusal=REFUSED,
         )
-        with self._lock:
-            if self._closed.is_set():
-                sock.close()
-                return
-            strangers = [other for other in self._connections if not (other.authenticated or other.evicted)]
-            if len(strangers) >= MAX_HANDSHAKES:
-                # Whoever opens connections without end can so delay others, but not lock them out.
-                oldest = min(strangers, key=lambda other: other.began_at)
-                oldest.evicted = True
-                oldest.interrupt()
-            try:
-                accepted.thread.start()  # under the lock, so that close() only joins threads that were started
-            except RuntimeError as error:
-                self._warn("cannot serve a connection", error)
-                sock.close()
-                return
-            self._connections.add(accepted)
+        reception.run(self._closed, lambda error: self._warn("cannot accept a connection", error))
 
-    def _run(self, accepted: _Accepted, peer: Peer) -> None:
+    def _tell_of_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
+        if isinstance(error, ConnectionLostError):
+            _log.debug("connection from %s ended: %s", peer, error)
+        elif not self._closed.is_set():
+            self._warn(f"connection from {peer} dropped", error)
+
+    def _admit(self, sock: socket.socket, name: str, keys: wire.SessionKeys) -> None:
+        admitted = _Admitted(sock)
         try:
-            messages = MessageSocket(accepted.sock, peer.text)
-            messages.handshake_as_server(self._secret, time.monotonic() + self._handshake_deadline_s)
-            if not self._enrol(accepted):
+            pid = check_credentials(sock, name) if sock.family == socket.AF_UNIX else None
+            admitted.thread = threading.Thread(
+                target=self._run,
+                args=(admitted, Peer(name, pid, partial(is_hung_up, sock)), keys),
+                name=f"flashpoint-ddict {name}",
+                daemon=True,
+            )
+            with self._lock:
+                if self._closed.is_set():
+                    sock.close()
+                    return
+                admitted.refused = len(self._connections) >= self._max_connections
+                admitted.thread.start()  # under the lock, so that close() only joins threads that were started
+                self._connections.add(admitted)
+        except (FlashpointError, OSError, RuntimeError) as error:
+            self._warn("cannot serve a connection", error)
+            sock.close()
+
+    def _run(self, admitted: _Admitted, peer: Peer, keys: wire.SessionKeys) -> None:
+        try:
+            messages = MessageSocket(admitted.sock, peer.text)
+            messages.take_keys_as_server(keys)
+            if admitted.refused:
                 messages.receive(time.monotonic() + self._handshake_deadline_s, request=True)
                 error = DDictError("the manager serves as many connections as it may")
                 messages.send(describe_error(error), {}, (), time.monotonic() + self._handshake_deadline_s)
@@ -234,22 +238,14 @@ class RequestServer:
                 self._serve(messages, session)
             finally:
                 self._handler.closed(session)
-        except ConnectionLostError as error:
-            _log.debug("connection from %s ended: %s", peer.text, error)
         except (FlashpointError, OSError) as error:
-            if not self._closed.is_set():
-                self._warn(f"connection from {peer.text} dropped", error)
+            self._tell_of_dropped(peer.text, error)
         except Exception:
             _log.exception("connection from %s failed", peer.text)
         finally:
             with self._lock:
-                self._connections.discard(accepted)
-            accepted.sock.close()
-
-    def _enrol(self, accepted: _Accepted) -> bool:
-        with self._lock:
-            accepted.authenticated = True
-            return sum(other.authenticated for other in self._connections) <= self._max_connections
+                self._connections.discard(admitted)
+            admitted.sock.close()
 
     def _serve(self, messages: MessageSocket, session: Any) -> None:
         handle = self._handler.handle
@@ -286,6 +282,11 @@ class RequestServer:
         self._closed.set()
         self._connections = set()
         self._listeners, self._acceptors, self._unix = [], [], None
+
+
+def _local_peer(sock: socket.socket, address: Any) -> tuple[str, str]:
+    """As `internet_peer`, for Unix sockets."""
+    return "", f"process {check_credentials(sock, 'a process')}"
 
 
 def _listen_tcp(host: str, port: int) -> tuple[Address, socket.socket]:

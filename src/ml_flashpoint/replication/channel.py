@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hmac
 import os
+import random
 import secrets
 import socket
 import struct
@@ -37,6 +38,7 @@ from ml_flashpoint.replication.wire import Frame, FrameKind
 Address: TypeAlias = tuple[str, int]
 Cancelled: TypeAlias = Callable[[], bool]
 
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 _NO_ANSWER = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -44,6 +46,10 @@ _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 class ConnectionLostError(ReplicationError):
     """The connection broke or was closed; a new one may work."""
+
+
+class _TurnedAwayError(AuthenticationError):
+    """The server hung up on our proof: it is another secret's, or there were too many others at the door."""
 
 
 class TransferCancelledError(ReplicationError):
@@ -125,7 +131,7 @@ class Channel:
         try:
             proof = self._receive_bytes(wire.MAC_BYTES, until=until)
         except ConnectionLostError as exc:
-            raise AuthenticationError(
+            raise _TurnedAwayError(
                 f"{self._peer} hung up during the handshake",
                 hint="the job's secret probably differs between the two",
             ) from exc
@@ -313,26 +319,41 @@ class _Patience:
 
 
 def connect(address: Address, secret: bytes, *, deadline_s: float, connect_timeout_s: float, peer: str) -> Channel:
-    """Connect to a transfer service and authenticate, each within `connect_timeout_s`.
+    """Connect to a transfer service and authenticate, each within `connect_timeout_s`. A service that hangs up in the
+    handshake, as one does that too many connect to, is asked some times more.
 
     Raises:
         AuthenticationError: The two sides do not share the secret.
         DeadlineError: No answer in time.
         ReplicationError: The connection was refused or broke.
     """
+    until = time.monotonic() + connect_timeout_s
+    for longest_pause_s in (*_PAUSES_S, None):
+        sock = _open(address, connect_timeout_s, peer)
+        try:
+            channel = Channel(sock, deadline_s=deadline_s, peer=peer)
+            channel.handshake_as_client(secret, connect_timeout_s)
+            return channel
+        except (_TurnedAwayError, ConnectionLostError):
+            sock.close()
+            # Those who were turned away together come back one by one.
+            pause_s = None if longest_pause_s is None else random.uniform(0, longest_pause_s)
+            if pause_s is None or time.monotonic() + pause_s >= until:
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        time.sleep(pause_s)
+    raise AssertionError
+
+
+def _open(address: Address, connect_timeout_s: float, peer: str) -> socket.socket:
     try:
-        sock = socket.create_connection(address, timeout=connect_timeout_s)
+        return socket.create_connection(address, timeout=connect_timeout_s)
     except OSError as exc:
         if isinstance(exc, TimeoutError) or exc.errno in _NO_ANSWER:
             raise DeadlineError(f"no connection to {peer} within {connect_timeout_s:g} s: {exc}") from exc
         raise ConnectionLostError(f"cannot connect to {peer}: {exc}") from exc
-    try:
-        channel = Channel(sock, deadline_s=deadline_s, peer=peer)
-        channel.handshake_as_client(secret, connect_timeout_s)
-    except BaseException:
-        sock.close()
-        raise
-    return channel
 
 
 def _timeval(seconds: float) -> bytes:

@@ -1,8 +1,8 @@
 """Whoever connects, until it has proved that it knows the job's secret.
 
-Owns the handshakes of a service: all of them in one thread, none of which is ever waited for, so that a flood of
-strangers costs an accept and a close each and peers still get in within milliseconds. What an authenticated connection
-is for belongs to `transfer_service`.
+Owns the handshakes of a listener: all of them in one thread, none of which is ever waited for, so that a flood of
+strangers costs an accept and a close each, and peers still get in. What an authenticated connection is for belongs to
+`transfer_service` and to DDict's `request_server`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from ml_flashpoint.core.errors import DeadlineError, FlashpointError
+from ml_flashpoint.core.errors import AuthenticationError, DeadlineError, FlashpointError
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError, track
 
-_ACCEPTS_IN_A_ROW = 64
+_ACCEPTS_IN_A_ROW = 32  # then those who have answered meanwhile are heard
 _KNOWN_HOSTS = 4096
 _LONGEST_WAIT_S = 1.0
+_PAUSE_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
@@ -36,15 +39,23 @@ class _Guest:
     received: bytearray = field(default_factory=bytearray)
 
 
+def internet_peer(sock: socket.socket, address: Any) -> tuple[str, str]:
+    """The host that somebody connects from over TCP, and what to call the connection."""
+    return address[0], f"{address[0]} port {address[1]}"
+
+
 class Reception:
     """See the module. For one thread.
 
     Args:
         listener: of the service; made non-blocking.
-        secret: the job's.
+        secret: what is to be proved.
         deadline_s: seconds that a whole handshake may take.
         admit: called with each connection that is authenticated, who it is, and its keys. Owns the socket then.
         tell: called with a peer that was dropped, and why.
+        identify: given a connection and its address, the host it is from and what to call it. A `FlashpointError` drops
+            it.
+        refusal: said to who proves to know another secret.
     """
 
     def __init__(
@@ -55,17 +66,39 @@ class Reception:
         deadline_s: float,
         admit: Callable[[socket.socket, str, wire.SessionKeys], None],
         tell: Callable[[str, FlashpointError | OSError], None],
+        identify: Callable[[socket.socket, Any], tuple[str, str]] = internet_peer,
+        refusal: bytes = b"",
     ) -> None:
         self._listener = listener
         self._secret = secret
         self._deadline_s = deadline_s
         self._admit = admit
         self._tell = tell
+        self._identify = identify
+        self._refusal = refusal
         self._guests: OrderedDict[_Guest, None] = OrderedDict()  # oldest first
+        self._by_host: dict[str, OrderedDict[_Guest, None]] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
+
+    def run(self, closed: threading.Event, cannot: Callable[[OSError], None]) -> None:
+        """Serve until ``closed`` is set and the listener shut down, then hang up on who is not authenticated.
+
+        Args:
+            cannot: told why no connection can be accepted now.
+        """
+        try:
+            while not closed.is_set():
+                try:
+                    self.serve()
+                except OSError as error:
+                    if not closed.is_set():
+                        cannot(error)
+                        closed.wait(_PAUSE_S)  # out of descriptors, say: trying again at once would only spin
+        finally:
+            self.close()
 
     def serve(self) -> None:
         """Wait for something to happen, for a second at most, and go on with all handshakes that can.
@@ -104,19 +137,26 @@ class Reception:
                 return
             track(sock)
             sock.setblocking(False)
-            peer, until = f"{address[0]} port {address[1]}", time.monotonic() + self._deadline_s
-            guest = _Guest(sock, address[0], peer, until, wire.ServerHandshake(self._secret, peer))
+            try:
+                host, peer = self._identify(sock, address)
+            except (FlashpointError, OSError) as error:
+                sock.close()
+                self._tell("somebody", error)
+                continue
+            until = time.monotonic() + self._deadline_s
+            guest = _Guest(sock, host, peer, until, wire.ServerHandshake(self._secret, peer))
             if len(self._guests) >= wire.MAX_HANDSHAKES:
                 self._drop(self._least_welcome(), None)
             self._guests[guest] = None
+            self._by_host.setdefault(host, OrderedDict())[guest] = None
             self._selector.register(sock, selectors.EVENT_READ, guest)
             self._go_on(guest)  # most have sent their hello by now
 
     def _least_welcome(self) -> _Guest:
         """Whoever opens connections without end can so delay others, but not lock them out: the oldest of the host that
         has most, and one that nobody was ever authenticated from before one that somebody was."""
-        counts = Counter(guest.host for guest in self._guests)
-        return max(self._guests, key=lambda guest: (guest.host not in self._known, counts[guest.host]))
+        host = max(self._by_host, key=lambda host: (host not in self._known, len(self._by_host[host])))
+        return next(iter(self._by_host[host]))
 
     def _go_on(self, guest: _Guest) -> None:
         handshake = guest.handshake
@@ -134,10 +174,12 @@ class Reception:
         except BlockingIOError:
             return
         except (FlashpointError, OSError) as error:
+            if isinstance(error, AuthenticationError) and self._refusal:
+                with contextlib.suppress(OSError):
+                    guest.sock.send(self._refusal, socket.MSG_NOSIGNAL)
             self._drop(guest, error)
             return
-        del self._guests[guest]
-        self._selector.unregister(guest.sock)
+        self._forget(guest)
         self._known[guest.host] = None
         self._known.move_to_end(guest.host)
         if len(self._known) > _KNOWN_HOSTS:
@@ -145,9 +187,16 @@ class Reception:
         self._admit(guest.sock, guest.peer, handshake.keys)
 
     def _drop(self, guest: _Guest, error: FlashpointError | OSError | None) -> None:
-        del self._guests[guest]
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(guest.sock)
+        self._forget(guest)
         guest.sock.close()
         if error is not None:
             self._tell(guest.peer, error)
+
+    def _forget(self, guest: _Guest) -> None:
+        del self._guests[guest]
+        of_host = self._by_host[guest.host]
+        del of_host[guest]
+        if not of_host:
+            del self._by_host[guest.host]
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(guest.sock)

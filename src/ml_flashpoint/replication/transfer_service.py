@@ -200,16 +200,9 @@ class TransferService:
             admit=self._admit,
             tell=self._tell_of_dropped,
         )
-        try:
-            while not self._closed.is_set():
-                try:
-                    reception.serve()
-                except OSError as exc:
-                    if not self._closed.is_set():
-                        self._log.warning("transfer service cannot accept a connection: %s", exc)
-                        self._closed.wait(0.1)  # out of descriptors, say: trying again at once would only spin
-        finally:
-            reception.close()
+        reception.run(
+            self._closed, lambda exc: self._log.warning("transfer service cannot accept a connection: %s", exc)
+        )
 
     def _tell_of_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
         if isinstance(error, ConnectionLostError):

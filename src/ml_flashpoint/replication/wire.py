@@ -75,14 +75,14 @@ DEFAULT_DEADLINE_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 """Time for a TCP connection, and again for the handshake on it, seen from the client."""
 HANDSHAKE_DEADLINE_S = 5.0
-"""Time for the whole handshake, seen from the server: a stranger occupies a thread for no longer."""
+"""Time for the whole handshake, seen from the server."""
 IDLE_DEADLINE_S = 300.0
 """An authenticated connection without any request for so long is closed by the server."""
 WORK_LIMIT_S = 600.0
 """Longest that a server keeps telling a client that it is at work (allocating, verifying, committing)."""
 MAX_CONNECTIONS = 256
 """Authenticated connections served at once."""
-MAX_HANDSHAKES = 32
+MAX_HANDSHAKES = 128
 """Connections in the handshake at once; the oldest of the host that has most is dropped for a newcomer."""
 ACCEPT_BACKLOG = 1024
 """Connections that wait to be accepted. What finds no place there comes back after a second."""

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -18,15 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy, Topology
 from tests.crucible.ranks import DEADLINE_S, Order, serve
 from tests.crucible.scenarios import BLOCK, Life, Scenario
-from tests.crucible.states import Spec
+from tests.crucible.states import MOMENTS, Spec
 from tests.support.forked import Child, preload
 from tests.support.part_checker import PartChecker
 
 preload("tests.crucible.ranks")
-preload("torch._dynamo")  # imported by the first step of an optimizer, for seconds
+preload("torch._dynamo")  # imported by what is done with DTensors, for seconds
 
 _LIFE_S = 150.0
 _SLACK = 1 << 17  # what the arena of a small state is rounded up to
@@ -88,12 +91,14 @@ class _History:
 
 
 class Campaign:
-    """Rounds, one after the other, in a folder. A context manager."""
+    """Rounds in a folder, from any number of threads. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._idle: dict[int, list[Child]] = {}
         self._checker = PartChecker()
+        self._meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._lock = threading.Lock()
         self.lives = 0
 
     def __enter__(self) -> Campaign:
@@ -116,18 +121,27 @@ class Campaign:
     def take(self, rank: int) -> Child:
         """A process that was never another rank: torch keeps what it knows of DTensors by their mesh, which does not
         say whose place in it that was."""
-        idle = self._idle.get(rank, [])
-        while idle:
-            if (child := idle.pop()).alive:
-                return child
+        with self._lock:
+            idle = self._idle.get(rank, [])
+            while idle:
+                if (child := idle.pop()).alive:
+                    return child
         return Child(serve, env=_ENV)
 
     def give_back(self, rank: int, child: Child) -> None:
         child.reports.clear()
-        self._idle.setdefault(rank, []).append(child)
+        with self._lock:
+            self._idle.setdefault(rank, []).append(child)
+
+    def meeting(self) -> tuple[int, str]:
+        """Port of the store at which the ranks of the next life meet, and what their keys there begin with."""
+        with self._lock:
+            self.lives += 1
+            return self._meeting.port, f"life-{self.lives}"
 
     def problems(self, root: Path) -> list[str]:
-        return self._checker.problems(root)
+        with self._lock:
+            return self._checker.problems(root)
 
 
 class _Round:
@@ -146,7 +160,6 @@ class _Round:
             self._placement = life.placement
             self._copies = len(set(life.placement)) > 1
             self._live(number, life)
-            self._campaign.lives += 1
             if self._over:
                 return
             if problems := self._campaign.problems(self._root):
@@ -170,7 +183,7 @@ class _Round:
         placement = life.placement
         self._ranks = [self._campaign.take(rank) for rank in range(len(placement))]
         self._said = [[] for _ in placement]
-        meeting = tempfile.mkdtemp(prefix="meeting-", dir=self._root)
+        meeting = self._campaign.meeting()
         for rank, node in enumerate(placement):
             base = self._root / f"node-{node}" / "job"
             base.parent.mkdir(exist_ok=True)
@@ -181,7 +194,7 @@ class _Round:
                 saved_by={(save.step, save.life): save.world_size for save in self._history.saves},
                 node=f"node-{node}",
                 base=str(base),
-                meeting=f"{meeting}/store",
+                meeting=meeting,
                 door=self._scenario.door,
                 spec=self._scenario.spec,
                 variants=self._history.variants(),
@@ -368,12 +381,11 @@ class _Round:
 
 def _bytes_of(spec: Spec) -> int:
     sizes = {"complex128": 16, "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-    moments = {"adamw": 2, "sgd": 1, "none": 0}[spec.optimizer]
     total = 2 * spec.payload
     for leaf in (*spec.leaves, *spec.grown):
         count = 1
         for each in leaf.shape:
             count *= each
-        copies = 1 + (moments if leaf.role == "parameter" else 0)
+        copies = 1 + (len(MOMENTS[spec.optimizer]) if leaf.role == "parameter" else 0)
         total += (count * sizes.get(leaf.dtype, 1) + 64) * copies
     return total

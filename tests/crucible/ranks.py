@@ -53,7 +53,7 @@ class Order:
     saved_by: Mapping[tuple[int, int], int]  # number of ranks that saved a step in a life
     node: str
     base: str
-    meeting: str
+    meeting: tuple[int, str]  # port of a store, and the prefix of what is there for this life
     door: str
     spec: Spec
     variants: tuple[int, ...]  # that the newest version may have, the likeliest first
@@ -318,9 +318,10 @@ def serve(report: Report) -> None:
 def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
     """One life: recover, check, save, end."""
     os.environ["FLASHPOINT_NODE_ID"] = order.node
+    port, prefix = order.meeting
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{order.meeting}",
+        store=dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port)),
         rank=order.rank,
         world_size=order.world_size,
         timeout=timedelta(seconds=4 * DEADLINE_S),  # ranks settle one deadline after the other, and then meet

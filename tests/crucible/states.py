@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.tensors import dtype_name, raw, tensor_of
 
 TRAINABLE = ("float32", "float64", "bfloat16", "float16")
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "none": ()}
 STORED = (*TRAINABLE, "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int64", "bool", "complex64", "complex128")
 
 
@@ -139,14 +140,10 @@ class Holder:
     def _optimizer(self, kind: str, trained: list[nn.Parameter]) -> torch.optim.Optimizer | None:
         if kind == "none" or not trained:
             return None
-        options = {"lr": 0.1, "foreach": False}
-        made = torch.optim.AdamW(trained, **options) if kind == "adamw" else torch.optim.SGD(
-            trained, momentum=0.9, **options
-        )  # fmt: skip
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        made.step()
-        made.zero_grad()
+        made = torch.optim.AdamW(trained, lr=0.1) if kind == "adamw" else torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        for parameter in trained:  # what the first step would make, which of DTensors takes its time
+            state = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS[kind]}
+            made.state[parameter] = {"step": torch.tensor(1.0), **state} if kind == "adamw" else state
         return made
 
     def grow(self) -> None:

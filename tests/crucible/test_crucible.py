@@ -7,7 +7,10 @@ same. A failing round names its seed and its scenario: kept in `KEPT`, it is pla
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,22 +34,44 @@ KEPT: list[Scenario] = [
 CUT = range(6, 16)  # seeds; none in which a deadline is waited for
 
 
-def rounds(folder: Path, seeds: range, seconds: float = float("inf")) -> None:
-    findings: list[str] = []
-    began, played = time.monotonic(), 0
+def rounds(folder: Path, seeds: range, seconds: float = float("inf"), at_once: int = 1) -> None:
     doors = tuple(os.environ["FLASHPOINT_SOAK_DOORS"].split(",")) if "FLASHPOINT_SOAK_DOORS" in os.environ else None
-    with Campaign(folder) as campaign:
-        for seed in seeds:
-            if time.monotonic() - began > seconds:
-                break
-            played += 1
+    began, left, findings, slowest = time.monotonic(), iter(seeds), [], (0.0, 0)
+    played: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def play(campaign: Campaign) -> None:
+        nonlocal slowest
+        while time.monotonic() - began < seconds:
+            with lock:
+                seed = next(left, None)
+            if seed is None:
+                return
+            scenario, since, found = draw(seed, doors) if doors else draw(seed), time.monotonic(), ""
             try:
-                campaign.play(draw(seed, doors) if doors else draw(seed))
+                campaign.play(scenario)
             except Finding as finding:
-                print(f"FINDING in the round of seed {seed}: {str(finding)[:3000]}", flush=True)
-                findings.append(f"seed {seed}: {finding}")
-    print(f"{played} rounds, {campaign.lives} lives, from seed {seeds.start}, {time.monotonic() - began:.0f} s")
-    assert not findings, f"{len(findings)} findings in {played} rounds\n" + "\n\n".join(findings)
+                found = str(finding)
+            with lock:
+                played[scenario.door] += 1
+                slowest = max(slowest, (time.monotonic() - since, seed))
+                if found:
+                    print(f"FINDING in the round of seed {seed}: {found[:12000]}", flush=True)
+                    findings.append(f"seed {seed}: {found}")
+                if played.total() % 50 == 0:
+                    print(summary(campaign), flush=True)
+
+    def summary(campaign: Campaign) -> str:
+        return (
+            f"{played.total()} rounds {dict(sorted(played.items()))}, {campaign.lives} lives, from seed {seeds.start},"
+            f" {len(findings)} findings, {time.monotonic() - began:.0f} s; the slowest {slowest[0]:.0f} s: {slowest[1]}"
+        )
+
+    with Campaign(folder) as campaign, ThreadPoolExecutor(at_once) as pool:
+        for future in [pool.submit(play, campaign) for _ in range(at_once)]:
+            future.result()
+    print(summary(campaign))
+    assert not findings, f"{len(findings)} findings in {played.total()} rounds\n" + "\n\n".join(findings)
 
 
 @pytest.mark.parametrize("scenario", KEPT, ids=range(len(KEPT)))
@@ -66,4 +91,4 @@ def test_a_cut_of_the_crucible(tmpfs: Path) -> None:
 def test_crucible(tmpfs: Path) -> None:
     seed = int(os.environ.get("FLASHPOINT_SOAK_SEED", time.time_ns() // 1_000_000_000 * 10_000))
     count = int(os.environ.get("FLASHPOINT_SOAK_ROUNDS", 1_000_000_000))
-    rounds(tmpfs, range(seed, seed + count), seconds=float(os.environ.get("FLASHPOINT_SOAK_SECONDS", 1800)))
+    rounds(tmpfs, range(seed, seed + count), float(os.environ.get("FLASHPOINT_SOAK_SECONDS", 1800)), at_once=2)

@@ -56,6 +56,7 @@ class _Begun:
     world_size: int
     sealed: bool = False
     verified: bool = False
+    lacks_copies: bool = False  # of what was verified, until a recovery has made them anew
 
 
 @dataclass
@@ -79,11 +80,19 @@ class _History:
         sure = [i for i, save in enumerate(self.saves) if (save.verified if lost_nodes else save.sealed)]
         return max(sure, default=-1) if lost_nodes < 2 else -1
 
-    def loses(self, count: int, copied_anew: bool) -> None:
-        """Nodes are lost, and the next recovery makes the copies anew that were there, or cannot."""
+    def moves(self, lost: int, copied_anew: bool) -> None:
+        """Nodes are lost, or ranks run elsewhere: the next recovery makes copies anew that were there, or cannot."""
         for save in self.saves:
-            save.sealed = save.verified and count < 2
-            save.verified = save.sealed and copied_anew
+            if lost:
+                save.sealed = save.verified and lost < 2
+                save.verified, save.lacks_copies = False, save.sealed
+            save.lacks_copies &= copied_anew
+
+    def recovered(self) -> None:
+        """All ranks have loaded."""
+        for save in self.saves:
+            save.verified |= save.lacks_copies
+            save.lacks_copies = False
 
     def variants(self) -> tuple[int, ...]:
         known = list(dict.fromkeys(save.variant for save in reversed(self.saves)))
@@ -174,8 +183,8 @@ class _Round:
                 shutil.rmtree(self._root / f"node-{node}", ignore_errors=True)
             gone |= away
             self._floor = self._history.floor(len(gone))
-            if gone:
-                self._history.loses(len(gone), copied_anew=following == life.placement)
+            if gone or following != life.placement:
+                self._history.moves(len(gone), copied_anew=following == life.placement)
 
     # ---- one life -----------------------------------------------------------------------------------------
 
@@ -305,6 +314,8 @@ class _Round:
             raise self._finding(number, f"ranks have loaded a mix: {loaded}")
         for found in loaded:
             self._judge_found(number, found)
+        if all(any(said[0] == "loaded" for said in each) for each in self._said):
+            self._history.recovered()
         if killed and not life.strike and not any(fault.action.startswith("kill") for fault in life.faults):
             raise self._finding(number, "a rank has ended by itself")
         if not killed and not any(said[0] == "raised" for each in self._said for said in each):

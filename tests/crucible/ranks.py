@@ -130,6 +130,7 @@ class FacadeDoor(Door):
         if fp.last_recovery.source == "nothing":
             return None
         assert fp.last_recovery.version == f"step-{step}_ckpt"
+        self.holder.adopt(self.holder.notes.state["variant"])
         return step
 
     def save(self, save: Save) -> None:
@@ -167,9 +168,9 @@ class DcpDoor(Door):
         self._under_way: tuple[int, Future[Any]] | None = None
 
     def state(self) -> dict[str, Any]:
-        tensors = {name: tensor.detach() for name, tensor in self.holder.tensors()}
-        notes = {key: value for key, value in self.holder.notes.state.items() if key != "rank"}
-        return {"tensors": tensors, "notes": notes}
+        tensors = {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in self.holder.tensors()}
+        notes = {key: value for key, value in self.holder.notes.state.items() if key not in ("rank", "own")}
+        return {"tensors": tensors, "notes": notes, "own": dict(self.holder.notes.state["own"])}
 
     def load(self) -> int | None:
         step = self.door.latest()
@@ -187,7 +188,7 @@ class DcpDoor(Door):
                 if "Missing key" in str(error) or "size mismatch" in str(error).lower():
                     continue
                 raise
-            self.holder.notes.state = {**state["notes"], "rank": self.order.rank}
+            self.holder.notes.state = {**self.holder.notes.state, **state["notes"], "own": state["own"]}
             return step
         raise errors[0]
 
@@ -256,7 +257,7 @@ class LocalDoor(Door):
             value = state["tensors"][name]
             assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype), name
             with torch.no_grad():
-                tensor.detach().copy_(value)
+                tensor.copy_(value)
         self.holder.notes.state = state["notes"]
         return int(iteration)
 

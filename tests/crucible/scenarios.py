@@ -7,7 +7,7 @@ ends or is killed; between lives a node may be lost. `repr` of a scenario is wha
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.crucible.ranks import Save
 from tests.crucible.states import STORED, TRAINABLE, Leaf, Spec
@@ -74,7 +74,25 @@ def draw(seed: int, doors: tuple[str, ...] = _DOORS) -> Scenario:
         lives.append(_life(rng, door, placement, last=number == count - 1))
         if door != "local" and rng.random() < 0.15:
             placement = rng.choice([each for each in _PLACEMENTS if len(each) > 1 or spec.sharding in ("none", "ddp")])
-    return Scenario(door, spec, tuple(lives))
+    return _enriched(random.Random(f"more of {seed}"), Scenario(door, spec, tuple(lives)))
+
+
+def _enriched(rng: random.Random, scenario: Scenario) -> Scenario:
+    """More of what a state may be; drawn apart, so that what else a seed stands for stays as it was."""
+    ranks = len(scenario.lives[0].placement)
+    leaves = tuple(_made_sparse(rng, leaf) for leaf in scenario.spec.leaves)
+    grown = tuple(
+        replace(_made_sparse(rng, leaf), role="own", how="plain", of=str(rng.randrange(ranks)))
+        if rng.random() < 0.3
+        else _made_sparse(rng, leaf)
+        for leaf in scenario.spec.grown
+    )
+    return replace(scenario, spec=replace(scenario.spec, leaves=leaves, grown=grown))
+
+
+def _made_sparse(rng: random.Random, leaf: Leaf) -> Leaf:
+    fits = leaf.role == "buffer" and leaf.dtype in ("float32", "float64", "bfloat16", "int64", "complex64")
+    return replace(leaf, how="sparse") if fits and len(leaf.shape) == 2 and rng.random() < 0.3 else leaf
 
 
 def _spec(rng: random.Random, world_size: int) -> Spec:

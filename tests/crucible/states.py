@@ -6,6 +6,7 @@ was saved, and by whom. Shapes, dtypes and shardings are drawn elsewhere; here t
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,9 +34,10 @@ class Leaf:
 
     Attributes:
         name: where it is, with dots for modules in modules.
-        role: parameter, frozen, buffer, or tied (to the parameter called ``of``).
+        role: parameter, frozen, buffer, tied (to the parameter called ``of``), or own: not of the model, but of the
+            rank with the number ``of`` alone.
         shape, dtype: what it is like.
-        how: plain, or a view of something larger: column, slice, reversed dimensions.
+        how: plain, a view of something larger (column, slice, reversed dimensions), or sparse.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Spec:
 
 def _empty(leaf: Leaf) -> torch.Tensor:
     dtype = getattr(torch, leaf.dtype)
+    if leaf.how == "sparse":
+        return torch.sparse_coo_tensor(size=leaf.shape, dtype=dtype, check_invariants=True)
     if leaf.how == "column" and len(leaf.shape) == 1:
         return torch.zeros(*leaf.shape, 3, dtype=dtype)[:, 1]
     if leaf.how == "slice":
@@ -81,6 +85,21 @@ def content(name: str, shape: tuple[int, ...], dtype: torch.dtype, step: int, li
     return tensor_of(dtype, shape, zlib.crc32(f"{name} {step} {life}".encode()))
 
 
+def sparse_content(name: str, shape: tuple[int, ...], dtype: torch.dtype, step: int, life: int) -> torch.Tensor:
+    """The same of a sparse tensor: how much is specified in it differs from step to step."""
+    count = min(math.prod(shape), zlib.crc32(f"{name} {step} {life}".encode()) % 500)
+    at = torch.stack(torch.unravel_index(torch.arange(count), shape)) if count else torch.empty(len(shape), 0).long()
+    return torch.sparse_coo_tensor(at, content(name, (count,), dtype, step, life), shape, is_coalesced=True)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bits of a tensor, as bytes."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return raw(tensor.indices()) + raw(tensor.values())
+    return raw(tensor.contiguous().clone(memory_format=torch.contiguous_format))
+
+
 class Holder:
     """A state on this rank. Collective, where it is sharded.
 
@@ -90,7 +109,7 @@ class Holder:
     """
 
     def __init__(self, spec: Spec, variant: int, rank: int, world_size: int) -> None:
-        self._spec, self._rank, self._variant = spec, rank, 0
+        self._spec, self._rank, self._world_size, self._variant = spec, rank, world_size, 0
         self.net = nn.Module()
         for leaf in spec.leaves:
             self._register(leaf)
@@ -148,8 +167,15 @@ class Holder:
 
     def grow(self) -> None:
         """Change the structure, as all ranks do."""
-        self._register(self._spec.grown[self._variant])
+        if self._spec.grown[self._variant].role != "own":
+            self._register(self._spec.grown[self._variant])
         self._variant += 1
+
+    def adopt(self, variant: int) -> None:
+        """Loaded is what differs from this in what is no tensor of the model, if in anything."""
+        between = self._spec.grown[min(variant, self._variant) : max(variant, self._variant)]
+        assert all(leaf.role == "own" for leaf in between), f"structure {variant} was loaded into {self._variant}"
+        self._variant = variant
 
     @property
     def variant(self) -> int:
@@ -177,14 +203,13 @@ class Holder:
             for name, tensor in self.tensors():
                 local, wanted = self._local(name, tensor, step, life)
                 local.copy_(wanted)
-        self.notes.fill(step, life, self._payload())
+        self.notes.fill(step, life, self._variant, self._spec, self._world_size)
         torch.manual_seed(step * 1000 + life * 10 + self._rank)
-
-    def _payload(self) -> int:
-        return self._spec.payload * (10 - self._variant % 10) // 10
 
     def _local(self, name: str, tensor: torch.Tensor, step: int, life: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of a tensor, and what is to be in it."""
+        if tensor.layout is torch.sparse_coo:  # what `detach` gives would no longer be it once it is filled
+            return tensor, sparse_content(name, tuple(tensor.shape), tensor.dtype, step, life)
         whole = content(name, tuple(tensor.shape), tensor.dtype, step, life)
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
@@ -200,10 +225,10 @@ class Holder:
         Args:
             saved_by: how many ranks saved a step in a life; what belongs to one rank is that of this one modulo that.
         """
-        step, life = self.notes.check(self._payload(), self._rank, saved_by)
+        step, life = self.notes.check(self._variant, self._spec, saved_by, self._world_size)
         for name, tensor in self.tensors():
             local, wanted = self._local(name, tensor, step, life)
-            if raw(local.contiguous().clone(memory_format=torch.contiguous_format)) != raw(wanted):
+            if bits(local) != bits(wanted):
                 raise AssertionError(
                     f"{name}, {tuple(tensor.shape)} of {dtype_name(tensor.dtype)}, is not what was saved at"
                     f" step {step} in life {life}, {_who(name, local, tensor, life)}"
@@ -213,8 +238,8 @@ class Holder:
 
 def _who(name: str, local: torch.Tensor, tensor: torch.Tensor, lives: int) -> str:
     """Which other save the content is of, for the message of an error."""
-    if isinstance(tensor, DTensor):
-        return "sharded"
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+        return "sharded, or sparse"
     for life in range(lives + 1):
         for step in range(60):
             if raw(local) == raw(content(name, tuple(tensor.shape), tensor.dtype, step, life)):
@@ -229,28 +254,37 @@ class Notes:
     rank: int
     state: dict[str, Any] = field(default_factory=dict)
 
-    def fill(self, step: int, life: int, payload: int) -> None:
+    def fill(self, step: int, life: int, variant: int, spec: Spec, world_size: int) -> None:
+        payload = spec.payload * (10 - variant) // 10
+        own = [leaf for leaf in spec.grown[:variant] if leaf.role == "own" and int(leaf.of) % world_size == self.rank]
         self.state = {
             "step": step,
             "life": life,
             "rank": self.rank,
+            "variant": variant,
             "payload": content("payload", (payload,), torch.uint8, step, life).numpy().tobytes(),
             "array": np.arange(payload % 50, dtype=np.int16) + step,
             "tensor": content("notes", (payload // 2,), torch.uint8, step, life),
+            "own": {leaf.name: content(leaf.name, leaf.shape, getattr(torch, leaf.dtype), step, life) for leaf in own},
         }
 
-    def check(self, payload: int, rank: int, saved_by: Mapping[tuple[int, int], int]) -> tuple[int, int]:
+    def check(
+        self, variant: int, spec: Spec, saved_by: Mapping[tuple[int, int], int], world_size: int
+    ) -> tuple[int, int]:
         step, life = int(self.state["step"]), int(self.state["life"])
-        expected = Notes(rank % saved_by.get((step, life), rank + 1))
-        expected.fill(step, life, payload)
-        for key, value in expected.state.items():
-            found = self.state[key]
+        world_size = saved_by.get((step, life), world_size)
+        expected = Notes(self.rank % world_size)
+        expected.fill(step, life, variant, spec, world_size)
+        assert list(self.state) == list(expected.state), f"other keys: {list(self.state)}"
+        assert list(self.state["own"]) == list(expected.state["own"]), f"other keys: {list(self.state['own'])}"
+        for key, value in (expected.state | expected.state["own"]).items():
+            found = (self.state | self.state["own"])[key]
             if isinstance(value, torch.Tensor):
-                same = raw(found) == raw(value)
+                same = found.dtype == value.dtype and found.shape == value.shape and raw(found) == raw(value)
             elif isinstance(value, np.ndarray):
                 same = found.dtype == value.dtype and bool(np.array_equal(found, value))
             else:
-                same = bool(found == value)
+                same = key == "own" or bool(found == value)
             if not same:
                 raise AssertionError(f"{key} is not what was saved at step {step} in life {life}: {str(found)[:80]}")
         return step, life

@@ -158,7 +158,7 @@ class _Round:
         self._campaign, self._scenario, self._root = campaign, scenario, root
         self._history = _History()
         self._copies = self._over = False
-        self._placement: tuple[int, ...] = ()
+        self._number, self._placement = 0, ()
         self._floor = -1
         self._ranks: list[Child] = []
         self._said: list[list[tuple[Any, ...]]] = []
@@ -189,7 +189,7 @@ class _Round:
     # ---- one life -----------------------------------------------------------------------------------------
 
     def _live(self, number: int, life: Life) -> None:
-        placement = life.placement
+        self._number, placement = number, life.placement
         self._ranks = [self._campaign.take(rank) for rank in range(len(placement))]
         self._said = [[] for _ in placement]
         meeting = self._campaign.meeting()
@@ -292,8 +292,11 @@ class _Round:
         for child in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-        for child in self._ranks:
+        for rank, child in enumerate(self._ranks):
             child.kill()
+            for said in (said for said in child.reports if said[0] != "raised"):  # in its last moments
+                self._hear(self._number, rank, said)
+            child.reports.clear()
 
     # ---- what must hold -----------------------------------------------------------------------------------
 

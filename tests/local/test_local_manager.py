@@ -28,6 +28,7 @@ from ml_flashpoint.local import (
 from ml_flashpoint.local.async_request import await_removal
 from ml_flashpoint.replication.strategies import RingReplicationStrategy
 from tests.support.forked import Child, call
+from tests.support.injector import Fault, Injector
 
 
 def state(value: float = 1.0) -> BasicTensorAwareStateDict:
@@ -443,6 +444,30 @@ def test_threads_end_with_their_saves(manager: LocalCheckpointManager) -> None:
         assert request is not None
         request.execute_sync()
     await_threads()
+
+
+def test_a_background_thread_that_cannot_be_started_loses_one_save(tmpfs: Path) -> None:
+    manager = LocalCheckpointManager(tmpfs, "job")
+    manager.save(state(1), 1)
+    with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread")]) as injector:
+        request = manager.save(state(2), 2, is_async=True)
+    assert request is not None
+    with pytest.raises(CheckpointingException, match="can't start new thread"):
+        request.execute_sync()
+    assert injector.fired
+    manager.close()
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_threads_of_the_engine_are_started_later(tmpfs: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "2")
+    monkeypatch.setenv("FLASHPOINT_COLLECTIVE_DEADLINE_S", "2")
+    manager = LocalCheckpointManager(tmpfs, "job")
+    with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread", nth=nth)]) as injector:
+        manager.save(state(1), 1)
+    assert injector.fired
+    assert manager.find_latest() == 1
+    manager.close()
 
 
 @pytest.mark.cuda

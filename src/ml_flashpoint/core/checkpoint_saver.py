@@ -225,6 +225,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             ticket.given_back = True
             if ticket in self._staged:
                 self._staged.remove(ticket)
+        self._commits.go_on()
         for object_ in (ticket.staged, ticket.filled):
             if object_ is not None:
                 object_.discard()
@@ -255,6 +256,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 store.drop(part)
                 ticket.given_back = True
                 return False
+        self._commits.go_on()
         if ticket.staged is not None and part.manifest is not None:
             self._writer.learn(ticket.staged, part.manifest.objects[0].size)
         quick = not self._group.distributed and self._verify_saves != "all"

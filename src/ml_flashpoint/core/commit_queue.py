@@ -139,6 +139,12 @@ class CommitQueue:
             self._ensure_thread()
             self._changed.notify_all()
 
+    def go_on(self) -> None:
+        """Have what is queued settled, if no thread could be started for that when it was queued."""
+        with self._changed:
+            if self._queue:
+                self._ensure_thread()
+
     def _ensure_thread(self) -> None:
         """Start the thread if there is none. If there cannot be one now, whoever comes or waits next tries again."""
         if self._thread is not None:

@@ -348,8 +348,8 @@ class LocalCheckpointManager:
             name=f"flashpoint-local-{version.step}",
             daemon=True,
         )
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         return request
 
     def _complete(

@@ -154,13 +154,16 @@ class ReplicationManager:
                 _log.exception("pushing a copy to rank %d failed", target)
                 failures.append(ReplicationError(f"{type(error).__name__}: {error}", rank=target))
 
-        threads = [
-            threading.Thread(target=push, args=(t,), daemon=True, name=f"flashpoint-push-{t}") for t in targets[1:]
-        ]
-        for thread in threads:
-            thread.start()
-        if targets:
-            push(targets[0])
+        mine, threads = list(targets[:1]), []
+        for target in targets[1:]:
+            thread = threading.Thread(target=push, args=(target,), daemon=True, name=f"flashpoint-push-{target}")
+            try:
+                thread.start()
+                threads.append(thread)
+            except RuntimeError:  # no more threads to be had
+                mine.append(target)
+        for target in mine:
+            push(target)
         for thread in threads:
             thread.join()
         if failures:

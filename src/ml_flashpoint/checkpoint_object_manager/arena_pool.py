@@ -162,6 +162,12 @@ class ArenaPool:
             return True
 
     @property
+    def is_full(self) -> bool:
+        """Whether the next one to be acquired would be one more than there may be at all."""
+        with self._lock:
+            return self.budget is not None and not self._free and self.count >= self.budget.most
+
+    @property
     def count(self) -> int:
         """Arenas that there are."""
         with self._lock:

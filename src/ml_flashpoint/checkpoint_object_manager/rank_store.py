@@ -133,8 +133,9 @@ class RankStore:
             return self._arenas.acquire(size, exact=exact)
 
     def acquire_for_copy(self, size: int, rank: int, *, patience_s: float = 0.0) -> Arena:
-        """An arena of exactly ``size`` bytes for a part of another rank, before which must give way: copies of that
-        rank that will never be verified, and own unverified versions with a newer one.
+        """An arena of exactly ``size`` bytes for a part of another rank. Where there is no room, or there are as many
+        as there may be, must give way: copies of that rank that will never be verified, and own unverified versions
+        with a newer one.
 
         Args:
             patience_s: seconds to wait for one if there is no room: this rank may be about to learn that a version is
@@ -148,9 +149,10 @@ class RankStore:
             with self._lock:
                 freed = self._release_count
             try:
-                return self.acquire(size, exact=True)
+                if not (self._arenas.is_full and self._make_way(rank)):
+                    return self.acquire(size, exact=True)
             except CapacityError:
-                if self._drop_rejected_of(rank) or (self.evict is not None and self.evict()):
+                if self._make_way(rank):
                     continue
                 with self._released:
                     self._released.wait_for(
@@ -159,6 +161,9 @@ class RankStore:
                     )
                     if self.closed or self._release_count == freed:
                         raise
+
+    def _make_way(self, rank: int) -> bool:
+        return self._drop_rejected_of(rank) or (self.evict is not None and self.evict())
 
     def _drop_rejected_of(self, rank: int) -> bool:
         with self._lock:

@@ -315,15 +315,12 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             preceded = self._is_preceded(ticket)
             with self._lock:  # saves of several threads must not all take the last one
                 # There is always one for the oldest under way: later ones that hold all the others wait for it.
-                own, adopted = sum(held is not ticket for held in self._own_arenas()), len(self._adopted(store))
-                others = own + adopted
-                # What an earlier run has left, and nobody has asked about, keeps no save waiting where there is room.
-                spared = own < OWN_VERSIONS and adopted <= MOST_OWN_VERSIONS
-                ticket.taking = others < MOST_OWN_VERSIONS + (not preceded) or spared
+                others = sum(held is not ticket for held in self._own_arenas()) + len(self._adopted(store))
+                ticket.taking = others < MOST_OWN_VERSIONS + (not preceded)
             full = False
             if ticket.taking:
                 try:
-                    due = others < OWN_VERSIONS or (not preceded and others == MOST_OWN_VERSIONS)
+                    due = others < OWN_VERSIONS or others >= MOST_OWN_VERSIONS  # the latter: the oldest under way
                     if due or store.ensure_free(1 + self._missing_for_copies(store), size):
                         return store.acquire(size)
                     error = CapacityError("no room for a further version beside the copies", path=store.base)

@@ -164,6 +164,11 @@ def test_a_base_container_without_versions_is_empty_and_sound(base: Path) -> Non
     assert "no versions" in flashpoint("ls", base).stdout
 
 
+def test_nothing_waits_for_a_fifo_in_the_place_of_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    assert base_view._lock_holder(tmp_path / "lock") is None
+
+
 def test_a_copy_of_a_base_container_without_arenas_can_be_looked_at(base: Path, tmp_path: Path) -> None:
     call(cli_bases.make, base, [0, 1], full(5))
     away = tmp_path / "away"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.cli.copy import copy
 from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.core.copy_version import copy_version
-from ml_flashpoint.core.errors import DamagedError, ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.core.errors import (
+    DamagedError,
+    FlashpointError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+    UnreadableError,
+)
 from ml_flashpoint.core.open_version import HeldVersion, hold_version
 from tests.checkpoint_object_manager.store_support import ARENA, commit
 
@@ -197,6 +205,54 @@ def test_damage_is_not_copied(job: _Job, tmpfs: Path) -> None:
     with pytest.raises(DamagedError), open_version(job.base) as version:
         version.tensor(0, _KEY)
     job.flashpoint.close()
+
+
+@pytest.mark.parametrize("spare", range(5))
+def test_what_cannot_be_opened_just_now_is_not_taken_for_none(job: _Job, tmpfs: Path, spare: int) -> None:
+    """Nor are descriptors lost on the way."""
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, limits[1]))
+    found: list[object] = []
+    try:
+        for read in (lambda: _read(job.base), lambda: copy_version(job.base, tmpfs / "copies").name):
+            try:
+                found.append(read())
+            except FlashpointError as error:
+                found.append(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not [path for path in Path("/proc/self/fd").iterdir() if "step-2_ckpt" in os.path.realpath(path)]
+    assert isinstance(found[0], UnreadableError) or found[0] == 2
+    assert isinstance(found[1], (UnreadableError, SaveError)) or found[1] == "step-2_ckpt"
+    assert _read(job.base) == 2
+    job.flashpoint.close()
+
+
+def _read(base: Path) -> float:
+    with open_version(base) as version:
+        return float(version.tensor(0, _KEY)[0, 0])
+
+
+@pytest.mark.damages_on_purpose
+def test_a_version_of_which_the_manifest_cannot_be_read_is_not_passed_over(job: _Job) -> None:
+    job.save()
+    newest = job.base / "step-3_ckpt"
+    for manifest in newest.glob("*.manifest"):
+        manifest.rename(manifest.with_suffix(".kept"))
+        os.symlink("nowhere", manifest)
+    with pytest.raises((DamagedError, UnreadableError)):
+        open_version(job.base, 3)
+    job.flashpoint.close()
+
+
+def test_what_is_no_base_container_is_an_error_of_ours(tmpfs: Path) -> None:
+    (tmpfs / "file").write_text("no folder")
+    with pytest.raises(UnreadableError, match="Not a directory"):
+        open_version(tmpfs / "file")
+    with pytest.raises(UnreadableError, match="Not a directory"):
+        copy_version(tmpfs / "file", tmpfs / "copies")
 
 
 def test_the_command_says_how_it_went(job: _Job, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:

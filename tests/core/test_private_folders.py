@@ -6,9 +6,11 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager import rank_store, version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
@@ -153,6 +155,49 @@ def test_files_planted_in_a_private_folder_are_not_written(tmpfs: Path, victim: 
         commit(store, 1, "a1")
         store.close()
     assert _untouched(victim)
+
+
+def test_a_base_that_is_exchanged_after_its_check_has_nothing_deleted_elsewhere(
+    tmpfs: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As who shares a group with this user can, in a folder that the group may write to."""
+    (tmpfs / "trap" / ".flashpoint").mkdir(parents=True)
+    (tmpfs / "trap" / ".flashpoint" / "rank-00000").symlink_to(victim)
+
+    def exchange(_: Path) -> None:
+        (tmpfs / "job").rename(tmpfs / "away")
+        (tmpfs / "job").symlink_to(tmpfs / "trap")
+
+    monkeypatch.setattr(rank_store, "warn_unless_memory", exchange)
+    with pytest.raises(UnsafePathError):
+        RankStore(tmpfs / "job", 0)
+    assert _untouched(victim)
+
+
+def test_companions_go_into_the_folder_that_was_checked(
+    tmpfs: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = version_files._replace
+
+    def exchange_and_replace(*args: Any) -> None:
+        folder = tmpfs / "job" / "step-1_ckpt"
+        if not folder.is_symlink():
+            folder.rename(tmpfs / "away")
+            folder.symlink_to(victim)
+        real(*args)
+
+    monkeypatch.setattr(version_files, "_replace", exchange_and_replace)
+    write_companions(tmpfs / "job", "step-1_ckpt", {"precious": b"not any more"})
+    assert _untouched(victim)
+    assert (tmpfs / "away" / "precious").read_bytes() == b"not any more"
+
+
+def test_a_fifo_in_the_place_of_a_companion_is_replaced(tmpfs: Path) -> None:
+    (tmpfs / "job" / "step-1_ckpt").mkdir(parents=True, mode=0o700)
+    os.mkfifo(tmpfs / "job" / "step-1_ckpt" / "config")
+    os.chmod(tmpfs / "job", 0o700)
+    write_companions(tmpfs / "job", "step-1_ckpt", {"config": b"x"})
+    assert (tmpfs / "job" / "step-1_ckpt" / "config").read_bytes() == b"x"
 
 
 @as_root

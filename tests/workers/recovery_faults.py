@@ -24,6 +24,7 @@ from tests.workers.fault_engine import Rank, base_here
 STRATEGIES: dict[str, Callable[[], ReplicationStrategy]] = {
     "none": NoReplicationStrategy,
     "ring": lambda: RingReplicationStrategy(2),
+    "next": lambda: RingReplicationStrategy(1),
 }
 
 
@@ -53,6 +54,18 @@ def load_as(report: Report, rank: int, strategy: str) -> Any:
     dist.barrier()
     engine.close()
     return found
+
+
+def attempts_of(report: Report, rank: int, strategy: str) -> list[str]:
+    """The attempts of all parts of what is loaded, as a reader on this rank finds them."""
+    engine = rank_with(strategy)
+    found = engine.loader.get_latest_complete_checkpoint(engine.base)
+    assert found is not None
+    count = engine.loader.read_manifest(found, 0).world_size
+    attempts = [engine.loader.read_manifest(found, part).attempt for part in range(count)]
+    dist.barrier()
+    engine.close()
+    return attempts
 
 
 def said(engine: Rank) -> Any:

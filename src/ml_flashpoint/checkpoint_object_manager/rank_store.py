@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import threading
 import time
 import weakref
@@ -44,7 +43,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import publish as pub
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
 from ml_flashpoint.core.errors import CapacityError, JobInUseError
 from ml_flashpoint.core.manifest import Manifest, object_name
-from ml_flashpoint.core.private_folders import is_at, make_tree, open_own
+from ml_flashpoint.core.private_folders import is_at, make_tree, open_own, sweep_folder
 from ml_flashpoint.core.recovery import superseded
 
 _log = logging.getLogger(__name__)
@@ -438,9 +437,7 @@ class RankStore:
 
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
-        for path in self.directory.iterdir():
-            if not is_arena(path) and path.name not in (_LOCK, AT_WORK, RESERVE):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (_LOCK, AT_WORK, RESERVE))
         arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
             self._note(part)

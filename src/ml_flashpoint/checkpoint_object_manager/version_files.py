@@ -174,24 +174,32 @@ def write_companions(base: Path, version: str, files: Mapping[str, bytes]) -> No
         if not is_companion_name(validate_segment(name)):
             raise InvalidNameError("it would pass for a file of a part, or is hidden", path=directory / name)
     make_tree(base, directory)
-    # First of all, so that they are known for ours when they are to go.
-    _replace(directory / _INDEX, "\n".join(files).encode())
-    for name, content in files.items():
-        path = directory / name
-        with contextlib.suppress(OSError):
-            if not path.is_symlink() and path.read_bytes() == content:
-                continue
-        _replace(path, content)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    folder = open_folder(directory)
     try:
-        temporary.touch(0o600)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        # First of all, so that they are known for ours when they are to go.
+        _replace(folder, _INDEX, "\n".join(files).encode())
+        for name, content in files.items():
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                with open(os.open(name, flags, dir_fd=folder), "rb") as file:
+                    if file.read(len(content) + 1) == content:
+                        continue
+            _replace(folder, name, content)
+    finally:
+        os.close(folder)
+
+
+def _replace(folder: int, name: str, content: bytes) -> None:
+    """Write a file in an open folder: whoever exchanges that for another meanwhile leads nothing there."""
+    temporary = f".{name}.{secrets.token_hex(4)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+            file.write(content)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
         raise
 
 
@@ -218,6 +226,8 @@ def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
             raise ObjectNotFoundError("the object is empty", path=path)
         # Not read-only, which torch warns of.
         mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise UnreadableError(f"the object: {error.strerror}", path=path) from error
     finally:
         os.close(fd)
     view = memoryview(mapping)

@@ -373,7 +373,7 @@ def _read_private(directory: Path) -> _Private:
 def _lock_holder(path: Path) -> tuple[int, int] | None:
     """Who holds a rank's lock, and since when; asks the kernel without taking the lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

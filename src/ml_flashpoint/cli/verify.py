@@ -98,7 +98,7 @@ def verify_part(
 def _check_object(path: str, record: ObjectRecord, threads: int, advance: Callable[[int], object]) -> list[str]:
     """What is wrong with the bytes of an object, one message or none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         return [f"the object cannot be read: {error.strerror}"]
     buffers = threading.local()

@@ -23,6 +23,7 @@ from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.companions import carrier_of, companion_files
 from ml_flashpoint.core.errors import (
     DamagedError,
+    LoadError,
     NothingLoadableError,
     ObjectNotFoundError,
     UnreadableError,
@@ -170,10 +171,15 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             if found is not None:
                 return found
         manifests, errors = read_local_manifests(store.base, version.name)
-        # What was recovered is gone from here if the same step was saved again since.
+        # What was recovered is gone, from everywhere, if the same step was saved again since. If it is elsewhere, a
+        # later one that is here was cut short.
         mine = [m for m in manifests if m.rank == rank and (known is None or m.attempt > known.attempt)]
-        if not mine and known is not None:
-            return self._source.manifest(known, rank, rank_group())
+        if known is not None:
+            try:
+                return self._source.manifest(known, rank, rank_group())
+            except (LoadError, ObjectNotFoundError):
+                if not mine:
+                    raise
         if not mine:
             raise ObjectNotFoundError(
                 f"this node has no part of it{f' ({errors[0]})' if errors else ''}",

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.errors import DamagedError, DigestMismatchError, ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.core.errors import (
+    DamagedError,
+    DigestMismatchError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+    UnreadableError,
+)
 from ml_flashpoint.core.manifest import Manifest, ObjectRecord, write_manifest
 from ml_flashpoint.core.open_version import TRIES, HeldVersion, hold_version
 
@@ -45,6 +52,7 @@ def copy_version(
         ObjectNotFoundError: there is no such version.
         PrunedError: it went before it was copied.
         DigestMismatchError, DamagedError: it is not what was saved.
+        UnreadableError: it cannot be read just now.
         SaveError: the copy cannot be written, or is there already.
     """
     for tries_left in reversed(range(TRIES)):
@@ -88,14 +96,12 @@ def _copy(version: HeldVersion, destination: Path, progress: Callable[[int, int]
 def _copy_object(version: HeldVersion, manifest: Manifest, record: ObjectRecord, hidden: Path) -> Iterator[int]:
     """Copies an object, and yields the bytes of each piece. Digests are those of what was written."""
     path = version.path / record.name
-    try:
-        source = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        version.check()
-        raise ObjectNotFoundError("the object is gone", step=version.step, rank=manifest.rank, path=path) from error
-    made = os.open(hidden / record.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(source, "rb", buffering=0) as old, open(made, "wb", buffering=0) as new:
-        left = record.file_size
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with (
+        open(_open_source(version, manifest, path), "rb", buffering=0) as old,
+        open(os.open(hidden / record.name, flags, 0o600), "wb", buffering=0) as new,
+    ):
+        made, left = new.fileno(), record.file_size
         while left:
             piece = memoryview(old.read(min(_CHUNK, left)))
             if not piece:
@@ -113,6 +119,16 @@ def _copy_object(version: HeldVersion, manifest: Manifest, record: ObjectRecord,
                 raise DigestMismatchError(
                     f"block {block} is not what was saved", step=version.step, rank=manifest.rank, path=path
                 )
+
+
+def _open_source(version: HeldVersion, manifest: Manifest, path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        version.check()
+        raise ObjectNotFoundError("the object is gone", step=version.step, rank=manifest.rank, path=path) from error
+    except OSError as error:
+        raise UnreadableError(f"the object: {error.strerror}", rank=manifest.rank, path=path) from error
 
 
 def _sync(folder: Path) -> None:

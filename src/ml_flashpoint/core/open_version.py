@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError, PrunedError
+from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
+from ml_flashpoint.core.failure_kinds import is_transient
 from ml_flashpoint.core.manifest import Manifest, manifest_name
 from ml_flashpoint.core.part_reader import ObjectReader, read_local_manifests
 
@@ -60,6 +61,8 @@ class HeldVersion:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise self._pruned(manifest.rank) from None
+        except OSError as error:
+            raise UnreadableError(f"the manifest: {error.strerror}", rank=manifest.rank, path=path) from error
         for tries_left in reversed(range(TRIES)):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -69,6 +72,9 @@ class HeldVersion:
                     os.close(descriptor)
                     raise self._pruned(manifest.rank) from None
                 time.sleep(_LOOK_EVERY_S)
+            except OSError as error:
+                os.close(descriptor)
+                raise UnreadableError(f"it cannot be held: {error.strerror}", rank=manifest.rank, path=path) from error
         raise AssertionError
 
     @property
@@ -124,6 +130,8 @@ def hold_version(base: str | os.PathLike[str], step: int | None = None, *, parti
     Raises:
         ObjectNotFoundError: there is none, or none that is whole on this node.
         PrunedError: they went as fast as they were looked for.
+        UnreadableError: that cannot be told just now: one that cannot be read may be the one that is meant.
+        DamagedError: there is nothing but what cannot be read for good.
     """
     return _opened(HeldVersion, Path(base), step, partial)
 
@@ -140,10 +148,19 @@ def _opened(kind: Callable[[Path, list[Manifest]], _Version], base: Path, step: 
 
 def _choose(base: Path, step: int | None, partial: bool) -> list[Manifest]:
     found: dict[tuple[int, str], list[Manifest]] = {}
-    for version in list_versions(base):
-        if step is None or CheckpointContainerId.parse_version_container(version) == step:
-            for manifest in read_local_manifests(base, version)[0]:
-                found.setdefault((manifest.step, manifest.attempt), []).append(manifest)
+    problems: list[FlashpointError] = []
+    try:
+        for version in list_versions(base):
+            if step is None or CheckpointContainerId.parse_version_container(version) == step:
+                manifests, errors = read_local_manifests(base, version)
+                problems += errors
+                for manifest in manifests:
+                    found.setdefault((manifest.step, manifest.attempt), []).append(manifest)
+    except OSError as error:
+        raise UnreadableError(f"the versions cannot be listed: {error.strerror}", path=base) from error
+    problems = [each for each in problems if is_transient(each) or not found]
+    if problems:
+        raise problems[0]
     for key in sorted(found, reverse=True):
         if partial or len(found[key]) == found[key][0].world_size:
             return found[key]

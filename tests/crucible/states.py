@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.tensors import dtype_name, raw, tensor_of
+from tests.support.tensors import dtype_name, raw
 
 TRAINABLE = ("float32", "float64", "bfloat16", "float16")
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "none": ()}
@@ -82,7 +82,10 @@ def _empty(leaf: Leaf) -> torch.Tensor:
 
 def content(name: str, shape: tuple[int, ...], dtype: torch.dtype, step: int, life: int) -> torch.Tensor:
     """The whole tensor of a name at a step of a life."""
-    return tensor_of(dtype, shape, zlib.crc32(f"{name} {step} {life}".encode()))
+    count = math.prod(shape) * dtype.itemsize
+    octets = np.random.Generator(np.random.SFC64(zlib.crc32(f"{name} {step} {life}".encode()))).bytes(count)
+    values = np.frombuffer(bytearray(octets), np.uint8)
+    return torch.from_numpy(values & 1 if dtype is torch.bool else values).view(dtype).view(shape)
 
 
 def sparse_content(name: str, shape: tuple[int, ...], dtype: torch.dtype, step: int, life: int) -> torch.Tensor:
@@ -204,7 +207,7 @@ class Holder:
                 local, wanted = self._local(name, tensor, step, life)
                 local.copy_(wanted)
         self.notes.fill(step, life, self._variant, self._spec, self._world_size)
-        torch.manual_seed(step * 1000 + life * 10 + self._rank)
+        torch.default_generator.manual_seed(step * 1000 + life * 10 + self._rank)
 
     def _local(self, name: str, tensor: torch.Tensor, step: int, life: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of a tensor, and what is to be in it."""

@@ -221,8 +221,10 @@ class _Round:
         finally:
             for rank, child in enumerate(self._ranks):
                 lived = any(said[0] == "lived" for said in self._said[rank])
-                # Only who has lived well is warm; one that a fault has hurt may have threads that still wait.
-                if lived and child.alive and not life.faults:
+                # Only who has lived well is warm; one that a fault has hurt may have threads that still wait, and one
+                # that saves in a process keeps that for ever.
+                alone = not any(save.mode == "process" for save in life.saves)
+                if lived and child.alive and alone and not life.faults:
                     self._campaign.give_back(rank, child)
                 else:
                     child.__exit__(None, None, None)

@@ -319,6 +319,7 @@ def serve(report: Report) -> None:
 def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
     """One life: recover, check, save, end."""
     os.environ["FLASHPOINT_NODE_ID"] = order.node
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where saving processes meet
     port, prefix = order.meeting
     dist.init_process_group(
         "gloo",

@@ -19,6 +19,8 @@ _ITEM = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 
 _PLACEMENTS = ((0, 1), (0, 1), (0, 1), (0,), (0, 0), (0, 0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 0, 1))
 _DOORS = ("facade", "facade", "dcp", "dcp", "local")
 _SHARDINGS = ("none", "ddp", "ddp", "fsdp2", "hsdp", "tp", "mixed")
+_IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
+_MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
 _POINTS_OF_SAVES = (
     "staging", "staged", "sealing", "linked", "committed", "copying", "copied", "receiving", "received", "agreeing",
     "agreed", "advancing", "pruning",
@@ -87,7 +89,13 @@ def _enriched(rng: random.Random, scenario: Scenario) -> Scenario:
         else _made_sparse(rng, leaf)
         for leaf in scenario.spec.grown
     )
-    return replace(scenario, spec=replace(scenario.spec, leaves=leaves, grown=grown))
+    lives = scenario.lives
+    if scenario.door == "dcp" and rng.random() < _IN_PROCESSES:
+        lives = tuple(
+            replace(life, saves=tuple(replace(save, mode=rng.choice(_MODES_WITH_PROCESSES)) for save in life.saves))
+            for life in lives
+        )
+    return replace(scenario, spec=replace(scenario.spec, leaves=leaves, grown=grown), lives=lives)
 
 
 def _made_sparse(rng: random.Random, leaf: Leaf) -> Leaf:

@@ -18,6 +18,7 @@ import pytest
 from tests.crucible.campaign import Campaign, Finding
 from tests.crucible.ranks import Save
 from tests.crucible.scenarios import Life, Scenario, draw
+from tests.crucible.shrink import shrink
 from tests.crucible.states import Leaf, Spec
 
 _GROWING = Spec(
@@ -32,6 +33,18 @@ KEPT: list[Scenario] = [
 ]
 
 CUT = range(6, 16)  # seeds; none in which a deadline is waited for
+
+
+def _shrunk(campaign: Campaign, scenario: Scenario) -> Scenario:
+    def fails(candidate: Scenario) -> bool:
+        for _ in range(2):
+            try:
+                campaign.play(candidate)
+            except Finding:
+                return True
+        return False
+
+    return shrink(scenario, fails, float(os.environ.get("FLASHPOINT_SOAK_SHRINK_S", 60)))
 
 
 def rounds(folder: Path, seeds: range, seconds: float = float("inf"), at_once: int = 1) -> None:
@@ -51,12 +64,12 @@ def rounds(folder: Path, seeds: range, seconds: float = float("inf"), at_once: i
             try:
                 campaign.play(scenario)
             except Finding as finding:
-                found = str(finding)
+                found = f"{finding}\nin short, {_shrunk(campaign, scenario)}"
             with lock:
                 played[scenario.door] += 1
                 slowest = max(slowest, (time.monotonic() - since, seed))
                 if found:
-                    print(f"FINDING in the round of seed {seed}: {found[:12000]}", flush=True)
+                    print(f"FINDING in the round of seed {seed}: {found[:12000]}...{found[-3000:]}", flush=True)
                     findings.append(f"seed {seed}: {found}")
                 if played.total() % 50 == 0:
                     print(summary(campaign), flush=True)

@@ -353,8 +353,6 @@ class _Round:
             raise self._finding(number, f"saves failed for no reason: {failures}")
         if not all(result["settled"] for result in results):
             raise self._finding(number, "saves never settled")
-        if self._scenario.door == "dcp" and any(fault.action == "no-thread" for fault, _ in fired):
-            return  # known: a rank whose `async_save` torch could not begin stays a save ahead, see docs/operations.md
         if not life.saves or any(step >= len(life.saves) - 1 for fault, step in fired if fault.action != "slow"):
             return
         mine = [save for save in self._history.saves if save.life == number]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.crucible.ranks import Save
 from tests.crucible.scenarios import Life, Scenario, draw
 from tests.crucible.shrink import shrink
 from tests.crucible.states import Leaf, Spec
+from tests.support.injector import Fault
 
 _GROWING = Spec(
     (Leaf("a.t0", "parameter", (2, 5000), "bfloat16"), Leaf("b.t1", "parameter", (3, 341))),
@@ -27,9 +29,32 @@ _GROWING = Spec(
     sharding="ddp",
 )
 
+_SMALL = Spec((Leaf("t", "parameter", (3, 341)),), sharding="none", optimizer="none", payload=3)
+
+
+def _saves(count: int, mode: str = "thread", awaited: tuple[int, ...] = ()) -> tuple[Save, ...]:
+    return tuple(Save(nth, False, mode, nth in awaited) for nth in range(1, count + 1))
+
+
+_NO_THREAD = Fault(0, 1, "thread", "no-thread")
+_LAGGING = (Fault(2, 0, "copied", "reset", nth=3), Fault(2, 4, "link", "enospc", nth=3))
+_KILLED_AT_ONCE = (Fault(1, 0, "loading", "kill"),)
+
 KEPT: list[Scenario] = [
     # Buffers that only rank 0 saves come after the others have learned what they need not stage.
     Scenario("facade", _GROWING, (Life(tuple(Save(nth, nth in (4, 6), "thread", True) for nth in range(1, 8))),)),
+    # torch cannot begin `dcp.async_save` on one rank, which is then a save ahead of the others.
+    Scenario("dcp", _SMALL, (Life(_saves(5), (_NO_THREAD,)),)),
+    # A background save has no thread; the manager could not be closed after it.
+    Scenario("local", _SMALL, (Life(_saves(2, awaited=(1, 2)), (replace(_NO_THREAD, step=2),), placement=(0,)),)),
+    # Copies of two peers and of saves that are never verified: one arena more than there may be.
+    Scenario(
+        "facade",
+        replace(_SMALL, payload=700_000),
+        (Life(_saves(4, "thread", (3, 4)), _LAGGING, None, None, placement=(0, 0, 1)),),
+    ),
+    # A node is lost while another one, lost before, has not got its copies yet: nothing was promised.
+    Scenario("facade", _SMALL, (Life(_saves(2), loses=0), Life(_saves(1), _KILLED_AT_ONCE, loses=1), Life(_saves(1)))),
 ]
 
 CUT = range(6, 16)  # seeds; none in which a deadline is waited for

@@ -210,3 +210,26 @@ def test_an_arena_that_cannot_be_mapped_larger_is_as_before(pool: ArenaPool, mon
     monkeypatch.setattr(arena, "_map", mapped)
     assert arena.size == size == arena.path.stat().st_size
     assert pool.acquire(size, exact=True) is arena
+
+
+def test_an_arena_that_was_needed_once_makes_way(pool: ArenaPool) -> None:
+    """One for a copy does not: how large that is, is up to whoever sends it."""
+    copies = pool.acquire(5 * MIB, exact=True)
+    held = [pool.acquire(4 * MIB), pool.acquire(4 * MIB)]
+    pool.release(held.pop())
+
+    def save(size: int) -> int:
+        held.append(pool.acquire(size))
+        pool.release(held.pop(0))
+        pool.release(copies)
+        pool.trim(3)
+        assert pool.acquire(5 * MIB, exact=True) is copies
+        assert len(files(pool)) <= 3
+        return max(arena.size for arena in held)
+
+    sizes = [save(2 * MIB - turn * 4096) for turn in range(30)]
+    assert sizes[10] == with_slack(4 * MIB)
+    assert sizes[-1] <= with_slack(2 * MIB)
+    kept = files(pool)
+    assert {save(2 * MIB - turn % 3) for turn in range(30)} == {sizes[-1]}
+    assert files(pool) == kept

@@ -55,6 +55,8 @@ class Arena:
         self.path = path
         self.views: tuple[object, int, list[Any]] | None = None
         """Cache of whoever fills the arena: (layout, address, views of this mapping)."""
+        self.exact = False
+        """Whether it was last taken for an object that has just its size: a copy."""
         self.make_room: Callable[[], bool] | None = None
         """Asked to free memory where growing finds none; whether it has."""
         self._fd = fd

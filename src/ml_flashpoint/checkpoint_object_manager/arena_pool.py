@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _MAX_GROWTH_ROOM = 64 << 20
 # Calls of `trim` during which an arena must have been spare before its memory is given back: a job whose
 # replication lags now and then must not pay for the page faults of a new arena each time.
 _TRIM_AFTER = 20
+_OUTGROWN = 9, 8
 
 
 def with_slack(size: int) -> int:
@@ -55,6 +57,7 @@ class ArenaPool:
         self._in_use: set[Arena] = set()
         self._next = 0
         self._spare_for = 0
+        self._wanted: deque[int] = deque(maxlen=_TRIM_AFTER)
         self.budget: Budget | None = None
         """How many arenas there may be, if that is limited."""
 
@@ -80,6 +83,9 @@ class ArenaPool:
                 self.discard(self._free)
                 arena = self._make(size if exact else with_slack(size))
             self._in_use.add(arena)
+            arena.exact = exact
+            if not exact:
+                self._wanted.append(size)
         arena.join_prefault()
         return arena
 
@@ -193,7 +199,9 @@ class ArenaPool:
 
     def trim(self, expected: int) -> None:
         """Give back free arenas beyond ``expected``, if there were too many at the last calls, too; those beyond what
-        there may be at all (taken over from other ranks, say) at once."""
+        there may be at all (taken over from other ranks, say) at once. One that is larger than all that was asked for
+        lately (once, a rank staged what others write) makes way for one of that size."""
+        self._replace_outgrown()
         with self._lock:
             if self.budget is not None:
                 self.discard(self._free[: max(0, self.count - self.budget.most)])
@@ -205,6 +213,19 @@ class ArenaPool:
             spare = self._free[expected:]
             del self._free[expected:]
         self.discard(spare)
+
+    def _replace_outgrown(self) -> None:
+        with self._lock:
+            if len(self._wanted) < _TRIM_AFTER:
+                return
+            largest = max(self._wanted)
+            limit = with_slack(largest) * _OUTGROWN[0] // _OUTGROWN[1]
+            outgrown = next((arena for arena in self._free if arena.size > limit and not arena.exact), None)
+            if outgrown is None:
+                return
+            self._free.remove(outgrown)
+        self.discard([outgrown])
+        self.prepare_spare(largest)
 
     def give_back(self, keep_bytes: int) -> int:
         """Delete free arenas, those free for longest first, until they have no more than ``keep_bytes`` together.

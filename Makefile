@@ -22,7 +22,8 @@ STAMP := .venv/.setup-stamp
 # Most tests wait for processes more than they compute. A file's tests stay together, in their order. Each worker has a
 # network of its own, with loopback only, where it may (as root; see tests/conftest.py): in `make check` and the unit tests
 # too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests run in the machine's network.
-TWO_AT_A_TIME ?= -n 2 --dist loadfile
+# A worker that a test has killed is not replaced: that would run the test again, and then wait for ever.
+TWO_AT_A_TIME ?= -n 2 --dist loadfile --max-worker-restart=0
 
 .PHONY: setup lint format check test test-units test-nemo soak demo bench clean distclean
 

@@ -23,4 +23,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if SCALE > 1:
         for item in items:
             if item.path.parent.name == "faults":
-                item.add_marker(pytest.mark.timeout(120 * SCALE))
+                item.add_marker(pytest.mark.timeout(300 * SCALE))

@@ -48,7 +48,7 @@ class ConnectionLostError(ReplicationError):
     """The connection broke or was closed; a new one may work."""
 
 
-class _TurnedAwayError(AuthenticationError):
+class TurnedAwayError(AuthenticationError):
     """The server hung up on our proof: it is another secret's, or there were too many others at the door."""
 
 
@@ -131,7 +131,7 @@ class Channel:
         try:
             proof = self._receive_bytes(wire.MAC_BYTES, until=until)
         except ConnectionLostError as exc:
-            raise _TurnedAwayError(
+            raise TurnedAwayError(
                 f"{self._peer} hung up during the handshake",
                 hint="the job's secret probably differs between the two",
             ) from exc
@@ -334,7 +334,7 @@ def connect(address: Address, secret: bytes, *, deadline_s: float, connect_timeo
             channel = Channel(sock, deadline_s=deadline_s, peer=peer)
             channel.handshake_as_client(secret, connect_timeout_s)
             return channel
-        except (_TurnedAwayError, ConnectionLostError):
+        except (TurnedAwayError, ConnectionLostError):
             sock.close()
             # Those who were turned away together come back one by one.
             pause_s = None if longest_pause_s is None else random.uniform(0, longest_pause_s)

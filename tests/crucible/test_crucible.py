@@ -37,7 +37,6 @@ def _saves(count: int, mode: str = "thread", awaited: tuple[int, ...] = ()) -> t
 
 
 _NO_THREAD = Fault(0, 1, "thread", "no-thread")
-_LAGGING = (Fault(2, 0, "copied", "reset", nth=3), Fault(2, 4, "link", "enospc", nth=3))
 _KILLED_AT_ONCE = (Fault(1, 0, "loading", "kill"),)
 
 KEPT: list[Scenario] = [
@@ -47,12 +46,6 @@ KEPT: list[Scenario] = [
     Scenario("dcp", _SMALL, (Life(_saves(5), (_NO_THREAD,)),)),
     # A background save has no thread; the manager could not be closed after it.
     Scenario("local", _SMALL, (Life(_saves(2, awaited=(1, 2)), (replace(_NO_THREAD, step=2),), placement=(0,)),)),
-    # Copies of two peers and of saves that are never verified: one arena more than there may be.
-    Scenario(
-        "facade",
-        replace(_SMALL, payload=700_000),
-        (Life(_saves(4, "thread", (3, 4)), _LAGGING, None, None, placement=(0, 0, 1)),),
-    ),
     # A node is lost while another one, lost before, has not got its copies yet: nothing was promised.
     Scenario("facade", _SMALL, (Life(_saves(2), loses=0), Life(_saves(1), _KILLED_AT_ONCE, loses=1), Life(_saves(1)))),
 ]

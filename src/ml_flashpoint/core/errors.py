@@ -9,6 +9,20 @@ from __future__ import annotations
 
 import os
 import reprlib
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:  # in `typing` from Python 3.11 on
+    from typing_extensions import Unpack
+
+
+class _Context(TypedDict, total=False):
+    """What every error may say beside its message: see `FlashpointError`."""
+
+    step: int | None
+    rank: int | None
+    node: str | None
+    path: str | os.PathLike[str] | None
+    hint: str | None
 
 
 class FlashpointError(Exception):
@@ -63,25 +77,16 @@ class InvalidArgumentError(FlashpointError, ValueError):
     """An argument outside what the call accepts.
 
     Args:
-        message: See `FlashpointError`, as for the other keywords.
+        message: See `FlashpointError`, as for what is in `context`.
         argument: Name of the argument.
         value: The value refused. Only its shortened `repr` is kept, in `value`, because the value itself
             may be large or impossible to pickle.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        argument: str | None = None,
-        value: object = None,
-        step: int | None = None,
-        rank: int | None = None,
-        node: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        hint: str | None = None,
+        self, message: str, *, argument: str | None = None, value: object = None, **context: Unpack[_Context]
     ) -> None:
-        super().__init__(message, step=step, rank=rank, node=node, path=path, hint=hint)
+        super().__init__(message, **context)
         self.argument = argument
         self.value = reprlib.repr(value)
 
@@ -110,7 +115,7 @@ class CapacityError(FlashpointError):
     """The filesystem has too little room.
 
     Args:
-        message: See `FlashpointError`, as for the other keywords.
+        message: See `FlashpointError`, as for what is in `context`.
         needed_bytes: Bytes that the operation needs.
         available_bytes: Bytes that are available to it.
     """
@@ -121,13 +126,9 @@ class CapacityError(FlashpointError):
         *,
         needed_bytes: int | None = None,
         available_bytes: int | None = None,
-        step: int | None = None,
-        rank: int | None = None,
-        node: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        hint: str | None = None,
+        **context: Unpack[_Context],
     ) -> None:
-        super().__init__(message, step=step, rank=rank, node=node, path=path, hint=hint)
+        super().__init__(message, **context)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
 
@@ -144,22 +145,12 @@ class DivergedError(SaveError):
     """Ranks are at different saves, so none of these can become a version.
 
     Args:
-        message: See `FlashpointError`, as for the other keywords.
+        message: See `FlashpointError`, as for what is in `context`.
         highest_step: Highest step that a rank was to save.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        highest_step: int | None = None,
-        step: int | None = None,
-        rank: int | None = None,
-        node: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        hint: str | None = None,
-    ) -> None:
-        super().__init__(message, step=step, rank=rank, node=node, path=path, hint=hint)
+    def __init__(self, message: str, *, highest_step: int | None = None, **context: Unpack[_Context]) -> None:
+        super().__init__(message, **context)
         self.highest_step = highest_step
 
 

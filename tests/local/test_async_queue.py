@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ from ml_flashpoint.local import (
     AsyncCallsQueue,
     AsyncRequest,
     BackgroundWorkerError,
+    BasicTensorAwareStateDict,
     CallOrderError,
     CheckpointingException,
+    LocalCheckpointManager,
 )
 from tests.support.forked import Child
 
@@ -52,7 +55,7 @@ def leave() -> None:
     os._exit(3)
 
 
-def fail(text: str) -> None:
+def fail(text: str, *given: Any, **more: Any) -> None:
     raise ValueError(text)
 
 
@@ -200,6 +203,24 @@ def test_what_nobody_closed_is_done_nevertheless_and_its_failures_are_told(tmp_p
         assert [(tmp_path / str(index)).read_text().split()[0] for index in range(3)] == ["1000.0"] * 3
         assert "asynchronous call 2 was not finalized" in child.log
         assert "asynchronous call 3 failed: ValueError: no such luck" in child.log
+
+
+def _leave_a_save(report: Any, folder: Path, fails: bool) -> None:
+    manager, queue = LocalCheckpointManager(folder), AsyncCallsQueue()
+    if fails:
+        manager._saver.seal = partial(fail, "no such luck")  # type: ignore[method-assign]
+    request = manager.save(BasicTensorAwareStateDict({"a": torch.ones(9)}), 1, is_async=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_local_save_that_nobody_finalized_is_told_of_if_it_failed(tmpfs: Path, fails: bool) -> None:
+    with Child(_leave_a_save, tmpfs / "job", fails) as child:
+        child.join()
+        assert ("asynchronous call 0 failed" in child.log) == fails
+    with contextlib.closing(LocalCheckpointManager(tmpfs / "job")) as manager:
+        assert manager.find_latest() == (-1 if fails else 1)
 
 
 def _leave_a_daemon(report: Any, pipe: Path) -> None:

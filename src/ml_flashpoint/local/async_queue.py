@@ -74,6 +74,10 @@ class _Nothing:
 
     def abort(self) -> None: ...
 
+    def untold(self) -> str | None:
+        """Why a save failed, which finalizing its request would have told."""
+        return None if self._save is None or self._save.error is None else str(self._save.error)
+
 
 class _ForkedCall:
     """A request in a process of its own, forked from this one, so that nothing of it has to be picklable."""
@@ -294,7 +298,7 @@ class AsyncCallsQueue:
             process forked for it.
         is_daemon: end that process with this one, whatever it is doing. Else a process that ends without `close` lets
             requests end, within ``FLASHPOINT_CALL_DEADLINE_S`` each. Either way an error is logged for each of them,
-            since nobody finalizes it.
+            since nobody finalizes it; the exit code of the process is what it would have been. `close` raises.
     """
 
     def __init__(self, persistent: bool = True, is_daemon: bool = False) -> None:
@@ -334,11 +338,11 @@ class AsyncCallsQueue:
         function = request.async_fn
         if function is None:
             return _Nothing()
-        if isinstance(function, BackgroundSave) and function.runs_here:
-            return _Nothing(function)
         if self._at_exit is None:
             # Before the workers are told to end, and before what tensors travel by is taken away.
             self._at_exit = Finalize(None, self._end_with_process, exitpriority=20)
+        if isinstance(function, BackgroundSave) and function.runs_here:
+            return _Nothing(function)
         if not self.persistent:
             return _ForkedCall(request)
         if self._worker is None or self._worker.ended:
@@ -406,9 +410,11 @@ class AsyncCallsQueue:
     def _end_with_process(self) -> None:
         """Let requests end that nobody waits for, and say what became of them: nobody else will."""
         for active in self._calls:
-            if isinstance(active.call, _Nothing):
-                continue
             active.call.wait(0 if self.is_daemon else call_deadline_s())
+            if isinstance(active.call, _Nothing):
+                if (why := active.call.untold()) is not None:
+                    _log.error("the queue was not closed: asynchronous call %d failed: %s", active.index, why)
+                continue
             failure = active.call.failure() if active.call.is_done() else "it had not ended when the process did"
             outcome = "was not finalized" if failure is None else f"failed: {failure}"
             _log.error("the queue was not closed: asynchronous call %d %s", active.index, outcome)

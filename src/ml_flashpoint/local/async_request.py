@@ -151,6 +151,12 @@ class BackgroundSave:
         assert self._ticket.pending is not None
         return self._ticket.pending.settled.is_set() or time.monotonic() > self._give_up
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why the save failed here, as far as that is known; finalizing the request tells it on all ranks."""
+        assert self._ticket.pending is not None
+        return self._ticket.pending.error
+
     def wait(self, timeout_s: float = float("inf")) -> None:
         """Wait for the end, in the process that saves, for so many seconds at most; never for ever."""
         assert self._ticket.pending is not None

@@ -134,6 +134,26 @@ class Flashpoint:
 
         self._ranks = rank_group()
         self._world = _default_group()
+        self._open(replication, discard_existing, verify_saves)
+        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
+        self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
+        self._saves = SaveRunner(
+            self._tracked, self._saver, self._group, self._guard, safe_globals=allowed, deadline_s=self._deadline_s
+        )
+        self._states = StateLoader(self._tracked, self._loader, self._ranks, self._group, safe_globals=allowed)
+        self._steps = 0
+        self._tracking_ended = False
+        self._told = False  # that saving works
+        self._closed = False
+        self._part_bytes = 0
+        self._resumed_from: int | None = None
+        self._last_recovery: Recovery | None = None
+        warn_of_shared_store(self._ranks.rank)
+        if handle_sigterm:
+            self._guard.install()
+
+    def _open(self, replication: ReplicationStrategy | None, discard_existing: bool, verify_saves: str) -> None:
+        """Take the base container and put the engine's parts together, on all ranks or on none."""
         with contextlib.ExitStack() as undo:
             self._key = claim(self, os.path.realpath(self._base), self._ranks.rank)
             undo.callback(release, self, self._key)
@@ -162,23 +182,6 @@ class Flashpoint:
                 # A single process is what was asked for: torch need not warn about it.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
             undo.pop_all()
-
-        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
-        self._saves = SaveRunner(
-            self._tracked, self._saver, self._group, self._guard, safe_globals=allowed, deadline_s=self._deadline_s
-        )
-        self._states = StateLoader(self._tracked, self._loader, self._ranks, self._group, safe_globals=allowed)
-        self._steps = 0
-        self._tracking_ended = False
-        self._told = False  # that saving works
-        self._closed = False
-        self._part_bytes = 0
-        self._resumed_from: int | None = None
-        self._last_recovery: Recovery | None = None
-        warn_of_shared_store(self._ranks.rank)
-        if handle_sigterm:
-            self._guard.install()
 
     def _agree_on_arguments(self, discard_existing: bool) -> None:
         mine = {"every_n_steps": self._every, "discard_existing": discard_existing}

@@ -17,6 +17,9 @@ from tests.faults.common import files_of, iterations, last
 from tests.support.forked import Team, call_team
 from tests.workers import fault_engine as engine
 
+_LONGEST_S = 8.0
+"""Lives of no more than this, on average a third, do not use up the time of a test."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 24, 0.3), ("mid", 12, 0.8)])
@@ -43,7 +46,7 @@ def test_kill_a_rank(
             verified = max(last(child, "verified") for child in team.ranks)
             reached = max(step, verified if lose_memory else sealed)
             if reached == least:
-                longest_s *= 1.5  # a busy machine gets nothing done in so short a life
+                longest_s = min(longest_s * 1.5, _LONGEST_S)  # a busy machine gets nothing done in so short a life
             least = reached
             most = max(most, *(last(child, "begins") for child in team.ranks))
     assert least > count / 4

@@ -1,0 +1,47 @@
+"""What a job under torchrun is told about being started again, by its own output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.facade.launcher import VARIABLE, _keeps_lives_apart
+from tests.support.cluster import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+JOB = """
+import os
+import torch.distributed as dist
+from ml_flashpoint import Flashpoint
+
+dist.init_process_group("gloo")
+with Flashpoint(os.environ["FLASHPOINT_TEST_BASE"]):
+    pass
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(_keeps_lives_apart(), reason="this torch keeps the lives of ranks apart")
+@pytest.mark.parametrize(("restarts", "disabled", "warns"), [(1, False, True), (1, True, False), (0, False, False)])
+def test_a_job_is_warned_where_it_may_hang(
+    tmpfs: Path, tmp_path: Path, restarts: int, disabled: bool, warns: bool
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    env |= {"FLASHPOINT_TEST_BASE": str(tmpfs / "job"), **({VARIABLE: "1"} if disabled else {})}
+    flags = ["--nproc-per-node=2", f"--max-restarts={restarts}", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    said = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}", script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert said.stderr.count(f"export {VARIABLE}=1") == warns, said.stderr[-3000:]  # once, by rank 0

@@ -90,7 +90,7 @@ class FacadeSavePlanner(DefaultSavePlanner):
                 f"the state of {name!r} cannot be checked, so it could not be loaded: {error}"
             ) from error
         if unsafe:
-            name = _refused_at(value, name, self._safe_globals)
+            name = place_of(value, name, lambda each: _is_refused(each, self._safe_globals))
             raise UnsafeContentError(
                 f"the state of {name!r} holds {unsafe}, which loading would refuse, because such types may run code",
                 hint=f"keep plain values in it, or pass Flashpoint(..., safe_globals=[{unsafe}]) if you trust that",
@@ -98,17 +98,26 @@ class FacadeSavePlanner(DefaultSavePlanner):
         return stream
 
 
-def _refused_at(value: Any, name: str, allowed: Sequence[SafeGlobal]) -> str:
-    """The name of the innermost value that loading would refuse, in dicts, lists and tuples."""
+def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
+    """The name of the innermost value of a kind, in dicts, lists and tuples; ``value`` itself is of it."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     for key, each in items:
-        if _is_refused(each, allowed):
-            return _refused_at(each, f"{name}.{key}", allowed)
+        if is_bad(each):
+            return place_of(each, f"{name}.{key}", is_bad)
     return name
+
+
+def cannot_be_pickled(value: Any) -> bool:
+    """Whether ``torch.save`` fails."""
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception:  # of whatever kind pickling raises
+        return True
+    return False
 
 
 def _is_refused(value: Any, allowed: Sequence[SafeGlobal]) -> bool:

@@ -34,7 +34,7 @@ from ml_flashpoint.core.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
-from ml_flashpoint.facade.planners import PACKED, PackedState
+from ml_flashpoint.facade.planners import PACKED, PackedState, cannot_be_pickled, place_of
 from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -157,13 +157,14 @@ class TrackedState:
         return tuple(module.left_out for module in self._module_states.values())
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
-        stream = io.BytesIO()
+        stream, value = io.BytesIO(), None
         try:
             value = state_dict()
             torch.save(value, stream)
         except Exception as error:
+            where = place_of(value, name, cannot_be_pickled)
             raise SaveError(
-                f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}", rank=self._rank
+                f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}", rank=self._rank
             ) from error
         data = PackedState(stream.getbuffer())
         data.made_of = value

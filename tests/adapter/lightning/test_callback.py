@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, LoadError
+from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.facade.schedule import passes_multiple
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -227,6 +230,64 @@ def test_sigterm_is_left_to_lightning_and_the_last_step_is_kept(tmpfs: Path, tmp
     assert ours.flashpoint is not None
     assert ours.flashpoint.last_recovery is not None
     assert ours.flashpoint.last_recovery.version == "step-5_ckpt"
+
+
+class Keeps(Callback):
+    """Has a tensor in its state."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plain": torch.ones(2), "inner": [{"kept": self.kept}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["inner"][0]["kept"]
+
+
+def _nested(**layout: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **layout)
+
+
+@pytest.mark.parametrize("made", [_nested, lambda: torch.ones(3, 3).to_mkldnn(), lambda: torch.eye(3).to_sparse_csr()])
+def test_what_lightning_could_not_restore_is_refused_when_it_is_saved(tmpfs: Path, tmp_path: Path, made: Any) -> None:
+    """It gives callbacks copies of their states, and there is none of these tensors."""
+    ours = FlashpointCallback(tmpfs / "job", 2)
+    fit(tmp_path, ours, callbacks=[Keeps(made())])
+    assert ours.flashpoint is not None
+    assert "'callbacks.Keeps.inner.0.kept' is a" in str(ours.flashpoint.health.last_error)
+    assert list((tmpfs / "job").glob("step-*")) == []
+
+
+@pytest.mark.parametrize("made", [lambda: _nested(layout=torch.jagged), lambda: torch.eye(3).to_sparse()])
+def test_what_lightning_can_restore_comes_back(tmpfs: Path, tmp_path: Path, made: Any) -> None:
+    fit(tmp_path, FlashpointCallback(tmpfs / "job", 2, strict=True), callbacks=[Keeps(made())])
+    keeps = Keeps(torch.zeros(1))
+    fit(tmp_path, FlashpointCallback(tmpfs / "job", 2, strict=True), callbacks=[keeps], max_steps=12)
+    dense = [each.to_padded_tensor(0.0) if each.is_nested else each.to_dense() for each in (keeps.kept, made())]
+    assert keeps.kept.layout is made().layout
+    assert torch.equal(*dense)
+
+
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize(("mode", "withdrawn"), [("all", True), ("none", False)])
+def test_saves_are_read_back_as_told(
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, withdrawn: bool
+) -> None:
+    commit = RankStore.commit
+
+    def damaging(store: RankStore, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
+        part = commit(store, manifest, arenas)
+        if manifest.step == 10:
+            arenas[0].buffer[manifest.objects[0].size - 1] ^= 1
+        return part
+
+    monkeypatch.setattr(RankStore, "commit", damaging)
+    ours = FlashpointCallback(tmpfs / "job", 2, verify_saves=mode)
+    fit(tmp_path, ours)
+    assert ours.flashpoint is not None
+    assert (ours.flashpoint.health.failures > 0) == withdrawn
+    assert (ours.flashpoint.last_saved == 10) != withdrawn
 
 
 def test_other_model_is_an_error_and_not_a_fresh_start(tmpfs: Path, tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import os
+import pathlib
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_plan import _decoded, _encoded
@@ -62,6 +70,45 @@ def test_another_strategy_is_refused(door: Door, tmpfs: Path) -> None:
     theirs = TorchDist(tmpfs / "other").save_strategy
     with pytest.raises(InvalidArgumentError, match="save_strategy"):
         save_local_aware_megatron_checkpoint({}, door.version(1), theirs, False)
+
+
+class _Mine:
+    pass
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (
+            {"inner": [torch.ones(2), {"mine": _Mine()}]},
+            "'common state.extra.inner.1.mine' holds .*_Mine, which megatron",
+        ),
+        (pathlib.PurePosixPath("/a"), "'common state.extra' holds .*PurePosixPath"),
+        (ShardedTensor.from_rank_offsets("csr", torch.eye(3).to_sparse_csr()), "'csr' is a sharded tensor of layout"),
+    ],
+)
+def test_what_megatron_core_could_not_load_is_refused_when_it_is_saved(
+    door: Door, value: Any, why: str, asynchronous: bool
+) -> None:
+    state = sharded_state(Layout(), 1) | {"extra": value}
+    door.save_megatron(state, 1, asynchronous=asynchronous)
+    assert re.search(why, str(door.save_strategy.last_error)), door.save_strategy.last_error
+    assert door.latest() is None
+
+
+def test_so_it_is_by_dist_checkpointing_itself(door: Door) -> None:
+    os.makedirs(door.version(1))
+    dist_checkpointing.save(sharded_state(Layout(), 1) | {"extra": _Mine()}, door.version(1), door.save_strategy)
+    assert re.search("common state.*holds .*_Mine", str(door.save_strategy.last_error))
+    assert door.latest() is None
+
+
+def test_a_common_state_of_many_kinds_comes_back(door: Door) -> None:
+    extra = {"rng": random.getstate(), "namespace": argparse.Namespace(a=1), "dtype": torch.float32, "t": torch.ones(2)}
+    door.save_megatron(sharded_state(Layout(), 1) | {"extra": extra}, 1)
+    assert door.save_strategy.last_error is None
+    assert door.load_megatron(sharded_state(Layout(), 0, blank=True), 1)["extra"]["namespace"] == extra["namespace"]
 
 
 def test_plans_survive_the_way_to_another_rank(door: Door) -> None:

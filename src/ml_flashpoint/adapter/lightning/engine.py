@@ -18,6 +18,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.adapter.lightning.strategies import without_tensors
+from ml_flashpoint.adapter.pytorch.state_dict_stager import check_copies
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal, unsafe_globals
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import FlashpointError, LoadError
@@ -81,6 +82,7 @@ class TrainerFlashpoint(Flashpoint):
 
     def _dictionary(self, trainer: Trainer) -> Checkpoint:
         checkpoint: Checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        check_copies(checkpoint.get("callbacks"), "callbacks")
         self._leave_out_hparams(checkpoint)
         fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
         besides: dict[str, Any] = {"metrics": dict(trainer._logger_connector._callback_metrics)}

@@ -7,6 +7,7 @@ for its `torch_dist` format, with functions that are not public; nothing else he
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import types
 from typing import Any
@@ -16,8 +17,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from ml_flashpoint.core.errors import SaveError
 
 try:  # until 0.15: tensors of several dimensions of which a rank has a range of the flattened elements
     from megatron.core.dist_checkpointing.strategies import resharding
@@ -29,6 +33,7 @@ try:  # since 0.14
 except ImportError:
     SAFE_GLOBALS = []
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
@@ -43,11 +48,29 @@ def object_types() -> list[Any]:
     return [io.BytesIO, argparse.Namespace, types.SimpleNamespace, *SAFE_GLOBALS]
 
 
+def refused_in_common(content: bytes) -> list[str]:
+    """Types in a common state, as ``torch.save`` has made it, that megatron-core's own loader of it would refuse."""
+    if "weights_only=False" in inspect.getsource(
+        TorchCommonLoadStrategy.load_common
+    ):  # until 0.15, which refuse nothing
+        return []
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content)))
+
+
 def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """What this rank saves, for DCP: shards of which it is the main replica, and its objects as bytes.
 
     The shards refer to the tensors of ``sharded_state_dict``, which is changed the way megatron-core does.
+
+    Raises:
+        SaveError: megatron-core could not load it.
     """
+    for each in nested_values(sharded_state_dict):
+        if isinstance(each, ShardedTensor) and each.data is not None and each.data.layout in _COMPRESSED:
+            raise SaveError(
+                f"{each.key!r} is a sharded tensor of layout {each.data.layout}, which megatron-core cannot load",
+                hint="make it dense or torch.sparse_coo, or put it into a ShardedObject",
+            )
     by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
     state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, False)
     return state

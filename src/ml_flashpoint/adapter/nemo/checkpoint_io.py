@@ -27,6 +27,7 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, Async
 
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.adapter.pytorch.state_dict_stager import check_copies
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,11 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
         checks, self._checked = not self._checked, True
+
+        def files() -> Mapping[str, bytes]:
+            check_copies(checkpoint.get("callbacks"), "callbacks")  # here, where what fails is told to all ranks
+            return self._context_files() if self.always_save_context else {}
+
         return save_local_aware_megatron_checkpoint(
             checkpoint,
             path,
@@ -89,7 +95,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             self.async_save,
             # Collective and slow: the first save shows whether the ranks' shards make up the whole.
             validate_access_integrity=checks,
-            files=self._context_files if self.always_save_context else dict,
+            files=files,
         )
 
     def _context_files(self) -> Mapping[str, bytes]:

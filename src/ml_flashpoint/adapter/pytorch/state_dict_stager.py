@@ -28,6 +28,32 @@ def is_plain_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not wraps_others and not tensor.is_nested
 
 
+def check_copies(value: Any, path: str) -> None:
+    """Refuse tensors that Lightning could not give back: it makes copies of what callbacks have saved.
+
+    Args:
+        value: what callbacks save. path: its place in the dictionary.
+
+    Raises:
+        SaveError: says which.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_copies(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            check_copies(item, f"{path}.{index}")
+    elif isinstance(value, torch.Tensor) and not is_plain_strided(value):
+        try:
+            copy.deepcopy(value.detach())
+        except Exception as error:  # of whatever kind torch raises
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            raise SaveError(
+                f"{path!r} is {kind}, of which Lightning could make no copy when it restores the callback",
+                hint="keep a dense tensor, a list of them, or (nested) one with layout=torch.jagged",
+            ) from error
+
+
 def held_bytes(tensor: torch.Tensor) -> int:
     """About what a tensor takes when it is stored; of one that torch gives no size of, 0."""
     parts = [tensor]

@@ -14,6 +14,7 @@ class DcpDoor(Door):
     def __init__(self, base: Path) -> None:
         super().__init__(base)
         self._door = dcp.Door(base)
+        self._door.latest()  # as one must, where there may be something
 
     def save(self, step: int, state: State) -> None:
         self._door.save_by(self.mode, state, step)

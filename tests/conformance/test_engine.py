@@ -20,6 +20,7 @@ class EngineDoor(Door):
         self._objects = CheckpointObjectManager()
         self._saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=self._objects)
         self._loader = DefaultMLFlashpointCheckpointLoader(self._objects)
+        self._loader.get_latest_complete_checkpoint(base)  # as one must, where there may be something
 
     def save(self, step: int, state: State) -> None:
         version = CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))

@@ -11,7 +11,8 @@ from tests.conformance.suite import Conformance, Door, State
 class LocalDoor(Door):
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self._manager = LocalCheckpointManager(base)
+        LocalCheckpointManager(base).find_latest()  # as one must, where there may be something
+        self._manager = LocalCheckpointManager(base)  # another one, which may go back
 
     def save(self, step: int, state: State) -> None:
         self._manager.save(BasicTensorAwareStateDict(state), step)

@@ -42,6 +42,7 @@ class MegatronDoor(Door):
         # megatron-core does nothing without one.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self._door = megatron.Door(base)
+        self._door.latest()  # as one must, where there may be something
 
     def save(self, step: int, state: State) -> None:
         self._door.save_megatron(_sharded(state), step, asynchronous=self.asynchronous)

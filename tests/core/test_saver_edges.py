@@ -60,6 +60,7 @@ def test_what_an_earlier_run_left_keeps_no_run_from_saving(
         store_support.commit(store, step, f"{1:013d}-12345678-{step:019d}")
     store_support.commit(store, left, f"{1:013d}-12345678-{left:019d}", rank=1)
     store.close()
+    rank_groups.rank_group().asked.add(tmpfs)
     saver.save(version(tmpfs, left + 1), TENSORS)
     assert saver.wait(30)
     assert saver.stats.last_verified == left + 1

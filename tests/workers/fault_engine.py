@@ -81,6 +81,7 @@ class Rank:
             self._saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects, replication_manager=self.replication
             )
+            rank_group().asked.add(Path(self.base.path))  # as if told to save over whatever there is
         return self._saver
 
     def version(self, step: int) -> CheckpointContainerId:

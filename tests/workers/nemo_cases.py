@@ -36,7 +36,9 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
-from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError
+from ml_flashpoint.core.rank_group import rank_group
 from tests.support.cases import go_through
 from tests.support.megatron import load_from
 from tests.support.worker import base_path, leave, rank, world_size
@@ -231,6 +233,47 @@ def failing(base: Path) -> None:
     finish(trainer)
 
 
+def what_could_not_be_restored(base: Path) -> None:
+    """Lightning gives callbacks copies of their states; of this tensor there is none."""
+    trainer = trainer_of(base)
+    wrap(trainer, str(base), async_save=False)
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    state = state_of(1) | {"callbacks": {"Mine": {"kept": [nested]}}}
+    trainer.strategy.checkpoint_io.save_checkpoint(state, str(version(base, 1)))
+    assert "'callbacks.Mine.kept.0' is a nested tensor" in str(io.parts.save_strategy.last_error)
+    save(trainer, version(base, 2), 2)
+    check_load(trainer, version(base, 2), 2)
+    finish(trainer)
+
+
+def read_back(base: Path) -> None:
+    """With ``verify_saves="all"``, what rank 1 has damaged since its commit is withdrawn on all ranks."""
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=True, verify_saves="all")
+    io, commit = flashpoint_io_of(trainer), RankStore.commit
+    assert io is not None
+
+    def damaging(store: RankStore, manifest: Any, arenas: Any) -> Any:
+        part = commit(store, manifest, arenas)
+        if manifest.step == 2 and rank() == 1:
+            arenas[0].buffer[manifest.objects[0].size - 1] ^= 1
+        return part
+
+    RankStore.commit = damaging  # type: ignore[method-assign]
+    try:
+        for step in (1, 2):
+            save(trainer, version(base, step), step)
+            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+            settle(trainer)
+    finally:
+        RankStore.commit = commit  # type: ignore[method-assign]
+    assert io.parts.saver.stats.withdrawn == 1
+    assert resume.get_trainer_ckpt_path() == version(base, 1)
+    finish(trainer)
+
+
 # ---- where to go on from --------------------------------------------------------------------------------------
 
 
@@ -358,6 +401,27 @@ def attach(trainer: Any) -> None:
     module.trainer = trainer
 
 
+def forgetting_to_ask(base: Path) -> None:
+    """A later run that does not use the AutoResume that it was given does not overwrite what there is."""
+    trainer = trainer_of(base)
+    wrap(trainer, str(base), async_save=True)
+    save(trainer, version(base, 60), 60)
+    settle(trainer)
+    finish(trainer)
+
+    group = rank_group()
+    group.renew_run(f"{int(group.run_id[:13]) + 1}-later")  # as if it were another one
+    group.asked.clear()
+    trainer = trainer_of(base)
+    resume = wrap(trainer, str(base), async_save=True)
+    attach(trainer)
+    with pytest.raises(UnaskedVersionsError, match=r"call setup\(\) of what wrap_trainer"):
+        trainer.callbacks[0].on_train_start(trainer, trainer.lightning_module)
+    assert resume.get_trainer_ckpt_path() == version(base, 60)
+    trainer.callbacks[0].on_train_start(trainer, trainer.lightning_module)
+    finish(trainer)
+
+
 # ---- wrapping -------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +464,7 @@ def refusals(base: Path) -> None:
     refused("must be an absolute path", trainer, "relative")
     refused("is not that of the callback", trainer, f"{base}-2")
     refused("must be True or False", trainer, async_save=1)
+    refused("verify_saves", trainer, verify_saves="some")
     refused("write_thread_count", trainer, write_thread_count=0)
     refused("initial_write_buffer_size_bytes", trainer, initial_write_buffer_size_bytes=0)
     refused("must be nemo.lightning's AutoResume", trainer, default_auto_resume="last")
@@ -414,8 +479,11 @@ CASES = {
         asynchronous,
         both_asynchronous,
         failing,
+        what_could_not_be_restored,
+        read_back,
         callback,
         auto_resume,
+        forgetting_to_ask,
         context,
         wrapping_twice,
         disabled,

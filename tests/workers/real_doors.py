@@ -40,6 +40,7 @@ def local_state(rank: int, step: int) -> dict[str, Any]:
 def save_locally(report: Report, rank: int, first: int, last: int, hangs: bool) -> None:
     """Saves from one iteration to another; the last one is under way when it waits to be killed."""
     manager = LocalCheckpointManager(base(), "job", LazyCliqueReplicationStrategy(1, 2))
+    manager.find_latest()
     queue = AsyncCallsQueue()
     for step in range(first, last + 1):
         request = manager.save(BasicTensorAwareStateDict(local_state(rank, step)), step, is_async=True)

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
+from ml_flashpoint.core.manifest import parse_manifest_name
 
 PRIVATE_DIR = ".flashpoint"
 RANK_NAME = re.compile(r"rank-(\d{5,8})")
@@ -44,14 +45,21 @@ def was_complete(base: Path) -> bool:
     return True
 
 
-def holds_parts(base: Path) -> bool:
-    """Whether there is a committed part of any version on this node. True where that cannot be told just now."""
+def holds_parts(base: Path, *, but_of_run: str | None = None) -> bool:
+    """Whether there is a committed part of any version on this node. True where that cannot be told just now.
+
+    Args:
+        but_of_run: leave those of this run out.
+    """
     try:
-        return any(name.endswith(".manifest") for version in list_versions(base) for name in os.listdir(base / version))
-    except FileNotFoundError:
-        return False
+        for version in list_versions(base):
+            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                attempts = [found[1] for found in map(parse_manifest_name, os.listdir(base / version)) if found]
+                if any(but_of_run is None or not attempt.startswith(but_of_run) for attempt in attempts):
+                    return True
     except OSError:
         return True
+    return False
 
 
 def ranks_with_arenas(base: Path) -> frozenset[int]:

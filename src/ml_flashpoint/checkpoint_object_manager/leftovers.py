@@ -57,20 +57,6 @@ class HeldPart:
     names: list[str] = field(default_factory=list)
 
 
-def warn_of_unasked(base: Path) -> bool:
-    """Say that a run saves beside versions of an earlier one that it has not asked about. Returns False: it is said.
-
-    Doors without a natural question before the first save go on; the façade refuses.
-    """
-    _log.warning(
-        "%s has checkpoints of an earlier run that nobody has asked about: they are removed as soon as a save of this "
-        "run is verified. To go on from them, look for the newest (get_latest_complete_checkpoint, find_latest) before "
-        "the first save",
-        base,
-    )
-    return False
-
-
 @dataclass(slots=True)
 class _Files:
     """Files of one part in a version's directory."""

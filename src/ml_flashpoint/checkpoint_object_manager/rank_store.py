@@ -34,7 +34,7 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
-from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts, warn_of_unasked
+from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
@@ -100,7 +100,6 @@ class RankStore:
         except BaseException:  # the lock would keep the next attempt out
             self.close()
             raise
-        self.unasked = bool(self._parts)  # of an earlier run, and no recovery has looked at them
 
     @property
     def closed(self) -> bool:
@@ -226,8 +225,6 @@ class RankStore:
         publish(self.base, manifest, [arena.path for arena in arenas])
         part = self.register(manifest, arenas)
         self._drop_rejected()
-        if self.unasked:
-            self.unasked = warn_of_unasked(self.base)
         return part
 
     def register(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:

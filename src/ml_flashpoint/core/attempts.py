@@ -142,8 +142,9 @@ class Numbering:
         newest = self._newest_ms[base]
         return newest if newest >= int(run_id[:_MS_DIGITS]) else -1
 
-    def agree(self, proposal: SaveIdentity) -> SaveIdentity:
-        """What all ranks take. Collective, in the foreground; a rank without a step goes along with the others.
+    def agree(self, proposal: SaveIdentity, *, asked: bool = True) -> SaveIdentity | None:
+        """What all ranks take. Collective, in the foreground; a rank without a step goes along with the others. None if
+        one of them may not save where nobody has ``asked`` for what there is.
 
         Raises:
             DivergedError: they save different steps; all ranks learn of it.
@@ -151,8 +152,10 @@ class Numbering:
         """
         known = proposal.step >= 0
         low, negated = (proposal.step, -proposal.step) if known else (_UNKNOWN, _UNKNOWN)
-        values = (-proposal.sequence, -proposal.newest_ms, low, negated)
-        sequence, newest, lowest, highest = self._group.minimum(values, "agreement on a save")
+        values = (-proposal.sequence, -proposal.newest_ms, low, negated, int(asked))
+        sequence, newest, lowest, highest, all_asked = self._group.minimum(values, "agreement on a save")
+        if not all_asked:
+            return None
         if lowest != _UNKNOWN and lowest != -highest:
             mine = proposal.step if known else "none"
             raise _diverged(f"from {lowest} to {-highest}, rank {self._group.rank} {mine}", -highest)

@@ -101,7 +101,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         group = rank_group()
         rank = self._rank_getter() if self._rank_getter is not None else group.rank
         store = open_together(self._objects, base, rank, group)
-        store.unasked = False
+        group.asked.add(store.base)
         run = RecoveryRun(
             store,
             group,
@@ -157,7 +157,11 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             ObjectNotFoundError: neither this node nor a known holder has it.
         """
         until = time.monotonic() + recovery_deadline_s()
-        return retrying(lambda: self._find_manifest(version, rank), until, f"reading a manifest of {version.name}")
+        found = retrying(lambda: self._find_manifest(version, rank), until, f"reading a manifest of {version.name}")
+        rank_group().asked.add(
+            self._store_of(version).base
+        )  # who reads one that is named knows that there are versions
+        return found
 
     def _find_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
         store = self._store_of(version)

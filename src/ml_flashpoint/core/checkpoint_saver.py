@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS, Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, preflight
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.attempts import Numbering, SaveIdentity
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
@@ -39,7 +40,7 @@ from ml_flashpoint.core.object_writer import (
 from ml_flashpoint.core.rank_group import Agreement, rank_group
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.save_ticket import NoticeBoard, SaveTicket
-from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver
+from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
@@ -149,7 +150,16 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
         """See the base class."""
+        if version is not None and not self.is_asked(version.parent):
+            raise unasked_versions(self.rank, self.node, str(version.parent))
         return self._numbering.propose(version, None if ticket is None else ticket.sequence)
+
+    def is_asked(self, base: CheckpointContainerId) -> bool:
+        """Whether this run knows what earlier ones have left in a base container here: nothing, or it has looked."""
+        path = resolved_base(base)
+        if path not in self._group.asked and not holds_parts(path, but_of_run=self._group.run_id):
+            self._group.asked.add(path)
+        return path in self._group.asked
 
     def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
         """See the base class."""
@@ -164,9 +174,20 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
         Raises:
             DivergedError: ranks save different steps; on all ranks.
+            UnaskedVersionsError: a rank has found what nobody has asked about; on all ranks.
             FlashpointError: a rank is gone.
         """
-        self.adopt(ticket, self._numbering.agree(self.propose(version, ticket)))
+        asked, proposal = True, self._numbering.propose(None, ticket.sequence)
+        try:
+            asked = version is None or self.is_asked(version.parent)
+            proposal = self._numbering.propose(version, ticket.sequence)
+        except (FlashpointError, OSError) as error:  # told by the write: the others wait in the agreement
+            ticket.error = error
+        identity = self._numbering.agree(proposal, asked=asked)
+        if identity is None:
+            base = None if version is None else str(version.parent)
+            raise unasked_versions(self.rank, None if asked else self.node, base)
+        self.adopt(ticket, identity)
 
     def stage(
         self,

@@ -35,7 +35,7 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
         found = sorted(list_versions(store.base))
         for part in store.held():
             store.drop(part)
-        store.unasked = False
+        group.asked.add(store.base)
     except Exception as caught:
         error = caught
     _agree(group, store.base, error)  # else a rank's own parts might be swept from under it

@@ -20,6 +20,7 @@ from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.errors import FlashpointError, SaveError
 from ml_flashpoint.core.manifest import manifest_name, object_name, read_manifest
+from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
@@ -41,6 +42,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
     _largest: int
     _taken_size = 0
     """Bytes of the object that came from another process last."""
+    _group: RankGroup
 
     @abstractmethod
     def claim(self, ticket: SaveTicket) -> SaveTicket:
@@ -65,6 +67,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
         ticket = self.claim(ticket) if ticket is not None else self.begin(exchanged=True)
         ticket.worker = threading.current_thread()
         store = self._objects.store
+        ticket.asked = store is not None and store.base in self._group.asked
         size = max(self._largest, self._taken_size)
         if ticket.staged is None and store is not None and size:
             try:

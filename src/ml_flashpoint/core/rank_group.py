@@ -75,11 +75,13 @@ class RankGroup:
         topology: nodes of all ranks.
         run_id: common to all ranks, later runs sort after earlier ones.
         secret: 32 bytes known to this job's ranks only.
+        asked: base containers that this rank has looked into, so that it knows what earlier runs have left there.
     """
 
     def __init__(self) -> None:
         self.node = local_node_id()
         self._made = 0
+        self.asked: set[Path] = set()
         deadline = timedelta(seconds=collective_deadline_s())
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()

@@ -49,6 +49,7 @@ class SaveTicket:
         abandoned: nobody can write the save any more, although it was staged and offered.
         deserted: the same of a save that was never staged: the call that made it has ended.
         given_back: its arenas are no longer its own, because it failed.
+        asked: whether this run is known to know what earlier ones have left in the base container.
         taking: it is about to take an arena, or has and is filling it.
     """
 
@@ -70,6 +71,7 @@ class SaveTicket:
     abandoned: bool = False
     deserted: bool = False
     given_back: bool = False
+    asked: bool = False
     taking: bool = False
 
     @property
@@ -90,12 +92,12 @@ class SaveTicket:
 
     def __getstate__(self) -> tuple[Any, ...]:
         spare_path = self.spare.path if self.spare is not None else None
-        identity = self.attempt, self.sequence, self.number, self.key, self.adopted
+        identity = self.attempt, self.sequence, self.number, self.key, self.adopted, self.asked
         return identity, self.staged, self.error, spare_path
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         identity, self.staged, self.error, self.spare_path = state
-        self.attempt, self.sequence, self.number, self.key, self.adopted = identity
+        self.attempt, self.sequence, self.number, self.key, self.adopted, self.asked = identity
         self.spare = self.version = self.filled = self.others = self.pending = self.worker = None
         self.handed_off_at = 0.0
         self.abandoned = self.deserted = self.given_back = self.taking = False

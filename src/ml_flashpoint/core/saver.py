@@ -14,7 +14,7 @@ from typing import Protocol
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.attempts import SaveIdentity, later_than
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.core.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
 from ml_flashpoint.core.manifest import Manifest, object_name
 from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, StagedObject, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
@@ -62,7 +62,12 @@ class MLFlashpointCheckpointSaver(ABC):
     @abstractmethod
     def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
         """What this rank proposes as the identity of a save, begun here or not, to a door that lets ranks exchange
-        it; `attempts.common_identity` is what comes of all proposals."""
+        it; `attempts.common_identity` is what comes of all proposals.
+
+        Raises:
+            UnaskedVersionsError: there are versions of an earlier run on this node that nobody has asked about: the
+                first save that is verified would remove them.
+        """
 
     def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
         """Take over what ranks have come to, before the write. Idempotent."""
@@ -199,3 +204,20 @@ class MLFlashpointCheckpointSaver(ABC):
         except BaseException as error:
             self.fail(ticket, error)
             raise
+
+
+def unasked_versions(rank: int, node: str | None, base: str | None, *, call: str = "") -> UnaskedVersionsError:
+    """The error of every door that is to save where nobody has asked for what there is.
+
+    Args:
+        call: what asks, where it is not the engine's loader that is called.
+    """
+    # What to do is in the message: of what DCP passes on, users see no hints.
+    return UnaskedVersionsError(
+        "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite them: "
+        f"call {call or 'get_latest_complete_checkpoint(base)'} before the first save, to go on from them or to give "
+        "them up, or use another folder",
+        rank=rank,
+        node=node,
+        path=base,
+    )

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
+from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import publish
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
@@ -23,7 +24,7 @@ from ml_flashpoint.core.errors import SaveError
 from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket
-from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver
+from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         ticket = ticket or self._begun or self._ticket
         assert ticket is not None
         run_id = ticket.attempt.rpartition("-")[0]
+        if version is not None and not ticket.asked and holds_parts(Path(version.parent.path), but_of_run=run_id):
+            raise unasked_versions(self.rank, self.node, str(version.parent))
         if version is None or version.step is None:
             return SaveIdentity(run_id, ticket.sequence)
         newest = newest_of_other_runs(Path(version.parent.path), run_id)

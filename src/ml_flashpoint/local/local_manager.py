@@ -14,19 +14,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
+from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import (
     DivergedError,
     FlashpointError,
     InvalidArgumentError,
-    InvalidNameError,
     NothingLoadableError,
 )
 from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
@@ -34,7 +33,9 @@ from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
-from ml_flashpoint.facade.arguments import checked_base, checked_globals
+from ml_flashpoint.core.saver import unasked_versions
+from ml_flashpoint.facade.arguments import checked_globals
+from ml_flashpoint.local.arguments import base_container, check_state
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes
@@ -101,7 +102,7 @@ class LocalCheckpointManager:
         *,
         safe_globals: Sequence[SafeGlobal] = (),
     ) -> None:
-        self._base = _base_container(root_local_ckpt_dir, session_id)
+        self._base = base_container(root_local_ckpt_dir, session_id)
         if repl_strategy is not None and not isinstance(repl_strategy, ReplicationStrategy):
             raise InvalidArgumentError(
                 "must be a ReplicationStrategy or None", argument="repl_strategy", value=repl_strategy
@@ -136,6 +137,7 @@ class LocalCheckpointManager:
             self._parts = PartLoader(self._loader, self._ranks, self._types, self._meshes)
             undo.pop_all()
         _managers[self._key] = self
+        self._unasked = not self._ranks.all_ok(self._saver.is_asked(self._base))
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
                 "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "
@@ -188,6 +190,7 @@ class LocalCheckpointManager:
         self._check_open()
         if not self._looked:
             self._saver.wait()  # else a version might be pruned while it is looked at
+            self._unasked = False
             try:
                 self._version = self._loader.get_latest_complete_checkpoint(self._base)
             except NothingLoadableError as error:
@@ -270,10 +273,13 @@ class LocalCheckpointManager:
         Raises:
             InvalidIterationError, StaleIterationError, InvalidArgumentError: an argument is unusable.
             CallOrderError: the state is hollow, or the manager closed.
+            UnaskedVersionsError: there are checkpoints of an earlier run, and `find_latest` was not called.
             CheckpointingException: the save failed on some rank; the newest complete iteration before is as it was.
                 Asynchronously, finalizing the request raises this instead.
         """
         self._check_open()
+        if self._unasked:  # found out at construction, so that all ranks raise alike
+            raise unasked_versions(self.rank, self._ranks.node, str(self._base), call="find_latest()")
         # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
         ticket = self._saver.begin(exchanged=not is_async)
         self._under_way = [*(each for each in self._under_way if not _has_ended(each)), ticket]
@@ -281,16 +287,9 @@ class LocalCheckpointManager:
         error: Exception | None = None
         try:
             version = self._checked_version(iteration)
-            _check_state(state_dict)
+            check_state(state_dict)
         except Exception as caught:
-            # The other ranks may be saving: they learn by a save that fails.
-            if not is_async:
-                with contextlib.suppress(FlashpointError):
-                    self._saver.agree(ticket, None)
-            self._saver.fail(ticket, caught)
-            if is_async:
-                raise
-            self._conclude(ticket, iteration, caught, misused=True)
+            self._fail_together(ticket, iteration, caught, is_async)
             raise
         self._oldest_accepted = iteration
         try:
@@ -316,6 +315,15 @@ class LocalCheckpointManager:
             return self._request(ticket, iteration, error)
         self._conclude(ticket, iteration, error)
         return None
+
+    def _fail_together(self, ticket: SaveTicket, iteration: int, error: Exception, is_async: bool) -> None:
+        """Give up a save that was misused here. The other ranks may be saving: they learn by a save that fails."""
+        if not is_async:
+            with contextlib.suppress(FlashpointError):
+                self._saver.agree(ticket, None)
+        self._saver.fail(ticket, error)
+        if not is_async:
+            self._conclude(ticket, iteration, error, misused=True)
 
     def _checked_version(self, iteration: int) -> CheckpointContainerId:
         if isinstance(iteration, bool) or not isinstance(iteration, int) or not 0 <= iteration <= MAX_STEP:
@@ -483,27 +491,3 @@ _managers: dict[str, LocalCheckpointManager] = {}
 
 def _has_ended(ticket: SaveTicket) -> bool:
     return ticket.pending is None or ticket.pending.settled.is_set()
-
-
-def _base_container(root: str | os.PathLike[str], session_id: str) -> CheckpointContainerId:
-    base = checked_base(root, "root_local_ckpt_dir")
-    if session_id == "":
-        return base
-    try:
-        return CheckpointContainerId.create_child(base, validate_segment(session_id))
-    except InvalidNameError as error:
-        raise InvalidArgumentError(f"must be a name: {error}", argument="session_id", value=session_id) from error
-
-
-def _check_state(state_dict: TensorAwareStateDict) -> None:
-    if not isinstance(state_dict, TensorAwareStateDict):
-        raise InvalidArgumentError(
-            "must be a TensorAwareStateDict",
-            argument="state_dict",
-            value=type(state_dict),
-            hint="wrap it: BasicTensorAwareStateDict(state_dict)",
-        )
-    with contextlib.suppress(NotImplementedError):
-        hollow: Any = state_dict.is_hollow
-        if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
-            raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")

@@ -27,18 +27,27 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
-from ml_flashpoint.adapter.megatron.translation import object_types, state_to_save
+from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common, state_to_save
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided, settled
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains, write_companions
 from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.companions import companion_items, companion_labels
-from ml_flashpoint.core.errors import DeadlineError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.core.errors import (
+    DeadlineError,
+    DivergedError,
+    FlashpointError,
+    InvalidArgumentError,
+    SaveError,
+    UnaskedVersionsError,
+    UnsafeContentError,
+)
 from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.core.object_writer import BytesItem
 from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.facade.planners import place_of
 from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
@@ -106,6 +115,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         self._plans = PlanExchange(self._group)
         self._carried: _Carried | None = None
         self._failed: list[CheckpointContainerId] = []
+        self._passed = range(0)  # steps that other ranks were at or past when this one was behind them
         self.last_error: FlashpointError | None = None
 
     def can_handle_sharded_objects(self) -> bool:
@@ -125,6 +135,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
 
         Raises:
             InvalidArgumentError, InvalidNameError: ``checkpoint_dir`` is no version.
+            UnaskedVersionsError: the base container has versions of an earlier run that nobody has asked about. On all
+                ranks.
         """
         save = self._begin(sharded_state_dict, version_of(checkpoint_dir))
         save.go_on_in_background()
@@ -154,7 +166,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             self._carried = None
 
     def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Save:
-        """Everything that the caller has to wait for. Errors are kept: they must not leave other ranks waiting."""
+        """Everything that the caller has to wait for. Errors are kept, since they must not leave other ranks waiting,
+        unless all ranks raise them."""
         for failed in self._failed:
             if failed != version:
                 remove_remains(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
@@ -162,8 +175,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         saver: Any = self._writer.saver
         ticket = saver.begin(exchanged=True)
         save = _Save(self._writer, ticket, version)
-        state, failure = None, None
+        state, failure, step = None, None, version.step or 0
         try:
+            if step in self._passed:  # the others wait for nothing here; after them, all are in step again
+                save.alone, behind, self._passed = True, self._passed[-1], range(step + 1, self._passed.stop)
+                raise DivergedError(f"other ranks have gone on to step {behind} without this save")
             with collection_paused():
                 saver.agree(ticket, version)
                 try:
@@ -172,7 +188,13 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
                 except Exception as error:
                     failure = error
                 save.stage(self._plans.plan(state, failure))
+        except UnaskedVersionsError as error:  # on all ranks, and no fault that will pass
+            save.fail(error)
+            remove_remains(Path(str(version)), (CONFIG_FNAME, COMMON_STATE_FNAME))
+            raise
         except Exception as error:
+            if isinstance(error, DivergedError) and error.highest_step is not None:
+                self._passed = range(step + 1, error.highest_step + 1)
             save.fail(error)
         except BaseException as error:
             save.fail(error)
@@ -196,7 +218,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
         error = save.outcome()
         try:
-            if not self._group.all_ok(error is None) and error is None:
+            if not save.alone and not self._group.all_ok(error is None) and error is None:
                 error = SaveError("another rank could not save its part", step=save.version.step, rank=self._group.rank)
         except FlashpointError as gone:
             error = error or gone
@@ -227,6 +249,7 @@ class _Save:
         self._data = _StagedData()
         self._error: FlashpointError | None = None
         self._over = threading.Event()
+        self.alone = False  # whether no other rank makes it
 
     def stage(self, planned: PlannedSave) -> None:
         """Copy what the plan says, once. The copies are the object."""
@@ -333,15 +356,33 @@ def _nothing() -> None:
 
 
 def _saved(common_state: Mapping[str, Any]) -> bytes:
+    content = _archive(common_state)
+    if refused := refused_in_common(content):
+        where = place_of(common_state, "common state", lambda each: bool(refused_in_common(_archive(each))))
+        raise _refused(where, refused)
+    return content
+
+
+def _archive(value: Any) -> bytes:
     stream = io.BytesIO()
-    torch.save(common_state, stream)
+    torch.save(value, stream)
     return stream.getvalue()
+
+
+def _refused(where: str, types: list[str]) -> UnsafeContentError:
+    return UnsafeContentError(
+        f"{where!r} holds {', '.join(types)}, which megatron-core would refuse when it loads its common state",
+        hint="keep plain values and tensors in it, or trust these types by torch.serialization.add_safe_globals",
+    )
 
 
 def _content(version: CheckpointContainerId) -> bytes | None:
     """What `dist_checkpointing.save` has written as common state; None if the strategy is used without it."""
     path = Path(str(version)) / str(COMMON_STATE_FNAME)
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    if refused := refused_in_common(content):
+        raise _refused("the common state", refused)
+    return content

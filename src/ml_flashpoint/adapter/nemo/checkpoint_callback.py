@@ -60,6 +60,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
         Raises:
             InvalidArgumentError: the trainer is not wrapped, or with another base container.
+            UnaskedVersionsError: it would overwrite versions that nobody has asked about.
         """
         if not self.enabled:
             return
@@ -71,6 +72,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 value=str(self.base),
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
+        io.parts.check_asked()
         self._step = trainer.global_step
         if trainer.ckpt_path is not None and io.parts.holds(trainer.ckpt_path):
             _complete_saved_batch(trainer.fit_loop)

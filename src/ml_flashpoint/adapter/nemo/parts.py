@@ -16,6 +16,8 @@ from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLo
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.core.knobs import exit_deadline_s
+from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,17 @@ class EngineParts:
         """Collective: the newest version that all ranks can load, fetched and verified."""
         found = self.loader.get_latest_complete_checkpoint(self.base)
         return None if found is None else Path(str(found))
+
+    def check_asked(self) -> None:
+        """Collective: raise if training would overwrite versions that nobody has asked about.
+
+        Raises:
+            UnaskedVersionsError: so it is, on all ranks.
+        """
+        ranks, asked = rank_group(), self.saver.is_asked(self.base)
+        if not ranks.all_ok(asked):
+            call = "setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned"
+            raise unasked_versions(ranks.rank, None if asked else ranks.node, str(self.base), call=call)
 
     def settle(self) -> None:
         """Give saves under way time to get their copies."""

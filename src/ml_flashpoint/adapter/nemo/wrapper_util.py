@@ -18,6 +18,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.facade.arguments import checked_base, checked_bool, checked_integer
@@ -68,19 +69,8 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
             "must be nemo.lightning's AutoResume, or None", argument="default_auto_resume", value=default_auto_resume
         )
     _check_trainer(trainer)
-    callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
-    if any(not each.enabled for each in callbacks):
-        _log.info("the callback is not enabled: the trainer is left as it is")
+    if not _is_enabled(trainer, base):
         return default_auto_resume
-    if not callbacks:
-        _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
-    for each in callbacks:
-        if each.base != base:
-            raise InvalidArgumentError(
-                f"is not that of the callback, {each.base}",
-                argument="flashpoint_base_container",
-                value=str(base),
-            )
     while isinstance(default_auto_resume, MLFlashpointAutoResume):
         default_auto_resume = default_auto_resume.default
     wrapped = flashpoint_io_of(trainer)
@@ -96,6 +86,24 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
                 value=str(base),
             )
     return MLFlashpointAutoResume(parts, default_auto_resume)
+
+
+def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:
+    """Whether the trainer's callbacks are; their base container has to be this one then."""
+    callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
+    if any(not each.enabled for each in callbacks):
+        _log.info("the callback is not enabled: the trainer is left as it is")
+        return False
+    if not callbacks:
+        _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
+    for each in callbacks:
+        if each.base != base:
+            raise InvalidArgumentError(
+                f"is not that of the callback, {each.base}",
+                argument="flashpoint_base_container",
+                value=str(base),
+            )
+    return True
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -856,7 +856,7 @@ def test_state_that_cannot_be_saved_is_told_by_name(base: Path, value: Any) -> N
     with Flashpoint(base) as fp:
         fp.track(stored=stored).step()
         assert fp.wait()
-        assert "the state of 'stored' cannot be saved" in str(fp.health.last_error)
+        assert "the state of 'stored.value' cannot be saved" in str(fp.health.last_error)
         stored.value = 1
         fp.step()
         assert fp.wait()

@@ -28,6 +28,7 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, Async
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.adapter.pytorch.state_dict_stager import check_copies
+from ml_flashpoint.core.errors import SaveError
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +85,15 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             return request
         checks, self._checked = not self._checked, True
 
+        refused: SaveError | None = None
+        try:
+            check_copies(checkpoint.get("callbacks"), "callbacks")
+        except SaveError as error:  # megatron-core, too, would stumble over it, and leave other ranks waiting
+            refused, checkpoint = error, {key: value for key, value in checkpoint.items() if key != "callbacks"}
+
         def files() -> Mapping[str, bytes]:
-            check_copies(checkpoint.get("callbacks"), "callbacks")  # here, where what fails is told to all ranks
+            if refused is not None:  # told here, where all ranks learn of it
+                raise refused
             return self._context_files() if self.always_save_context else {}
 
         return save_local_aware_megatron_checkpoint(

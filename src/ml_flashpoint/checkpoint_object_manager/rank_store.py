@@ -131,9 +131,8 @@ class RankStore:
             return self._arenas.acquire(size, exact=exact)
 
     def acquire_for_copy(self, size: int, rank: int, *, patience_s: float = 0.0) -> Arena:
-        """An arena of exactly ``size`` bytes for a part of another rank. Where there is no room, or there are as many
-        as there may be, must give way: copies of that rank that will never be verified, and own unverified versions
-        with a newer one.
+        """An arena of exactly ``size`` bytes for a part of another rank. Without room, or with as many as there may be,
+        must give way: that rank's copies that will never be verified, and own unverified versions but the newest.
 
         Args:
             patience_s: seconds to wait for one if there is no room: this rank may be about to learn that a version is

@@ -22,7 +22,7 @@ from ml_flashpoint.core.errors import (
     SaveError,
     UnreadableError,
 )
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, write_manifest
+from ml_flashpoint.core.manifest import Manifest, ObjectRecord, sync_directory, write_manifest
 from ml_flashpoint.core.open_version import TRIES, HeldVersion, hold_version
 
 _CHUNK: Final = 8 << 20
@@ -84,7 +84,7 @@ def _copy(version: HeldVersion, destination: Path, progress: Callable[[int, int]
                 write_manifest(hidden, manifest, fsync=True)
             version.check()
             os.rename(hidden, target)
-            _sync(destination)
+            sync_directory(destination)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
@@ -129,11 +129,3 @@ def _open_source(version: HeldVersion, manifest: Manifest, path: Path) -> int:
         raise ObjectNotFoundError("the object is gone", step=version.step, rank=manifest.rank, path=path) from error
     except OSError as error:
         raise UnreadableError(f"the object: {error.strerror}", rank=manifest.rank, path=path) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -314,7 +314,7 @@ def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: boo
             temporary.unlink(missing_ok=True)
             raise
         if fsync:
-            _sync_directory(target.parent)
+            sync_directory(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(
@@ -362,10 +362,14 @@ def _write_new_file(path: Path, data: bytes, fsync: bool) -> None:
             os.fsync(descriptor)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Have what was created, renamed or removed in a directory survive a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems do not know this
+            raise
     finally:
         os.close(descriptor)
 

@@ -29,6 +29,7 @@ from ml_flashpoint.core.errors import (
     ObjectNotFoundError,
     SaveError,
 )
+from ml_flashpoint.core.manifest import sync_directory
 from ml_flashpoint.persist.store import DurableStore, as_octets, split_name
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class DirectoryStore(DurableStore):
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
                 raise
-            _sync_directory(directory)
+            sync_directory(directory)
         return written
 
     def size(self, name: str) -> int:
@@ -113,7 +114,7 @@ class DirectoryStore(DurableStore):
         path = self.path_of(name)
         with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
-            _sync_directory(Path(path).parent)
+            sync_directory(Path(path).parent)
 
     def remove_folder(self, folder: str) -> None:
         """See `DurableStore.remove_folder`. A symbolic link is removed, not followed."""
@@ -124,7 +125,7 @@ class DirectoryStore(DurableStore):
                 os.unlink(path)
             else:
                 shutil.rmtree(path)
-            _sync_directory(Path(path).parent)
+            sync_directory(Path(path).parent)
 
     def lock(self, name: str, timeout_s: float) -> AbstractContextManager[None] | None:
         """See `DurableStore.lock`: a file lock, which works between nodes where the filesystem supports it there."""
@@ -205,15 +206,4 @@ def _make_directory(directory: Path) -> None:
     _make_directory(directory.parent)
     with contextlib.suppress(FileExistsError):
         directory.mkdir()
-    _sync_directory(directory.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems do not know this
-            raise
-    finally:
-        os.close(descriptor)
+    sync_directory(directory.parent)

@@ -80,13 +80,15 @@ class _History:
         sure = [i for i, save in enumerate(self.saves) if (save.verified if lost_nodes else save.sealed)]
         return max(sure, default=-1) if lost_nodes < 2 else -1
 
-    def moves(self, lost: int, copied_anew: bool) -> None:
-        """Nodes are lost, or ranks run elsewhere: the next recovery makes copies anew that were there, or cannot."""
+    def moves(self, lost: int, copied_anew: bool, alone: bool) -> None:
+        """Nodes are lost, or ranks run elsewhere: the next recovery makes copies anew that were there, or cannot. What
+        is from a node that was alone, without copies, is first safe from its loss when the next save is."""
         for save in self.saves:
             if lost:
                 save.sealed = save.verified and lost < 2
                 save.verified, save.lacks_copies = False, save.sealed
             save.lacks_copies &= copied_anew
+            save.verified &= not alone
 
     def recovered(self) -> None:
         """All ranks have loaded."""
@@ -184,7 +186,7 @@ class _Round:
             gone |= away
             self._floor = self._history.floor(len(gone))
             if gone or following != life.placement:
-                self._history.moves(len(gone), copied_anew=following == life.placement)
+                self._history.moves(len(gone), copied_anew=following == life.placement, alone=not self._copies)
 
     # ---- one life -----------------------------------------------------------------------------------------
 

@@ -190,8 +190,8 @@ def test_generator_is_tracked(tmpfs: Path) -> None:
     other = torch.Generator()
     with Flashpoint(tmpfs / "job") as fp:
         assert fp.track(generator=other).resume() == 1
-        with pytest.raises(InvalidArgumentError):
-            Flashpoint(tmpfs / "other").track(one=other, two=other)
+        with Flashpoint(tmpfs / "other") as another, pytest.raises(InvalidArgumentError):
+            another.track(one=other, two=other)
     assert torch.equal(torch.rand(3, generator=other), expected)
 
 

@@ -141,7 +141,10 @@ def check_committed(dictionary: DDict, writers: dict[str, Writer], *, at_least: 
         return reader.checkpoint_id
 
 
-@pytest.mark.parametrize(("nodes", "kills"), [(2, 15), (3, 25), (5, 45), (6, 55)])
+@pytest.mark.parametrize(
+    ("nodes", "kills"),
+    [(2, 15), (3, 25), *(pytest.param(*more, marks=pytest.mark.soak) for more in ((5, 45), (6, 55)))],
+)
 def test_killed_managers_cost_nothing_that_was_committed(nodes: int, kills: int) -> None:
     chance = random.Random(nodes)
     with DDict(

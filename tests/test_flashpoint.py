@@ -905,6 +905,7 @@ def test_sigterm_where_the_main_thread_holds_a_lock(base: Path, function: str) -
     assert versions(base) == [1]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_whose_main_thread_hangs(base: Path) -> None:
     with Child(training.hang_in_native_code, str(base)) as child:
         child.next_report("hangs")
@@ -1167,6 +1168,7 @@ def _said(base: Path, setup: str = "", fallback: str = "None") -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_says_where_it_goes_on_and_that_it_saves(base: Path) -> None:
     said = _said(base)
     assert len(said) == 4, said
@@ -1178,6 +1180,7 @@ def test_says_where_it_goes_on_and_that_it_saves(base: Path) -> None:
     assert said[3].startswith("ml_flashpoint: first save works: step ")
 
 
+@pytest.mark.slow
 def test_says_it_once_where_logging_is_set_up(base: Path) -> None:
     setup = "import logging; logging.basicConfig(level=logging.INFO, format='%(name)s | %(message)s')"
     said = [line for line in _said(base, setup, "lambda: 5") if "ml_flashpoint.flashpoint |" in line]
@@ -1185,6 +1188,7 @@ def test_says_it_once_where_logging_is_set_up(base: Path) -> None:
     assert len(said) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setup",
     [

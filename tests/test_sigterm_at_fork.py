@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.processes import child_environment
 
 # What is registered before the library is imported runs in the child before anything of the library's does.
@@ -57,6 +59,7 @@ print("lives")
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_is_ended_as_soon_as_it_is_there_does_not_end_its_parent() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], env=child_environment(), capture_output=True, text=True, timeout=100

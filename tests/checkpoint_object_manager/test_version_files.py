@@ -200,6 +200,7 @@ class TestTwoRanksOfOneNode:
 
         assert self.run(tmpfs, prepare) > 30
 
+    @pytest.mark.slow
     def test_one_commits_while_the_other_adopts(self, tmpfs: Path) -> None:
         """Rank 1 was killed in the middle of a commit."""
 

@@ -35,6 +35,7 @@ def test_a_notice_is_taken_once() -> None:
     posting.remove()
 
 
+@pytest.mark.slow
 def test_boards_of_killed_owners_are_swept_and_of_live_ones_kept(tmp_path: Path) -> None:
     script = """
 from ml_flashpoint.core.save_ticket import NoticeBoard

@@ -681,6 +681,7 @@ class TestDistrust:
         with pytest.raises(ObjectFormatError):
             header_length(file[:8], len(file))
 
+    @pytest.mark.slow
     def test_deep_brackets_do_not_end_the_process(self) -> None:
         # Whoever raised the recursion limit must not have to trust every file.
         script = """

@@ -143,6 +143,7 @@ def _by_place(views: Sequence[torch.Tensor]) -> bytes:
     return bytes(ForkingPickler.dumps(views))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.lists(saves(), min_size=1, max_size=3))
 def test_digests_are_of_the_bytes_that_are_committed(several: list[Save]) -> None:

@@ -14,6 +14,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.errors import LoadError
 
 
+@pytest.mark.slow
 def test_an_object_that_is_pruned_while_it_is_read_is_not_trusted(tmpfs: Path) -> None:
     objects = CheckpointObjectManager()
     saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)

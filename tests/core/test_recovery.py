@@ -70,6 +70,7 @@ def brute_force_complete(store: Store, damaged: Damaged) -> list[tuple[str, int,
 
 
 class TestPlanning:
+    @pytest.mark.slow
     @settings(unhurried, max_examples=400)
     @given(scattered_parts(), topologies, st.none() | replicating, st.data())
     def test_newest_coverable_version_is_chosen_and_the_plan_is_executable(
@@ -131,6 +132,7 @@ class TestPlanning:
             complete_versions(inventories(store))[0], same_topology=True, fetches=()
         )
 
+    @pytest.mark.slow
     @unhurried
     @given(scattered_parts(), topologies, st.none() | replicating, st.data())
     def test_every_rank_computes_the_same_plan(
@@ -239,6 +241,7 @@ class TestPlanning:
 
 
 class TestScale:
+    @pytest.mark.slow
     def test_plans_for_sixteen_thousand_ranks_in_seconds(self) -> None:
         ranks, nodes = 16_384, 2_048
         # Ranks are dealt over nodes, so those of a node are not neighbours.

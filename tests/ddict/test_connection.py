@@ -372,6 +372,7 @@ def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo
     assert echo.opened == []
 
 
+@pytest.mark.slow
 def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path) -> None:
     said = (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096))
     with RequestServer(

@@ -127,6 +127,7 @@ def other(dictionary: DDict) -> DDict:
 # ---- the mapping ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", [None, True, 3, -(2**70), 1.5, "text", b"bytes", (1, [2]), {"a": {1}}, "x" * (1 << 20)], ids=repr
 )
@@ -1120,6 +1121,7 @@ def test_rolled_back_checkpoints_are_not_offered(make: Make, tmp_path: Path) -> 
 # ---- managers that do not answer --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manager", [0, 1])
 def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None:
     timeout_s = 5.0

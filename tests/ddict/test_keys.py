@@ -124,6 +124,7 @@ def test_an_equal_object_has_equal_bytes_whatever_parts_it_shares() -> None:
     assert decode_key(encode_key(datetime.date(2020, 1, 2))) == datetime.date(2020, 1, 2)
 
 
+@pytest.mark.slow
 def test_other_processes_write_the_same_bytes() -> None:
     keys = "('k', 7, 0.5, frozenset(['a', 'b', 'c', 'd', 'e']), (None, b'x'), datetime.date(2020, 1, 2))"
     program = f"import datetime; from ml_flashpoint.ddict.keys import *; print(*[encode_key(k).hex() for k in {keys}])"

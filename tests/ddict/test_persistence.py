@@ -682,6 +682,7 @@ def _persist_in_a_child(folder: Path, steps: int) -> tuple[bool, set[bytes]]:
     return False, said
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_loses_nothing_complete(tmpfs: Path) -> None:
     origin = tmpfs / "origin"
     persister = _begun(PosixCheckpointPersister(str(origin), name="name", managers=MANAGERS), "a")

@@ -603,6 +603,7 @@ def test_a_value_that_no_snapshot_has_is_the_callers(pair: Cluster) -> None:
     assert not owner.snapshots.let_go(value)
 
 
+@pytest.mark.slow
 def test_puts_seals_and_retirement_at_once(pair: Cluster) -> None:
     """The shard goes on, under its lock, while checkpoints are sealed and others retire."""
     owner = pair[0]
@@ -661,6 +662,7 @@ def test_puts_seals_and_retirement_at_once(pair: Cluster) -> None:
         assert found[checkpoint_id] == sealed[checkpoint_id]
 
 
+@pytest.mark.slow
 def test_no_room_at_the_holder_is_a_capacity_error(tmpfs: Path, small_tmpfs: Path) -> None:
     with Cluster(tmpfs) as cluster:
         owner, holder = cluster.members

@@ -105,6 +105,7 @@ def kill_again_and_again(duo: Duo, times: int, seed: int) -> None:
         child.join()
 
 
+@pytest.mark.slow
 def test_nothing_sealed_is_lost_by_kills(duo: Duo) -> None:
     kill_again_and_again(duo, 6, seed=1)
 

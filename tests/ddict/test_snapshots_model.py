@@ -146,6 +146,7 @@ class SnapshotsModel(RuleBasedStateMachine):
                 assert len(manifests) == len(held)
 
 
+@pytest.mark.slow
 def test_snapshots_are_what_a_model_says() -> None:
     if not tmpfs_folders.has_tmpfs():
         pytest.skip("needs /dev/shm")

@@ -456,6 +456,7 @@ def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, 
     assert seen > 0
 
 
+@pytest.mark.slow
 def test_a_manager_that_comes_back_respects_readers_from_before(tmpfs: Path, writer: ValueWriter) -> None:
     first = open_store(tmpfs)
     stored = put(ValueArenas(first, "a" * 16), writer, full(1))

@@ -250,6 +250,7 @@ def test_what_is_not_plain_is_left_to_pickle(way: Way) -> None:
     assert found[7](1) == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.recursive(

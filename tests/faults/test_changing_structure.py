@@ -19,6 +19,7 @@ def room_for(states: int, phases: list[list[int]], ranks: int) -> int:
     return documented(states, max(largest_share(sizes, ranks) for sizes in phases) + PACKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_change_without_room_for_it_costs_one_save(tmp_path: Path, hurry: bool) -> None:
     phases = [[MIB, MIB // 2], [MIB, MIB, 3 * MIB // 2, MIB // 2], [MIB, MIB // 2, MIB // 2]]

@@ -18,7 +18,7 @@ from ml_flashpoint.core.read_back import checked_mode, read_back
 from tests.support.forked import Team, call, call_team
 from tests.workers import out_of_step as worker
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_a_thread_that_cannot_be_started_costs_one_save(tmpfs: Path) -> None:

@@ -36,6 +36,7 @@ def job(tmpfs: Path) -> Path:
 # ---- peers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 8])
 def test_a_peer_that_refuses_and_then_answers(job: Path, times: int) -> None:
     shutil.rmtree(job / "node-1")

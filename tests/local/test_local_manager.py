@@ -261,6 +261,7 @@ def test_an_asynchronous_save_counts_when_it_is_finalized(manager: LocalCheckpoi
         request.execute_finalize_fns()
 
 
+@pytest.mark.slow
 def test_a_save_that_the_manager_did_not_live_to_end_is_not_waited_for(
     manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,6 +321,7 @@ def _everything_in(nest: Any) -> Iterator[Any]:
             yield from _everything_in(each)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_anything_comes_back_or_is_refused(manager: LocalCheckpointManager) -> None:
     _check_any(manager, 100)
@@ -336,6 +337,7 @@ def test_anything_comes_back_or_is_refused_at_length(manager: LocalCheckpointMan
 # ---- descriptions of dtypes -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(_scalar_dtypes | npst.nested_dtypes(_scalar_dtypes, max_leaves=4))
 def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:

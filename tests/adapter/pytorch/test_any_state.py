@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ def _scribble(value: Any) -> None:
             _scribble(each)
 
 
+@pytest.mark.slow
 @given(
     _states(),
     st.lists(st.sampled_from(["sync", "thread", "in flight"]), min_size=5, max_size=5),

@@ -64,6 +64,7 @@ def _exactly(metadata: Metadata) -> Any:
     return list(metadata.state_dict_metadata.items()), places, metadata.planner_data, getattr(metadata, "version", None)
 
 
+@pytest.mark.slow
 @given(_metadata())
 @settings(max_examples=300)
 def test_round_trip(metadata: Metadata) -> None:

@@ -86,6 +86,7 @@ def save_by_dcp(report: Report, rank: int, first: int, last: int, hangs: bool) -
     """Saves from one step to another; the last one is under way when it waits to be killed."""
     torch.set_num_threads(1)
     door = Door(base())
+    assert door.latest() == (first - 1 or None)
     for step in range(first, last + 1):
         future = door.async_save(dcp_state(step), step)
         if not (hangs and step == last):

@@ -135,9 +135,9 @@ class LocalCheckpointManager:
             undo.callback(self._saver.close)
             self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
             self._parts = PartLoader(self._loader, self._ranks, self._types, self._meshes)
+            self._unasked = not self._ranks.all_ok(self._saver.is_asked(self._base))
             undo.pop_all()
         _managers[self._key] = self
-        self._unasked = not self._ranks.all_ok(self._saver.is_asked(self._base))
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
                 "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "

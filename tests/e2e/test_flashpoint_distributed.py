@@ -210,6 +210,13 @@ def test_ranks_meet_again_once_there_are_threads(tmpfs: Path) -> None:
     assert call_team(worker.loses_the_others_without_a_thread, tmpfs, 2) == [["lost", "met", "met"]] * 2
 
 
+def test_a_rank_that_cannot_connect_once_holds_nobody_up(tmpfs: Path) -> None:
+    for tries, took, timeout in call_team(worker.connects_at_the_second_try, tmpfs, 2):
+        assert tries == 2
+        assert took < 60  # and not the two minutes that a collective may take
+        assert timeout == 120
+
+
 def test_a_rank_that_leaves_a_load_holds_nobody_up(tmpfs: Path) -> None:
     """Both try again, instead of one waiting in the load for as long as the other waits for its vote."""
     found = call_team(worker.leaves_a_load, tmpfs, 2)

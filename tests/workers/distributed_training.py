@@ -22,6 +22,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.core import lasting_group
 from ml_flashpoint.core.errors import FlashpointError, TopologyError
 from ml_flashpoint.core.lasting_group import LastingGroup
+from tests.support.descriptors import NoDescriptors
 from tests.support.injector import Fault, Injector
 from tests.workers import training
 from tests.workers.training import Job
@@ -237,6 +238,27 @@ def loses_the_others_without_a_thread(report: Report, rank: int) -> list[str]:
                 came_to.append("lost")
     lasting.close()
     return came_to
+
+
+def connects_at_the_second_try(report: Report, rank: int) -> tuple[int, float, float]:
+    """Rank 1 has no descriptors left while it connects, once. Its tries, the seconds it took, the group's time-out."""
+    built, tries = LastingGroup._built, []
+
+    def starved(lasting: LastingGroup) -> dist.ProcessGroup:
+        tries.append(lasting)
+        if rank == 0 or len(tries) > 1:
+            return built(lasting)
+        with NoDescriptors():
+            return built(lasting)
+
+    LastingGroup._built = starved  # type: ignore[method-assign]
+    lasting_group._CONNECT_S, began = 1.0, time.monotonic()
+    lasting = LastingGroup("starved", deadline_s=120)
+    took, timeouts = time.monotonic() - began, []
+    lasting.run("meeting", lambda group: timeouts.append(group._get_backend(torch.device("cpu")).options._timeout))
+    lasting.run("meeting", lambda group: dist.barrier(group=group))
+    lasting.close()
+    return len(tries), took, timeouts[0].total_seconds()
 
 
 def leaves_a_load(report: Report, rank: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from ml_flashpoint.core.errors import FlashpointError, UnaskedVersionsError
 from ml_flashpoint.replication import channel, transfer_client
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
+from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here
 
@@ -119,20 +119,6 @@ def never_answered(report: Report, rank: int) -> list[Any]:
 
 
 # ---- descriptors ----------------------------------------------------------------------------------------------
-
-
-class NoDescriptors:
-    """While entered, this process cannot open anything."""
-
-    def __enter__(self) -> NoDescriptors:
-        self._before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest = os.open("/dev/null", os.O_RDONLY)
-        os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, self._before[1]))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, self._before)
 
 
 class NoManifests:

@@ -30,6 +30,9 @@ _MAX_NAMED = 8
 _LATE_S = 5.0
 # How often it is tried again to start a thread.
 _RETRY_S = 1.0
+# How long ranks that have all come wait for each other while they connect: one that cannot (no descriptor is left, say)
+# tells nobody. Twice as long at every try in vain, since many ranks on a slow network may need more.
+_CONNECT_S = 10.0
 
 
 class LastingGroup:
@@ -58,6 +61,7 @@ class LastingGroup:
         self._changed = threading.Condition()
         self._meeting: threading.Thread | None = None
         self._generation = 0
+        self._connect_s = _CONNECT_S
         self._group = first
         self._impatient = False
         self._closed = False
@@ -173,6 +177,7 @@ class LastingGroup:
             except (RuntimeError, ValueError) as error:
                 _log.debug("building the group of %s failed: %s", self._name, error)
                 self._generation += arrived == self._generation
+                self._connect_s *= 2
             if not told and arrived > 0 and time.monotonic() > began + min(_LATE_S, self._deadline_s):
                 told = True
                 _log.error("ranks have lost each other%s; %s", self._missing_text(), self._hint())
@@ -201,16 +206,17 @@ class LastingGroup:
             "gloo",
             self._store,
             name,
-            timeout=timedelta(seconds=self._deadline_s),
+            timeout=timedelta(seconds=min(self._connect_s, self._deadline_s)),
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in ranks}
+        c10d._set_pg_timeout(timedelta(seconds=self._deadline_s), group)
         return group  # type: ignore[no-any-return]
 
     def _take(self, group: dist.ProcessGroup) -> None:
         with self._changed:
             if not self._closed:
                 self._group, group = group, None  # type: ignore[assignment]
-            self._meeting, self._impatient = None, False
+            self._meeting, self._impatient, self._connect_s = None, False, _CONNECT_S
             self._changed.notify_all()
         if group is not None:
             _destroy(group)

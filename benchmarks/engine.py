@@ -18,11 +18,12 @@ from benchmarks.timing import Memcpy, Result, State, measure
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.object_format import plan_layout
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.object_format import plan_layout
 from ml_flashpoint.staging.copy import copy_all, typed_view
+from ml_flashpoint.staging.torch_dtypes import described, torch_dtype
 
 
 class Engine:
@@ -51,10 +52,10 @@ class Engine:
 def copy_alone(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Result]:
     """The staging copy by itself, into the views of an arena."""
     store = CheckpointObjectManager().open(str(base), 7)
-    layout = plan_layout([(key, t.dtype, tuple(t.shape)) for key, t in state.items()])
+    layout = plan_layout(described(state.items()))
     arena = store.acquire(layout.size)
     arena.prefault()
-    views = [typed_view(arena.tensor, e.begin, e.end, e.dtype, e.shape) for e in layout.tensors]
+    views = [typed_view(arena.tensor, e.begin, e.end, torch_dtype(e.dtype), e.shape) for e in layout.tensors]
     sources = [state[e.key] for e in layout.tensors]
     yield measure(name, "ours: copy into the arena alone", lambda _: copy_all(views, sources), memcpy)
     store.release(arena)

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 
 from benchmarks.timing import Result, measure
-from ml_flashpoint.core.digest import BLOCK_SIZE, BlockDigester
-from ml_flashpoint.core.errors import ObjectNotFoundError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.digest import BLOCK_SIZE, BlockDigester
+from ml_flashpoint.format.errors import ObjectNotFoundError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
 

@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.facade.planners import FacadeSavePlanner, forget_plans
+from ml_flashpoint.format.errors import (
     CapacityError,
     FlashpointError,
     InvalidArgumentError,
@@ -36,8 +37,7 @@ from ml_flashpoint.core.errors import (
     SaveError,
     UnsafeContentError,
 )
-from ml_flashpoint.facade.planners import FacadeSavePlanner, forget_plans
-from ml_flashpoint.replication.strategies import RingReplicationStrategy
+from ml_flashpoint.ranks.strategies import RingReplicationStrategy
 from tests.support.forked import Child, call
 from tests.workers import training
 from tests.workers.training import Job

@@ -31,9 +31,9 @@ from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronA
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 4

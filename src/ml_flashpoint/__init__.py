@@ -13,6 +13,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from ml_flashpoint.extras import DISTRIBUTION, require
+
 if TYPE_CHECKING:
     from ml_flashpoint.core.open_version import open_version
     from ml_flashpoint.flashpoint import Flashpoint
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["Flashpoint", "__version__", "open_version"]
-
-DISTRIBUTION = "torch-flashpoint"
-"""What this package is installed as."""
 
 
 def _others() -> list[str]:
@@ -66,10 +65,10 @@ if _found := _others():
 
 def __getattr__(name: str) -> Any:
     if name == "open_version":
-        importlib.import_module("ml_flashpoint.core.extras").require("pytorch", "torch")
+        require("pytorch", "torch")
         return importlib.import_module("ml_flashpoint.core.open_version").open_version
     if name == "Flashpoint":
-        importlib.import_module("ml_flashpoint.core.extras").require("pytorch", "torch")
+        require("pytorch", "torch")
         return importlib.import_module("ml_flashpoint.flashpoint").Flashpoint
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

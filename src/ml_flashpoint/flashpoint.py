@@ -19,25 +19,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.discarding import discard_versions
-from ml_flashpoint.core.errors import (
-    DeadlineError,
-    FlashpointError,
-    InvalidArgumentError,
-    UnaskedVersionsError,
-)
-from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
-from ml_flashpoint.core.lasting_group import LastingGroup
-from ml_flashpoint.core.opening import open_together
-from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.facade.agreement import check_capacity, fall_back
-from ml_flashpoint.facade.arguments import (
+from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
     checked_fallback,
@@ -46,6 +30,11 @@ from ml_flashpoint.facade.arguments import (
     checked_seconds,
     checked_strategy,
 )
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.discarding import discard_versions
+from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.facade.agreement import check_capacity, fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
 from ml_flashpoint.facade.launcher import warn_of_shared_store
@@ -55,8 +44,19 @@ from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.state_loader import StateLoader
 from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
+from ml_flashpoint.format.errors import (
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    UnaskedVersionsError,
+)
+from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.ranks.lasting_group import LastingGroup
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.strategies import ReplicationStrategy
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

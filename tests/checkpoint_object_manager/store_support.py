@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
-from ml_flashpoint.core.digest import BLOCK_SIZE, digest_block
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 
 ARENA = 65536
 

@@ -10,7 +10,7 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_slack
-from ml_flashpoint.core.errors import CapacityError, SaveError
+from ml_flashpoint.format.errors import CapacityError, SaveError
 from tests.support.injector import Fault, Injector
 
 MIB = 1 << 20

@@ -11,9 +11,9 @@ import torch
 from ml_flashpoint.checkpoint_object_manager import capacity
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool
 from ml_flashpoint.checkpoint_object_manager.control_groups import memory_left
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import CapacityError
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import CapacityError
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"

@@ -9,8 +9,8 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import JobInUseError, ObjectNotFoundError
-from ml_flashpoint.core.manifest import object_name
+from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError
+from ml_flashpoint.format.manifest import object_name
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content
 from tests.support.forked import call
 from tests.workers import fault_engine as engine

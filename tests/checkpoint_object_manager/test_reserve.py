@@ -10,9 +10,9 @@ import pytest
 from ml_flashpoint.checkpoint_object_manager.arena import PAGE
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, give_up_reserve, keep_reserve
-from ml_flashpoint.core.digest import BLOCK_SIZE
-from ml_flashpoint.core.errors import CapacityError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name, object_name, read_manifest
+from ml_flashpoint.format.digest import BLOCK_SIZE
+from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name, object_name, read_manifest
 from tests.checkpoint_object_manager.store_support import ARENA, files, manifest_of, write
 
 pytestmark = pytest.mark.stores_any_bytes

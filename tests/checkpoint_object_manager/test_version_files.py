@@ -12,8 +12,8 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object, publish, unpublish
-from ml_flashpoint.core.errors import CapacityError, InvalidNameError, ObjectNotFoundError, SaveError
-from ml_flashpoint.core.manifest import manifest_name, object_name, read_manifest
+from ml_flashpoint.format.errors import CapacityError, InvalidNameError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.manifest import manifest_name, object_name, read_manifest
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content, files, manifest_of, write
 from tests.support.stepwise import Operation
 
@@ -88,7 +88,7 @@ class TestPublish:
         def full(*args: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("ml_flashpoint.core.manifest._write_new_file", full)
+        monkeypatch.setattr("ml_flashpoint.format.manifest._write_new_file", full)
         with pytest.raises(CapacityError):
             publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
         assert list_versions(tmpfs) == []

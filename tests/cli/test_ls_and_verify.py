@@ -16,7 +16,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import PRIVATE_DIR
 from ml_flashpoint.cli import base_view
 from ml_flashpoint.cli.base_view import State
 from ml_flashpoint.cli.verify import verify_part
-from ml_flashpoint.core.manifest import manifest_name
+from ml_flashpoint.format.manifest import manifest_name
 from tests.support.forked import Child, call
 from tests.workers import cli_bases
 from tests.workers.cli_bases import BLOCK, RUN, Part

@@ -11,12 +11,12 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.companions import carrier_of, companion_items, companion_labels
-from ml_flashpoint.core.errors import InvalidNameError, ManifestError, NothingLoadableError
-from ml_flashpoint.core.manifest import object_name, read_manifest
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidNameError, ManifestError, NothingLoadableError
+from ml_flashpoint.format.manifest import object_name, read_manifest
 from tests.support.forked import Team
 from tests.support.tmpfs import remove_folder
 from tests.workers import companion_saves

@@ -13,12 +13,12 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
 from ml_flashpoint.core import handing_off
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.errors import SaveError, UnreadableError
 from ml_flashpoint.core.save_ticket import NoticeBoard
 from ml_flashpoint.core.saving_process import HandedOffSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import SaveError, UnreadableError
 from tests.support.injector import Fault, Injector
 
 TENSORS = [("weight", torch.arange(100_000.0))]

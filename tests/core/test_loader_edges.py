@@ -12,19 +12,19 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core import inventory, recovery_run
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.core.inventory import NodeReport, Unread
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
     DigestMismatchError,
     LoadError,
     NothingLoadableError,
     ProtocolError,
     UnsafePathError,
 )
-from ml_flashpoint.core.inventory import NodeReport, Unread
-from ml_flashpoint.core.manifest import ObjectRecord
-from ml_flashpoint.core.recovery import NodeInventory
+from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.ranks.recovery import NodeInventory
 
 
 def version(base: Path, step: int) -> CheckpointContainerId:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 
 MIB = 1 << 20

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
-from ml_flashpoint.core.digest import BLOCK_SIZE, digest_block
-from ml_flashpoint.core.knobs import BLOCK_BYTES_VARIABLE
-from ml_flashpoint.core.object_format import parse_header
 from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, TensorItem, WrittenObject
+from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
+from ml_flashpoint.format.object_format import parse_header
 from tests.support.tmpfs import make_folder, remove_folder
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)

@@ -16,7 +16,8 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.cli.copy import copy
 from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.core.copy_version import copy_version
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.core.open_version import HeldVersion, hold_version
+from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     ObjectNotFoundError,
@@ -24,7 +25,6 @@ from ml_flashpoint.core.errors import (
     SaveError,
     UnreadableError,
 )
-from ml_flashpoint.core.open_version import HeldVersion, hold_version
 from tests.checkpoint_object_manager.store_support import ARENA, commit
 
 _KEY = "model.weight"

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ml_flashpoint.core.recovery import PartRecord, RecoveryPlan, complete_versions, plan_recovery, prunable
-from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy, Topology
-from tests.core.recovery_support import NODES, Store, carry_out, inventories, part, replicating, topologies
+from ml_flashpoint.ranks.recovery import PartRecord, RecoveryPlan, complete_versions, plan_recovery, prunable
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, Topology
+from tests.ranks.recovery_support import NODES, Store, carry_out, inventories, part, replicating, topologies
 
 
 class TestPrunable:

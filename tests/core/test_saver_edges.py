@@ -17,13 +17,13 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
 from ml_flashpoint.core import checkpoint_saver, handing_off
-from ml_flashpoint.core import rank_group as rank_groups
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import CapacityError, DeadlineError, SaveError
-from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.save_ticket import NoticeBoard
 from ml_flashpoint.core.saving_process import HandedOffSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import CapacityError, DeadlineError, SaveError
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.ranks import rank_group as rank_groups
 from tests.checkpoint_object_manager import store_support
 
 TENSORS = [("weight", torch.arange(1000.0))]

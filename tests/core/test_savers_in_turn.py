@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 
 
 def _save(base: Path, steps: list[int]) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import UnaskedVersionsError
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import UnaskedVersionsError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.dcp import Door
 from tests.support.forked import Report, Team, call, call_team

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy, Topology
+from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, Topology
 from tests.crucible.ranks import DEADLINE_S, Order, serve
 from tests.crucible.scenarios import BLOCK, Life, Scenario
 from tests.crucible.states import MOMENTS, Spec

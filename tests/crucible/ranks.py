@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.errors import FlashpointError, LoadError
+from ml_flashpoint.format.errors import FlashpointError, LoadError
 from ml_flashpoint.local import AsyncCallsQueue, BasicTensorAwareStateDict, LocalCheckpointManager
-from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy
+from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
 from tests.crucible.states import Holder, Spec
 from tests.support import dcp
 from tests.support.forked import Report

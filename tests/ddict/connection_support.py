@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError
 from ml_flashpoint.ddict.connection import Address, Connection, Peer
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictKeyError
 from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
 from ml_flashpoint.replication import wire
 
 SECRET = b"a secret of the test"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import Write
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
 )
+from ml_flashpoint.format.errors import FlashpointError
 
 DEADLINE_S = 20.0
 SHORT_S = 0.1

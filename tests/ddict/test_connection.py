@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.ddict import messages
+from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
+from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
+from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.format.errors import (
     AuthenticationError,
     CapacityError,
     FlashpointError,
     InvalidArgumentError,
     ProtocolError,
 )
-from ml_flashpoint.ddict import messages
-from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
-from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.request_server import RequestServer
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError
 from tests.ddict import connection_support

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import Rules, Write
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
@@ -17,6 +16,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from ml_flashpoint.format.errors import FlashpointError
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Managers, move_until_told, raises_in_time, within
 from tests.support.dictionaries import await_that
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictManagerLostError,
     DDictPersistError,
     DDictTimeoutError,
 )
+from ml_flashpoint.format.errors import FlashpointError
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, raises_in_time
 from tests.support.dictionaries import await_that
 

@@ -7,7 +7,7 @@ import pytest
 from ml_flashpoint.ddict.creation import Options
 from ml_flashpoint.ddict.errors import DDictManagerLostError
 from ml_flashpoint.ddict.messages import describe_error, rebuild_error
-from ml_flashpoint.replication.strategies import Topology
+from ml_flashpoint.ranks.strategies import Topology
 
 
 @pytest.mark.parametrize("name", ["ring", "pairwise", "clique"])

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, JobInUseError, ProtocolError
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, mapped
 from ml_flashpoint.ddict.client import Found
 from ml_flashpoint.ddict.errors import (
@@ -36,6 +35,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.handle import _handles as handles_here
 from ml_flashpoint.ddict.links import Exchange
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, ProtocolError
 from tests.support.dictionaries import (
     DEADLINE_S,
     await_that,

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, decode_key, encode_key, place
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 
 _SCALARS = (
     st.none()

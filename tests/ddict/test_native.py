@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pytest
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict import native_barrier, native_processes, ports
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
@@ -35,6 +34,7 @@ from ml_flashpoint.ddict.native import (
     System,
     this_process,
 )
+from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_members

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     Barrier,
@@ -26,6 +25,7 @@ from ml_flashpoint.ddict.native import (
     ProcessTemplate,
     System,
 )
+from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.forked import wait_until
 from tests.workers import ddict_members
 

@@ -15,14 +15,6 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.core.errors import (
-    DamagedError,
-    DeadlineError,
-    FlashpointError,
-    InvalidArgumentError,
-    JobInUseError,
-    ObjectNotFoundError,
-)
 from ml_flashpoint.ddict import stored_checkpoints
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence import (
@@ -33,6 +25,14 @@ from ml_flashpoint.ddict.persistence import (
     PersistedCheckpoint,
     PosixCheckpointPersister,
     new_run_id,
+)
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    JobInUseError,
+    ObjectNotFoundError,
 )
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.records import encode_record

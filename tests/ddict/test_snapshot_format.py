@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.ddict.snapshot_format import (
     PartRef,
     SnapshotRecord,
@@ -28,6 +27,7 @@ from ml_flashpoint.ddict.snapshot_index import (
     encode_index,
     resolve,
 )
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ProtocolError
 
 NAMES = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,20}", fullmatch=True)
 NUMBERS = st.integers(0, 2**63 - 1)

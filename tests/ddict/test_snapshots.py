@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.ddict.entries import StoredValue
+from ml_flashpoint.ddict.snapshots import Snapshots
+from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     DigestMismatchError,
@@ -21,10 +23,8 @@ from ml_flashpoint.core.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
-from ml_flashpoint.ddict.entries import StoredValue
-from ml_flashpoint.ddict.snapshots import Snapshots
-from ml_flashpoint.replication.strategies import NoReplicationStrategy, RingReplicationStrategy
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, RingReplicationStrategy
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from tests.support.managers import SECRET, Cluster, Content, Member, content_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.core.errors import DeadlineError
+from ml_flashpoint.format.errors import DeadlineError
 from tests.support import forked
 from tests.support.forked import Child
 from tests.workers import ddict_snapshots

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.managers import Cluster, Content, content_of
 

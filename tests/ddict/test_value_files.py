@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.digest import block_count
-from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError, ObjectFormatError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.ddict.value_arenas import ValueArenas, allow_many_files, is_unused
 from ml_flashpoint.ddict.value_files import ValueWriter, read_value
 from ml_flashpoint.ddict.value_objects import StaleValueError, object_blobs, object_size, read_object
 from ml_flashpoint.ddict.values import encode
+from ml_flashpoint.format.digest import block_count
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from tests.ddict import value_support
 from tests.ddict.value_support import INCARNATION, is_free, open_store, put
 from tests.support import forked

@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
-from ml_flashpoint.core.errors import CapacityError, DamagedError, FlashpointError, InvalidArgumentError
-from ml_flashpoint.core.object_format import encode_header, parse_header, plan_layout
 from ml_flashpoint.ddict.value_objects import (
     StaleValueError,
     check_header,
@@ -31,6 +29,8 @@ from ml_flashpoint.ddict.value_objects import (
     write_object,
 )
 from ml_flashpoint.ddict.values import INLINE_LIMIT, Encoded, encode, from_inline, inline_number, to_inline
+from ml_flashpoint.format.errors import CapacityError, DamagedError, FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.object_format import encode_header, parse_header, plan_layout
 
 Way = Callable[[object], object]
 ID = "v-0123456789abcdef-000000000001"
@@ -392,7 +392,7 @@ def test_a_damaged_header_gives_a_typed_error_or_the_value(at: int, byte: int) -
 )
 def test_an_object_that_holds_no_value_is_refused(kind: str, tensors: list[str], arrays: bytes | None) -> None:
     items = {} if arrays is None else {"arrays": arrays}
-    layout = plan_layout([(key, torch.float32, (4,)) for key in tensors], [(k, len(v)) for k, v in items.items()])
+    layout = plan_layout([(key, "float32", (4,)) for key in tensors], [(k, len(v)) for k, v in items.items()])
     buffer = bytearray(layout.size)
     buffer[: layout.data_start] = encode_header(layout, layout.size, {"value": ID, "kind": kind})
     for entry in layout.byte_items:

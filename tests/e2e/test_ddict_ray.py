@@ -21,7 +21,6 @@ pytest.importorskip("ray")
 import ray
 from ray.exceptions import RayError
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict import (
     DDict,
     DDictCheckpointRetiredError,
@@ -32,6 +31,7 @@ from ml_flashpoint.ddict import (
 from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
 from ml_flashpoint.ddict.ray_manager import node_base
 from ml_flashpoint.ddict.runtime_folder import sweep
+from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until
 from tests.support.ray_cluster import RayCluster, ray_cluster, run_on, take_memory

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from tests.support.forked import call_team
 from tests.workers import loaders
 from tests.workers.loaders import BATCH, BATCHES, EPOCHS, LOADERS, SAMPLES, train

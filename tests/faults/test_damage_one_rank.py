@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.core.manifest import read_manifest
+from ml_flashpoint.format.manifest import read_manifest
 from tests.faults.common import SCALE, part_files
 from tests.support.forked import Child, ChildError, call
 from tests.workers import fault_engine as engine

@@ -10,11 +10,11 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.errors import DigestMismatchError, InvalidArgumentError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.core.read_back import checked_mode, read_back
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import DigestMismatchError, InvalidArgumentError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from tests.support.forked import Team, call, call_team
 from tests.workers import out_of_step as worker
 

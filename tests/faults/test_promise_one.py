@@ -21,20 +21,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
-from ml_flashpoint.core.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.core.inventory import has_objects, part_record
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.core.part_reader import read_local_manifests
-from ml_flashpoint.core.recovery import NodeInventory, RecoveryPlan, plan_recovery
 from ml_flashpoint.core.recovery_run import _useless
-from ml_flashpoint.replication.store_backend import IncomingCopy
-from ml_flashpoint.replication.strategies import (
+from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.ranks.recovery import NodeInventory, RecoveryPlan, plan_recovery
+from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
     PairwiseReplicationStrategy,
     ReplicationStrategy,
     RingReplicationStrategy,
     Topology,
 )
+from ml_flashpoint.replication.store_backend import IncomingCopy
 from tests.faults.common import SCALE
 from tests.support.stepwise import Operation
 from tests.support.tmpfs import has_tmpfs, make_folder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.core.manifest import object_name, read_manifest, write_manifest
+from ml_flashpoint.format.manifest import object_name, read_manifest, write_manifest
 from tests.faults.common import part_files
 from tests.support.forked import Team, preload
 from tests.workers import fault_engine as engine

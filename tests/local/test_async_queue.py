@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     AsyncRequest,

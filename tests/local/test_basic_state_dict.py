@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import BasicTensorAwareStateDict, CallOrderError, TensorAwareStateDict
 from tests.local.states import Pair, Plain, WholeState, assert_equal
 

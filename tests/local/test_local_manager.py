@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -26,7 +26,7 @@ from ml_flashpoint.local import (
     StaleIterationError,
 )
 from ml_flashpoint.local.async_request import await_removal
-from ml_flashpoint.replication.strategies import RingReplicationStrategy
+from ml_flashpoint.ranks.strategies import RingReplicationStrategy
 from tests.support.forked import Child, call
 from tests.support.injector import Fault, Injector
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     ReplicationStrategy,
     parse_group_sequence,
 )
-from ml_flashpoint.replication.strategies import Topology
+from ml_flashpoint.ranks.strategies import Topology
 
 
 @pytest.mark.parametrize(

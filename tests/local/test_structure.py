@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local import (
     BasicTensorAwareStateDict,
     CheckpointingException,

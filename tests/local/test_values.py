@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from ml_flashpoint.core.dtypes import is_storable
-from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
-from ml_flashpoint.core.numpy_values import array_of, describe_dtype, dtype_of
+from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of
 from ml_flashpoint.local import BasicTensorAwareStateDict, CheckpointingException, LocalCheckpointManager
+from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES
 from tests.local.states import Colour, Frozen, Ordinary, Pair, Plain, assert_equal
 
 
@@ -125,7 +125,7 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(manager: LocalCheckpointMa
             made = (torch.arange(0, 64, dtype=torch.uint8) % 2).view(dtype)
         except RuntimeError:
             continue
-        if is_storable(dtype):
+        if dtype in STORABLE_DTYPES:
             held[str(dtype)] = [made, made[::2], made[:0]]
     assert len(held) > 20
     held["quantized"] = [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     InvalidArgumentError,

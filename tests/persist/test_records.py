@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ml_flashpoint.core.errors import DamagedError
+from ml_flashpoint.format.errors import DamagedError
 from ml_flashpoint.persist.records import decode_record, encode_record
 
 CONTENT = {"run": "a", "parent": None, "list": [1, 2, "ü"]}

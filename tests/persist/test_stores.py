@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     FlashpointError,

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     CapacityError,
     DigestMismatchError,
     InvalidArgumentError,
@@ -21,7 +21,7 @@ from ml_flashpoint.core.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.core.manifest import ObjectRecord, encode
+from ml_flashpoint.format.manifest import ObjectRecord, encode
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier
 from ml_flashpoint.replication.channel import ConnectionLostError

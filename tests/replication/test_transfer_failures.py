@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
     ReplicationError,
 )
-from ml_flashpoint.core.manifest import encode
+from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.replication import channel as channels
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import Channel, ConnectionLostError, TransferCancelledError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     AuthenticationError,
     CapacityError,
     DigestMismatchError,

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError, ReplicationError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError, ReplicationError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.replication.channel import Channel, connect
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService

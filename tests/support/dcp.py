@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 try:

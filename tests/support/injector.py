@@ -36,12 +36,12 @@ POINTS: dict[str, tuple[str, str, str]] = {
     "copied": ("ml_flashpoint.replication.channel", "Channel.send_payload", "after"),
     "receiving": ("ml_flashpoint.replication.channel", "Channel.receive_payload", "before"),
     "received": ("ml_flashpoint.replication.channel", "Channel.receive_payload", "after"),
-    "agreeing": ("ml_flashpoint.core.rank_group", "Agreement.minimum", "before"),
-    "agreed": ("ml_flashpoint.core.rank_group", "Agreement.minimum", "after"),
+    "agreeing": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "before"),
+    "agreed": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "after"),
     "advancing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.advance", "before"),
     "pruning": (_FILES, "unpublish", "before"),
     # of a recovery
-    "voting": ("ml_flashpoint.core.rank_group", "RankGroup.all_ok", "before"),
+    "voting": ("ml_flashpoint.ranks.rank_group", "RankGroup.all_ok", "before"),
     "loading": ("ml_flashpoint.core.part_reader", "ObjectReader.__init__", "before"),
     # the system
     "open": ("os", "open", "before"),

@@ -19,8 +19,8 @@ from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronL
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointError
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError
+from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.megatron import Door, TorchDist
 from tests.support.megatron_cases import case, check_load, expected, some_layout
 from tests.support.megatron_states import assert_same_state, sharded_state

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.digest import BlockDigester
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from tests.workers.fault_engine import Rank
 
 Report = Callable[..., None]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.core.object_format import ParsedHeader, parse_header
+from ml_flashpoint.format.object_format import ParsedHeader, parse_header
 from tests.support.cases import go_through
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner, caching_planner

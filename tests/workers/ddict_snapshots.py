@@ -12,10 +12,10 @@ import random
 from collections.abc import Collection
 from pathlib import Path
 
-from ml_flashpoint.core.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ddict.snapshots import SnapshotRecord
+from ml_flashpoint.format.errors import FlashpointError, ReplicationError
+from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
 from ml_flashpoint.replication.channel import Address
-from ml_flashpoint.replication.strategies import PairwiseReplicationStrategy
 from tests.support.forked import Report
 from tests.support.managers import Content, Member
 

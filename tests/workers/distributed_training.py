@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core import lasting_group
-from ml_flashpoint.core.errors import FlashpointError, TopologyError
-from ml_flashpoint.core.lasting_group import LastingGroup
+from ml_flashpoint.format.errors import FlashpointError, TopologyError
+from ml_flashpoint.ranks import lasting_group
+from ml_flashpoint.ranks.lasting_group import LastingGroup
 from tests.support.descriptors import NoDescriptors
 from tests.support.injector import Fault, Injector
 from tests.workers import training

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.errors import FlashpointError, NothingLoadableError
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_service import TransferService

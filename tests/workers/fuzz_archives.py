@@ -24,9 +24,9 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.adapter.pytorch import safe_archive
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
-from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.unpickling import safe_archive
+from ml_flashpoint.unpickling.safe_archive import load_archive
 
 VALUES: dict[str, Any] = {
     "plain": {"a": [1, 2.5, None, True, "x", (b"y", -(1 << 70))], "e": ()},

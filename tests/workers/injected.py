@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError
 from tests.support import dcp
 from tests.support.injector import Fault, Injector
 from tests.workers.distributed_training import base

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -23,7 +23,7 @@ from ml_flashpoint.local import (
     WorldSizeChangedError,
     parse_group_sequence,
 )
-from ml_flashpoint.replication.strategies import RingReplicationStrategy
+from ml_flashpoint.ranks.strategies import RingReplicationStrategy
 from tests.local.states import assert_equal, everything
 
 Layout = tuple[str, int, int]

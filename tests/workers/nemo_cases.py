@@ -37,8 +37,8 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError
+from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.cases import go_through
 from tests.support.megatron import load_from
 from tests.support.worker import base_path, leave, rank, world_size

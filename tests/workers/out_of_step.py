@@ -22,10 +22,10 @@ from torch import nn
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
-from ml_flashpoint.core import rank_group as rank_groups
-from ml_flashpoint.core.errors import CapacityError, SaveError
-from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.format.errors import CapacityError, SaveError
+from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from ml_flashpoint.ranks import rank_group as rank_groups
 from tests.support.dcp import Door
 from tests.support.forked import Report, wait_until
 from tests.workers.fault_engine import Rank
@@ -256,7 +256,7 @@ def saves_with_a_clock(report: Report, rank: int, step: int, ahead_s: int, how: 
 
 
 def _version(door: Door, name: str) -> Any:
-    from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+    from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 
     return CheckpointContainerId.create_child(door.base, name)
 

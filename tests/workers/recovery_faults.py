@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core import inventory
-from ml_flashpoint.core.errors import FlashpointError, UnaskedVersionsError
+from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
 from ml_flashpoint.replication import channel, transfer_client
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
 from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.core.knobs import BLOCK_BYTES_VARIABLE
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.capacity import free_memory, is_memory
-from ml_flashpoint.core.errors import CapacityError, DamagedError, SaveError
-from ml_flashpoint.core.private_folders import open_own
+from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
+from ml_flashpoint.format.private_folders import open_own
 
 _log = logging.getLogger(__name__)
 

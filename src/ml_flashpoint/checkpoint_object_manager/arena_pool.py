@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
-from ml_flashpoint.core.errors import CapacityError, FlashpointError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError
 
 _log = logging.getLogger(__name__)
 

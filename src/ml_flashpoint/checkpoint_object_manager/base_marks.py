@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.manifest import parse_manifest_name
+from ml_flashpoint.format.manifest import parse_manifest_name
 
 PRIVATE_DIR = ".flashpoint"
 RANK_NAME = re.compile(r"rank-(\d{5,8})")

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.control_groups import memory_left
-from ml_flashpoint.core.errors import CapacityError
+from ml_flashpoint.format.errors import CapacityError
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()

@@ -11,10 +11,10 @@ import threading
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import DeadlineError, InvalidArgumentError
-from ml_flashpoint.core.knobs import lock_deadline_s
-from ml_flashpoint.core.private_folders import check_way
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError
+from ml_flashpoint.format.knobs import lock_deadline_s
+from ml_flashpoint.format.private_folders import check_way
 
 _stores: dict[tuple[str, int], RankStore] = {}
 _stores_lock = threading.Lock()

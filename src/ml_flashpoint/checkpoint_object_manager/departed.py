@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import JobInUseError
+from ml_flashpoint.format.errors import JobInUseError
 
 _log = logging.getLogger(__name__)
 

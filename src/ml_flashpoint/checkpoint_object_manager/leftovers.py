@@ -19,8 +19,8 @@ import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_remains, unpublish
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
-from ml_flashpoint.core.manifest import (
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.format.manifest import (
     Manifest,
     manifest_name,
     parse_manifest_name,

@@ -41,10 +41,10 @@ from ml_flashpoint.checkpoint_object_manager.version_files import list_versions 
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
 from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
 from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
-from ml_flashpoint.core.errors import CapacityError, JobInUseError
-from ml_flashpoint.core.manifest import Manifest, object_name
-from ml_flashpoint.core.private_folders import is_at, make_tree, open_own, sweep_folder
-from ml_flashpoint.core.recovery import superseded
+from ml_flashpoint.format.errors import CapacityError, JobInUseError
+from ml_flashpoint.format.manifest import Manifest, object_name
+from ml_flashpoint.format.private_folders import is_at, make_tree, open_own, sweep_folder
+from ml_flashpoint.ranks.recovery import superseded
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart
-from ml_flashpoint.core.knobs import reader_hold_s
-from ml_flashpoint.core.manifest import manifest_name
+from ml_flashpoint.format.knobs import reader_hold_s
+from ml_flashpoint.format.manifest import manifest_name
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import PAGE, round_up
-from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.core.manifest import Manifest
-from ml_flashpoint.core.private_folders import open_own
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.private_folders import open_own
 
 RESERVE = "reserve"
 _LEAST = 4 * PAGE

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.rank_store import AT_WORK, PRIVATE_DIR
-from ml_flashpoint.core.private_folders import make_tree, open_own
+from ml_flashpoint.format.private_folders import make_tree, open_own
 
 
 class UnlockedStore:

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import (
     CapacityError,
     FlashpointError,
     InvalidNameError,
@@ -30,14 +30,14 @@ from ml_flashpoint.core.errors import (
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.core.manifest import (
+from ml_flashpoint.format.manifest import (
     Manifest,
     manifest_name,
     parse_manifest_name,
     parse_object_name,
     write_manifest,
 )
-from ml_flashpoint.core.private_folders import make_tree, open_folder
+from ml_flashpoint.format.private_folders import make_tree, open_folder
 
 _TRIES = 8
 _INDEX = ".companions"

@@ -3,7 +3,7 @@
 Owns the reading of a base container from outside: which versions lie there, whose parts they hold, what is
 plainly wrong with them, and which ranks are alive. Takes no lock, writes nothing and imports no torch. The job
 may be running: what it prunes during the look is left out, not reported as missing. Whether bytes have their
-digests is `cli.verify`'s business, and which version a job would go on from is `core.recovery`'s, which knows
+digests is `cli.verify`'s business, and which version a job would go on from is `ranks.recovery`'s, which knows
 all nodes.
 
 Must not be used inside a process of the job itself: closing a file gives up every POSIX lock that the same
@@ -24,9 +24,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import FlashpointError, ManifestError, ObjectNotFoundError
-from ml_flashpoint.core.manifest import (
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError, ManifestError, ObjectNotFoundError
+from ml_flashpoint.format.manifest import (
     Manifest,
     manifest_name,
     parse_manifest_name,

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.core.copy_version import copy_version
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 
 
 def copy(source: str, destination: str, *, as_json: bool = False, partial: bool = False) -> int:

@@ -10,7 +10,7 @@ import sys
 
 from rich.console import Console
 
-from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError
 
 OK = 0
 DAMAGE = 1

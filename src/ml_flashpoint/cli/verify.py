@@ -31,8 +31,8 @@ from ml_flashpoint.cli.base_view import (
     read_base,
     still_committed,
 )
-from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.manifest import ObjectRecord
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.manifest import ObjectRecord
 
 
 @dataclass(frozen=True, slots=True)

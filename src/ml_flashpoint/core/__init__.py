@@ -1,1 +1,1 @@
-"""What a checkpoint is: names, object format, manifests, saving, loading and recovery planning."""
+"""The engine: saving, committing, finding, recovering and loading versions."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import DivergedError
-from ml_flashpoint.core.manifest import parse_manifest_name
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import DivergedError
+from ml_flashpoint.format.manifest import parse_manifest_name
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 _MS_DIGITS = 13
 _SAVES_OF_A_SAVER = 10**9

@@ -1,6 +1,6 @@
 """Loaders: which version to go on from, and its bytes.
 
-Owns recovery as a collective: inventories by node, one plan on every rank (`core.recovery`, pure), the fetches
+Owns recovery as a collective: inventories by node, one plan on every rank (`ranks.recovery`, pure), the fetches
 of this rank, verification, and the vote. All ranks go on with the same version or step back together; a copy
 that turns out damaged is replaced from another holder, and where there is none the next older version is
 taken. What cannot be read just now is tried again, and a version is never taken for one that does not exist because of
@@ -19,19 +19,8 @@ from collections.abc import Callable
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.companions import carrier_of, companion_files
-from ml_flashpoint.core.errors import (
-    DamagedError,
-    LoadError,
-    NothingLoadableError,
-    ObjectNotFoundError,
-    UnreadableError,
-)
-from ml_flashpoint.core.failure_kinds import retrying
-from ml_flashpoint.core.knobs import recovery_deadline_s
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.part_reader import (
     ObjectReader,
@@ -40,12 +29,23 @@ from ml_flashpoint.core.part_reader import (
     read_local_manifests,
 )
 from ml_flashpoint.core.part_source import PartSource
-from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.core.recovery import (
-    CompleteVersion,
-)
 from ml_flashpoint.core.recovery_run import RecoveryRun
 from ml_flashpoint.core.unloadable import HINT, why_nothing
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    LoadError,
+    NothingLoadableError,
+    ObjectNotFoundError,
+    UnreadableError,
+)
+from ml_flashpoint.format.failure_kinds import retrying
+from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.recovery import (
+    CompleteVersion,
+)
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)

@@ -26,22 +26,22 @@ from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, prefl
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.attempts import Numbering, SaveIdentity
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
-from ml_flashpoint.core.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.core.handing_off import ABANDONED_POLL_S, HandingOff
-from ml_flashpoint.core.knobs import exit_deadline_s, seal_deadline_s
-from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import (
     ObjectWriter,
     StagedObject,
     TensorItem,
 )
-from ml_flashpoint.core.rank_group import Agreement, rank_group
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.save_ticket import NoticeBoard, SaveTicket
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.ranks.rank_group import Agreement, rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.attempts import Numbering
-from ml_flashpoint.core.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
-from ml_flashpoint.core.rank_group import Agreement, RankGroup
 from ml_flashpoint.core.read_back import read_back
+from ml_flashpoint.format.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
+from ml_flashpoint.ranks.rank_group import Agreement, RankGroup
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ml_flashpoint.checkpoint_object_manager.version_files import is_companion_name
-from ml_flashpoint.core.checkpoint_id_types import validate_segment
-from ml_flashpoint.core.errors import InvalidNameError, ManifestError
-from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import BytesItem
 from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.format.checkpoint_id_types import validate_segment
+from ml_flashpoint.format.errors import InvalidNameError, ManifestError
+from ml_flashpoint.format.manifest import Manifest
 
 _LABEL = "companions"
 _KEY_PREFIX = "__file__/"

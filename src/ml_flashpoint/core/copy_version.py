@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.core.digest import digest_block
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.core.open_version import TRIES, HeldVersion, hold_version
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     ObjectNotFoundError,
@@ -22,8 +23,7 @@ from ml_flashpoint.core.errors import (
     SaveError,
     UnreadableError,
 )
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, sync_directory, write_manifest
-from ml_flashpoint.core.open_version import TRIES, HeldVersion, hold_version
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, sync_directory, write_manifest
 
 _CHUNK: Final = 8 << 20
 

@@ -14,9 +14,9 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import forget_complete
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains
-from ml_flashpoint.core.errors import SaveError
-from ml_flashpoint.core.manifest import parse_manifest_name, parse_object_name
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.manifest import parse_manifest_name, parse_object_name
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
 

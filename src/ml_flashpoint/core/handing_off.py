@@ -16,14 +16,14 @@ import psutil
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, unpublish
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.errors import FlashpointError, SaveError
-from ml_flashpoint.core.manifest import manifest_name, object_name, read_manifest
-from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.format.manifest import manifest_name, object_name, read_manifest
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 _NOTICE_POLL_S = 0.002
 ABANDONED_POLL_S = 0.1

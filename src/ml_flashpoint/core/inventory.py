@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import ranks_with_arenas, was_complete
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.errors import DamagedError, ObjectNotFoundError, ProtocolError, UnreadableError
-from ml_flashpoint.core.failure_kinds import as_ours, is_transient, pauses
-from ml_flashpoint.core.manifest import Manifest, manifest_name
 from ml_flashpoint.core.part_reader import read_local_manifests
-from ml_flashpoint.core.recovery import NodeInventory, PartRecord
+from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, ProtocolError, UnreadableError
+from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses
+from ml_flashpoint.format.manifest import Manifest, manifest_name
+from ml_flashpoint.ranks.recovery import NodeInventory, PartRecord
 
 _log = logging.getLogger(__name__)
 

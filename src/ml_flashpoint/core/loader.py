@@ -6,9 +6,9 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord
 from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
-from ml_flashpoint.core import knobs
-from ml_flashpoint.core.digest import BlockDigester, block_count
-from ml_flashpoint.core.errors import CapacityError
-from ml_flashpoint.core.manifest import ObjectRecord
-from ml_flashpoint.core.object_format import (
+from ml_flashpoint.format import knobs
+from ml_flashpoint.format.digest import BlockDigester, block_count
+from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.object_format import (
     Entry,
     HeaderTemplate,
     Layout,
@@ -34,6 +34,7 @@ from ml_flashpoint.core.object_format import (
     with_byte_items,
 )
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
+from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
@@ -228,7 +229,7 @@ class ObjectWriter:
         if cached is not None and _is_signature_of(cached.signature, tensors, byte_keys):
             return cached
         signature = ([(key, t.dtype, t.shape) for key, t in tensors], list(byte_keys))
-        layout = plan_layout([(key, t.dtype, tuple(t.shape)) for key, t in tensors], [(key, 0) for key in byte_keys])
+        layout = plan_layout(described(tensors), [(key, 0) for key in byte_keys])
         place = {key: index for index, (key, _) in enumerate(tensors)}
         order: tuple[int, ...] | None = tuple(place[e.key] for e in layout.tensors)
         if order == tuple(range(len(tensors))):
@@ -240,10 +241,7 @@ class ObjectWriter:
         cached = arena.views
         if cached is not None and cached[0] is layout and cached[1] == arena.address:
             return cached[2]
-        views = [
-            ArenaTensor.wrap(arena.view(e.begin, e.end, e.dtype, e.shape), arena.path, e.begin, e.end)
-            for e in layout.tensors
-        ]
+        views = [ArenaTensor.wrap(_view(arena, e), arena.path, e.begin, e.end) for e in layout.tensors]
         if self._cache:
             arena.views = (layout, arena.address, views)
         return views
@@ -350,7 +348,7 @@ class ObjectWriter:
         layout = plan.layout
         if aliases:
             space = header_space(
-                [(key, t.dtype, tuple(t.shape)) for key, t in tensors],
+                described(tensors),
                 [key for key, _ in byte_items],
                 aliases,
             )
@@ -436,7 +434,7 @@ def _is_its_memory(tensor: torch.Tensor) -> bool:
 
 
 def _view(arena: Arena, entry: Entry) -> torch.Tensor:
-    return arena.view(entry.begin, entry.end, entry.dtype, entry.shape)
+    return arena.view(entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
 
 
 def _moved(entries: Iterable[Entry], by: int) -> list[Entry]:
@@ -481,7 +479,7 @@ def _layout_of(places: Sequence[tuple[str, int, torch.dtype, torch.Size]], data_
         nbytes = shape.numel() * dtype.itemsize
         first = kept.setdefault((offset, dtype, shape), key) if nbytes else key
         if first == key:
-            entries.append(Entry(key, dtype, tuple(shape), offset, offset + nbytes))
+            entries.append(Entry(key, dtype_name(dtype), tuple(shape), offset, offset + nbytes))
         else:
             aliases[key] = first
     entries.sort(key=lambda e: (e.begin, e.end))

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
-from ml_flashpoint.core.failure_kinds import is_transient
-from ml_flashpoint.core.manifest import Manifest, manifest_name
 from ml_flashpoint.core.part_reader import ObjectReader, read_local_manifests
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
+from ml_flashpoint.format.failure_kinds import is_transient
+from ml_flashpoint.format.manifest import Manifest, manifest_name
 
 TRIES: Final = 5
 """How often the newest version is looked for, when it goes while it is being opened."""

@@ -6,8 +6,8 @@ import os
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, LoadError
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 
 def open_together(

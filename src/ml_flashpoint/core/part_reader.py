@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, map_object
-from ml_flashpoint.core.digest import verify_blocks
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
-from ml_flashpoint.core.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.core.object_writer import digest_workers
+from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
+from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.staging.copy import typed_view
+from ml_flashpoint.staging.torch_dtypes import torch_dtype
 
 FetchBlocks = Callable[[Manifest, ObjectRecord, int, memoryview], None]
 """``(manifest, record, first block, buffer)``: fill a buffer with whole, verified blocks of a remote object."""
@@ -134,7 +135,7 @@ class ObjectReader:
         """An item as a tensor over the object's own memory: copy out of it, and do not write to it."""
         entry = self.entry(key)
         self.ensure(entry.begin, entry.end)
-        return typed_view(self._data, entry.begin, entry.end, entry.dtype, entry.shape)
+        return typed_view(self._data, entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
 
     def rows(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """A box of a tensor; of a remote object only the blocks of its rows (first dimension) are fetched."""
@@ -145,7 +146,7 @@ class ObjectReader:
             self.ensure(begin, begin + lengths[0] * row)
         else:
             self.ensure(entry.begin, entry.end)
-        tensor = typed_view(self._data, entry.begin, entry.end, entry.dtype, entry.shape)
+        tensor = typed_view(self._data, entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             if offset or length != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, offset, length)

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.departed import take_over_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
-from ml_flashpoint.core.errors import FlashpointError, ObjectNotFoundError
-from ml_flashpoint.core.failure_kinds import as_ours, is_damage, retrying
 from ml_flashpoint.core.inventory import NodeReport, read_node
-from ml_flashpoint.core.knobs import recovery_deadline_s
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local
 from ml_flashpoint.core.part_source import Failures, PartSource
-from ml_flashpoint.core.rank_group import RankGroup
-from ml_flashpoint.core.recovery import (
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
+from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
     Fetch,
     NodeInventory,

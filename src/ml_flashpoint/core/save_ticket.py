@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.attempts import SaveIdentity
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.errors import SaveError, UnsafePathError
 from ml_flashpoint.core.object_writer import FilledObject, StagedObject
-from ml_flashpoint.core.private_folders import open_folder, open_own
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import SaveError, UnsafePathError
+from ml_flashpoint.format.private_folders import open_folder, open_own
 
 _BOARD_PREFIX = "flashpoint-notices-"
 _OWNER = ".owner"

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.attempts import SaveIdentity, later_than
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
-from ml_flashpoint.core.manifest import Manifest, object_name
 from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, StagedObject, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
+from ml_flashpoint.format.manifest import Manifest, object_name
 
 
 class ArenaSource(Protocol):

@@ -19,12 +19,12 @@ from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import re
 from ml_flashpoint.checkpoint_object_manager.rank_store import publish
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.core.attempts import SaveIdentity, newest_of_other_runs
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import SaveError
-from ml_flashpoint.core.manifest import Manifest
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
 from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from ml_flashpoint.core.inventory import NodeReport
-from ml_flashpoint.core.recovery import complete_versions
+from ml_flashpoint.ranks.recovery import complete_versions
 
 _MOST_SHOWN = 8
 

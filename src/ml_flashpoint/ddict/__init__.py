@@ -1,6 +1,6 @@
 """A distributed dictionary with checkpoints, rollback, persistence and recovery from memory."""
 
-from ml_flashpoint.core.extras import require
+from ml_flashpoint.extras import require
 
 require("ddict", "torch", "cloudpickle")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict import values
 from ml_flashpoint.ddict.client import Client, Found
 from ml_flashpoint.ddict.errors import DDictKeyError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import decode_key, place
 from ml_flashpoint.ddict.request_fields import PERSISTENT
+from ml_flashpoint.format.errors import FlashpointError
 
 _AT_ONCE = 256
 

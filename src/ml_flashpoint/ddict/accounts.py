@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from ml_flashpoint.core.errors import ProtocolError
 from ml_flashpoint.ddict.errors import DDictWritesLostError
+from ml_flashpoint.format.errors import ProtocolError
 
 IsGone: TypeAlias = Callable[[], bool]
 """Whether whoever asked does not wait for the answer any more, so that nobody is told anything by it."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import Attachment, IsGone, Needs, Rules, Write, Writer, merge, never, writes_lost
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
+from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.core.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

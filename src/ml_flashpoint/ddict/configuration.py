@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
-from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ml_flashpoint.core.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.ddict.errors import DDictTimeoutError
 from ml_flashpoint.ddict.messages import (
     CODE_BYTES,
@@ -39,6 +38,7 @@ from ml_flashpoint.ddict.messages import (
     parse_text,
     rebuild_error,
 )
+from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError, track
 

@@ -22,8 +22,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.ddict.accounts import Needs, Rules, Write, Writer, listed, merge
 from ml_flashpoint.ddict.attendance import RETRY_S, Attendance
 from ml_flashpoint.ddict.errors import (
@@ -33,6 +31,8 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
 )
 from ml_flashpoint.ddict.persisting import Persisting
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.knobs import seal_deadline_s
 
 _log = logging.getLogger(__name__)
 

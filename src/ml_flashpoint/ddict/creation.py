@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 import psutil
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.arguments import checked_bool, checked_integer
 from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration, name_class
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.runtime_folder import runtime_root
-from ml_flashpoint.facade.arguments import checked_bool, checked_integer
-from ml_flashpoint.replication.strategies import (
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
     PairwiseReplicationStrategy,
     ReplicationStrategy,

@@ -9,7 +9,6 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-from ml_flashpoint.core.errors import FlashpointError, ProtocolError
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import (
     DDictError,
@@ -21,6 +20,7 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
 from ml_flashpoint.ddict.values import encode, inline_number, to_inline
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

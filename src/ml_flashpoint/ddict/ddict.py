@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.creation import Options, Runtime, checked_timeout, create
@@ -25,7 +24,8 @@ from ml_flashpoint.ddict.handle import checked_checkpoint_id
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.mapped import Mapped
 from ml_flashpoint.ddict.stats import ManagerStats
-from ml_flashpoint.replication.strategies import ReplicationStrategy
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
 
 _STOP_S = 20.0
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import psutil
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.messages import rebuild_error
 from ml_flashpoint.ddict.nursery import DEATHS_WITHIN_S, END_GRACE_S, MOST_DEATHS
 from ml_flashpoint.ddict.nursery_client import NurseryClient, acquire_nursery, release_nursery
 from ml_flashpoint.ddict.runtime_folder import make_folder, remove_unused, runtime_root, sweep
+from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
 

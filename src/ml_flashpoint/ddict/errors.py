@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ml_flashpoint.core.errors import CapacityError, DeadlineError, FlashpointError
+from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError
 
 
 class DDictError(FlashpointError):

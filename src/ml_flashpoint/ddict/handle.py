@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict.accounts import writes_lost
 from ml_flashpoint.ddict.client import Client, client_of
 from ml_flashpoint.ddict.configuration import Configuration
@@ -28,6 +27,7 @@ from ml_flashpoint.ddict.errors import (
     DDictWritesLostError,
 )
 from ml_flashpoint.ddict.links import ManagerChangedError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
 _Result = TypeVar("_Result")
 

@@ -34,7 +34,7 @@ import cloudpickle
 import numpy as np
 import xxhash
 
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 
 MAX_KEY_BYTES: Final = 64 << 10
 """Longest encoded key."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ml_flashpoint.core.errors import AuthenticationError, ProtocolError
 from ml_flashpoint.ddict.connection import Address, Connection, Reply, RequestLostError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.format.errors import AuthenticationError, ProtocolError
 from ml_flashpoint.replication.channel import ConnectionLostError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.connection import Address
 from ml_flashpoint.ddict.links import Locate
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 
 def locator(configuration: Configuration) -> Locate:

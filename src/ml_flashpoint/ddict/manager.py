@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import FlashpointError, ProtocolError
-from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.ddict import persisted_parts
 from ml_flashpoint.ddict.accounts import Needs
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint, new_run_id
@@ -32,6 +30,8 @@ from ml_flashpoint.ddict.room import Room
 from ml_flashpoint.ddict.shard import Shard
 from ml_flashpoint.ddict.snapshots import Pin, Snapshots
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.knobs import seal_deadline_s
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

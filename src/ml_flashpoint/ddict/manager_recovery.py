@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import psutil
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.accounts import from_list, merge, writers_of
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.coordinator import Coordinator
@@ -21,6 +20,7 @@ from ml_flashpoint.ddict.entries import Entry
 from ml_flashpoint.ddict.errors import DDictManagerLostError
 from ml_flashpoint.ddict.manager import Manager
 from ml_flashpoint.ddict.snapshots import SnapshotRecord
+from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
 

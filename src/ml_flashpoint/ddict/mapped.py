@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict import values
 from ml_flashpoint.ddict.access import Access
 from ml_flashpoint.ddict.batch import Batch
@@ -24,6 +23,7 @@ from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.links import GRACE_S
 from ml_flashpoint.ddict.request_fields import BROADCAST, PERSISTENT
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _MISSING: Any = object()
 

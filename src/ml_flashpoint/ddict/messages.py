@@ -21,10 +21,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ml_flashpoint.core import errors as core_errors
-from ml_flashpoint.core.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.ddict import errors as ddict_errors
 from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.format import errors as core_errors
+from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Longest JSON of a message."""
@@ -160,7 +160,7 @@ _ATTRIBUTES: Final = (
 
 
 def describe_error(error: Exception) -> dict[str, Any]:
-    """An error as the subject of a reply. Types of `core.errors` and `ddict.errors` arrive as they are, subclasses
+    """An error as the subject of a reply. Types of `format.errors` and `ddict.errors` arrive as they are, subclasses
     of theirs as what they derive from, and all others as `DDictError`."""
     if not isinstance(error, FlashpointError):
         return {"error": "DDictError", "message": f"the manager failed: {type(error).__name__}: {error}"[:_MAX_TEXT]}

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict import native_ray
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native_barrier_server import RECEIVED, BarrierServer, is_this_user
 from ml_flashpoint.ddict.native_errors import BarrierBrokenError
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ml_flashpoint.core.errors import InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
 from ml_flashpoint.ddict.native_ray import check_node, free_port_on, is_on_ray, ray_nodes
 from ml_flashpoint.ddict.ports import free_port
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _LOOPBACK = "127.0.0.1"
 

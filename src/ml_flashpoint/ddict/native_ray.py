@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native_member import announce_puid, this_process
 from ml_flashpoint.ddict.ports import free_port
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 

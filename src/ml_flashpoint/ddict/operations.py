@@ -9,13 +9,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ml_flashpoint.core.errors import ProtocolError
 from ml_flashpoint.ddict.accounts import Write, from_list, listed, writers_of
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
+from ml_flashpoint.format.errors import ProtocolError
 
 if TYPE_CHECKING:
     from ml_flashpoint.ddict.coordinator import Coordinator

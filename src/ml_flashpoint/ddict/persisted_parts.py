@@ -15,10 +15,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ml_flashpoint.core.errors import DamagedError
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, PersistedCheckpoint
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
 from ml_flashpoint.ddict.keys import place
+from ml_flashpoint.format.errors import DamagedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ml_flashpoint.core.errors import FlashpointError
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
+from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
 

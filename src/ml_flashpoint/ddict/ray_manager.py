@@ -20,12 +20,12 @@ from typing import Any
 
 import ray
 
-from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.core.knobs import ddict_keep_folder_s
 from ml_flashpoint.ddict.folder_janitor import Janitor
 from ml_flashpoint.ddict.manager_main import ServedManager
 from ml_flashpoint.ddict.ray_locations import Place
 from ml_flashpoint.ddict.runtime_folder import join_folder, remove_unused, runtime_root, sweep
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.knobs import ddict_keep_folder_s
 
 _log = logging.getLogger(__name__)
 

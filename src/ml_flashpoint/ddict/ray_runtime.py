@@ -27,12 +27,12 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.core.knobs import NODE_ID_VARIABLE
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
 from ml_flashpoint.ddict.ray_manager import RayManager
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.knobs import NODE_ID_VARIABLE
 
 _log = logging.getLogger(__name__)
 

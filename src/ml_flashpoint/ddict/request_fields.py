@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ml_flashpoint.core.errors import ProtocolError
+from ml_flashpoint.format.errors import ProtocolError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

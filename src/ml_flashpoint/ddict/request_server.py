@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.ddict.connection import (
     REFUSED,
     Address,
@@ -31,6 +30,7 @@ from ml_flashpoint.ddict.connection import (
 )
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.messages import Fields, describe_error
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError, track
 from ml_flashpoint.replication.reception import Reception, internet_peer

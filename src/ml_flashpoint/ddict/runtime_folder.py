@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from ml_flashpoint.core.errors import UnsafePathError
-from ml_flashpoint.core.private_folders import check_way, open_own
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.folder_janitor import LOCK, is_file, remove_now
+from ml_flashpoint.format.errors import UnsafePathError
+from ml_flashpoint.format.private_folders import check_way, open_own
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 """Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.ddict.snapshot_format import PartRef, part_kind
+from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
     FlashpointError,
@@ -22,9 +23,8 @@ from ml_flashpoint.core.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.core.knobs import transfer_deadline_s
-from ml_flashpoint.core.manifest import Manifest, encode
-from ml_flashpoint.ddict.snapshot_format import PartRef, part_kind
+from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.format.manifest import Manifest, encode
 from ml_flashpoint.replication.channel import Address, Cancelled, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection

@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.core.manifest import Manifest, object_name
-from ml_flashpoint.core.object_format import encode_header, parse_header
-from ml_flashpoint.core.object_layout import Layout, plan_layout
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.format.manifest import Manifest, object_name
+from ml_flashpoint.format.object_format import encode_header, parse_header
+from ml_flashpoint.format.object_layout import Layout, plan_layout
 
 KIND_LABEL: Final = "ddict"
 """Label of a part that says what it is: `SNAPSHOT` or `VALUE`."""

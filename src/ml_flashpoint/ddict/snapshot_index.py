@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError
-from ml_flashpoint.core.manifest import MAX_WORLD_SIZE, object_name
 from ml_flashpoint.ddict.snapshot_format import PartRef
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
+from ml_flashpoint.format.manifest import MAX_WORLD_SIZE, object_name
 
 DELETED: Final = 0
 INLINE: Final = 1

@@ -11,16 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
-from ml_flashpoint.core.digest import verify_blocks
-from ml_flashpoint.core.errors import (
-    DamagedError,
-    FlashpointError,
-    ManifestError,
-    ObjectNotFoundError,
-    ReplicationError,
-)
-from ml_flashpoint.core.knobs import transfer_deadline_s
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, decode
 from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.snapshot_copies import Peers
@@ -36,6 +26,16 @@ from ml_flashpoint.ddict.snapshot_index import (
     resolve,
 )
 from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, Memory, memory_of
+from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    ManifestError,
+    ObjectNotFoundError,
+    ReplicationError,
+)
+from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode
 from ml_flashpoint.replication.channel import TransferCancelledError
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
 

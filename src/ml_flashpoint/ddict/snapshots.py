@@ -22,8 +22,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
-from ml_flashpoint.core.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
-from ml_flashpoint.core.knobs import transfer_deadline_s
 from ml_flashpoint.ddict.entries import Entry, StoredValue
 from ml_flashpoint.ddict.snapshot_copies import Copies, HolderBackend, Peers
 from ml_flashpoint.ddict.snapshot_copies import PeerAddress as PeerAddress
@@ -38,8 +36,10 @@ from ml_flashpoint.ddict.snapshot_format import SnapshotRecord as SnapshotRecord
 from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, PartBuilder
 from ml_flashpoint.ddict.snapshot_recovery import RecoveredSnapshot as RecoveredSnapshot
 from ml_flashpoint.ddict.snapshot_recovery import Recoverer, complete_snapshots, newest_stamp, snapshots_here
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
+from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
 from ml_flashpoint.replication.channel import Address
-from ml_flashpoint.replication.strategies import ReplicationStrategy, Topology
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
 

@@ -25,9 +25,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.core import knobs
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.ddict.checkpoint_persister import (
+    CheckpointPersister,
+    PersistedCheckpoint,
+    check_checkpoint_id,
+    check_run_id,
+)
+from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.format import knobs
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     InvalidArgumentError,
@@ -36,13 +43,6 @@ from ml_flashpoint.core.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.ddict.checkpoint_persister import (
-    CheckpointPersister,
-    PersistedCheckpoint,
-    check_checkpoint_id,
-    check_run_id,
-)
-from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
 from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.persist.store import DurableStore

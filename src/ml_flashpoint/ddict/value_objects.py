@@ -3,7 +3,7 @@
 Owns the form of such an object, in both directions. Where arenas come from and who locks them is up to `value_arenas`
 and `value_files`.
 
-It is a valid object of `core.object_format`: tensors ``t0``, ``t1`` and so on, and byte items ``pickle`` and
+It is a valid object of `format.object_format`: tensors ``t0``, ``t1`` and so on, and byte items ``pickle`` and
 ``arrays`` (which of the tensors are arrays). Its header is written last, and the 8 bytes of its length at the very
 end, so that a header which can be read means that all of it is there.
 """
@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from ml_flashpoint.core.errors import ObjectFormatError
-from ml_flashpoint.core.object_format import (
+from ml_flashpoint.ddict.errors import StaleValueError as StaleValueError
+from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
+from ml_flashpoint.format.dtypes import ITEMSIZES
+from ml_flashpoint.format.errors import ObjectFormatError
+from ml_flashpoint.format.object_format import (
     Entry,
     Layout,
     ParsedHeader,
@@ -30,9 +33,8 @@ from ml_flashpoint.core.object_format import (
     parse_header,
     plan_layout,
 )
-from ml_flashpoint.ddict.errors import StaleValueError as StaleValueError
-from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
+from ml_flashpoint.staging.torch_dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -46,7 +48,7 @@ _HEADER_RESERVE: Final = 512
 _NO_LENGTH: Final = bytes(8)
 _MAX_KEPT: Final = 16 << 10
 
-_Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+_Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @lru_cache(maxsize=64)
@@ -62,7 +64,7 @@ def _layout(encoded: Encoded) -> tuple[Layout, dict[str, bytes]]:
         items[_PICKLE_ITEM] = encoded.pickled
     if any(described is not None for described in encoded.arrays):
         items[_ARRAYS_ITEM] = json.dumps(encoded.arrays, separators=(",", ":")).encode()
-    signature = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in encoded.tensors)
+    signature = tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in encoded.tensors)
     return _tensor_layout(signature, tuple((key, len(data)) for key, data in items.items())), items
 
 
@@ -144,8 +146,8 @@ def _places(arena: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]
     places: list[torch.Tensor] = []
     for dtype, run in itertools.groupby(entries, lambda entry: entry.dtype):
         group = list(run)
-        whole = typed_view(arena, group[0].begin, group[-1].end, dtype, (-1,))
-        cut = whole.split_with_sizes([entry.nbytes // dtype.itemsize for entry in group])
+        whole = typed_view(arena, group[0].begin, group[-1].end, torch_dtype(dtype), (-1,))
+        cut = whole.split_with_sizes([entry.nbytes // ITEMSIZES[dtype] for entry in group])
         places += [
             piece if len(entry.shape) == 1 else piece.view(entry.shape) for piece, entry in zip(cut, group, strict=True)
         ]
@@ -195,7 +197,7 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
         parts: list[object] = [None] * len(arrays)
         for entry in layout.tensors:
             index = int(entry.key[1:])
-            parts[index] = _view(buffer, entry.begin, entry.dtype, entry.shape, entry.nbytes, arrays[index], copy)
+            parts[index] = _view(buffer, entry, arrays[index], copy)
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise ObjectFormatError(f"the object holds no value: {error}") from error
     return assemble(kind, parts, items.get(_PICKLE_ITEM, b""))
@@ -203,13 +205,11 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
 
 def _view(
     buffer: Any,
-    begin: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    nbytes: int,
+    entry: Entry,
     described: str | None,
     copy: bool,
 ) -> object:
+    begin, shape, nbytes, dtype = entry.begin, entry.shape, entry.nbytes, torch_dtype(entry.dtype)
     if described is not None:
         array_dtype, array_shape, array_bytes = parse_array_type(described)
         if array_bytes != nbytes:

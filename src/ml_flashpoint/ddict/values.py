@@ -36,9 +36,10 @@ import cloudpickle
 import numpy as np
 import torch
 
-from ml_flashpoint.core.dtypes import is_storable, parse_true_type, tensor_nbytes
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError
+from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.staging.copy import cpu_clone
+from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -170,7 +171,7 @@ def _is_plain_tensor(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")
         and not tensor.is_quantized
-        and is_storable(tensor.dtype)
+        and tensor.dtype in STORABLE_DTYPES
         and not tensor.is_nested
     )
 
@@ -266,7 +267,7 @@ def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
 
 @lru_cache(maxsize=4096)
 def _torch_type(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return f"{str(dtype).removeprefix('torch.')} {','.join(map(str, shape))}".encode()
+    return f"{dtype_name(dtype)} {','.join(map(str, shape))}".encode()
 
 
 @lru_cache(maxsize=4096)
@@ -275,8 +276,8 @@ def _parse_torch_type(text: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     found = parse_true_type(text.decode("ascii"))
     nbytes = None if found is None else tensor_nbytes(*found)
     if found is None or nbytes is None:
-        raise ValueError("there is no such tensor in this torch")
-    return (*found, nbytes)
+        raise ValueError("there is no such tensor")
+    return torch_dtype(found[0]), found[1], nbytes
 
 
 @lru_cache(maxsize=64)

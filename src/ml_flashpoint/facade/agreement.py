@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.core.errors import CapacityError, LoadError
-from ml_flashpoint.core.rank_group import RankGroup
-from ml_flashpoint.facade.arguments import checked_integer
+from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.format.errors import CapacityError, LoadError
+from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from ml_flashpoint.core.errors import JobInUseError
+from ml_flashpoint.format.errors import JobInUseError
 
 # The façades of this process, by base container and rank: files have one owner.
 _live: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint.core.errors import FlashpointError, SaveError
-from ml_flashpoint.core.failure_kinds import may_older_be_loadable
+from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.format.failure_kinds import may_older_be_loadable
 
 
 def causes_of(error: BaseException) -> dict[int, BaseException]:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ml_flashpoint.core.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.facade.loader_workers import GoingOn, Reporting, Tagged
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided
 from ml_flashpoint.staging.copy import view_identity
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
 
 class ModuleState:

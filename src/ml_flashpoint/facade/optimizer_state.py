@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ml_flashpoint.core.errors import LoadError
+from ml_flashpoint.format.errors import LoadError
 
 _log = logging.getLogger(__name__)
 

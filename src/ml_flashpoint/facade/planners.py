@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal, unsafe_globals
-from ml_flashpoint.core.errors import LoadError, SaveError, UnsafeContentError
+from ml_flashpoint.format.errors import LoadError, SaveError, UnsafeContentError
+from ml_flashpoint.unpickling.checks import place_of, unsafe_globals
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 PACKED = "_flashpoint"
 """Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
@@ -96,28 +96,6 @@ class FacadeSavePlanner(DefaultSavePlanner):
                 hint=f"keep plain values in it, or pass Flashpoint(..., safe_globals=[{unsafe}]) if you trust that",
             )
         return stream
-
-
-def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
-    """The name of the innermost value of a kind, in dicts, lists and tuples; ``value`` itself is of it."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    for key, each in items:
-        if is_bad(each):
-            return place_of(each, f"{name}.{key}", is_bad)
-    return name
-
-
-def cannot_be_pickled(value: Any) -> bool:
-    """Whether ``torch.save`` fails."""
-    try:
-        torch.save(value, io.BytesIO())
-    except Exception:  # of whatever kind pickling raises
-        return True
-    return False
 
 
 def _is_refused(value: Any, allowed: Sequence[SafeGlobal]) -> bool:

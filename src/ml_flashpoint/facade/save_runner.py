@@ -19,17 +19,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.errors import DeadlineError, DivergedError, FlashpointError
-from ml_flashpoint.core.lasting_group import LastingGroup
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError
+from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.staging.collection import collection_paused
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")

@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import DeadlineError, LoadError, NothingLoadableError, TopologyError
-from ml_flashpoint.core.lasting_group import LastingGroup
-from ml_flashpoint.core.rank_group import RankGroup
 from ml_flashpoint.facade.failures import causes_of, is_misfit, text_of
 from ml_flashpoint.facade.planners import FacadeLoadPlanner
 from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import DeadlineError, LoadError, NothingLoadableError, TopologyError
+from ml_flashpoint.ranks.lasting_group import LastingGroup
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

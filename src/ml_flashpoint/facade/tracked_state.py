@@ -29,13 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ml_flashpoint.adapter.pytorch.state_dict_stager import held_bytes
-from ml_flashpoint.core.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
-from ml_flashpoint.facade.planners import PACKED, PackedState, cannot_be_pickled, place_of
+from ml_flashpoint.facade.planners import PACKED, PackedState
 from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.staging.state_dict_stager import held_bytes
+from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Owns only the names; see `local_manager` for what they do together.
 """
 
-from ml_flashpoint.core.extras import require
+from ml_flashpoint.extras import require
 
 require("pytorch", "torch")
 

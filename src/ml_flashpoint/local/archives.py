@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
-from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.known_types import KnownTypes
+from ml_flashpoint.unpickling.safe_archive import load_archive
 
 
 def pack(value: Any, where: str, types: KnownTypes) -> bytes:

@@ -6,9 +6,9 @@ import contextlib
 import os
 from typing import Any
 
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError
-from ml_flashpoint.facade.arguments import checked_base
+from ml_flashpoint.core.arguments import checked_base
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
 

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
-from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.core.knobs import call_deadline_s, exit_deadline_s
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.knobs import call_deadline_s, exit_deadline_s
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.errors import BackgroundWorkerError, CallOrderError
+from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
 # A blocking wait asks the others this often: ranks that are done must not wait for one that is not beyond the deadline

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
-from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import CallOrderError, CheckpointingException
+from ml_flashpoint.ranks.rank_group import rank_group
 
 _POLL_S = 0.01
 

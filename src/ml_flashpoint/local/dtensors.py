@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 MeshKey = str
 """A mesh as JSON text: device type, ranks, names of dimensions."""

@@ -1,8 +1,8 @@
-"""What can go wrong with local checkpoints, on top of `core.errors`."""
+"""What can go wrong with local checkpoints, on top of `format.errors`."""
 
 from __future__ import annotations
 
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NothingLoadableError, TopologyError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError, TopologyError
 
 
 class CheckpointingException(FlashpointError):

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
-from ml_flashpoint.core.errors import UnsafeContentError
+from ml_flashpoint.format.errors import UnsafeContentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.nesting import is_namedtuple, is_plain_dataclass, is_plain_object
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _ALWAYS: tuple[type, ...] = (argparse.Namespace,)
 

@@ -16,25 +16,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
-from ml_flashpoint.core.checkpoint_id_types import MAX_STEP, CheckpointContainerId
+from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.saver import unasked_versions
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
+from ml_flashpoint.format.errors import (
     DivergedError,
     FlashpointError,
     InvalidArgumentError,
     NothingLoadableError,
 )
-from ml_flashpoint.core.knobs import collective_deadline_s, seal_deadline_s
-from ml_flashpoint.core.manifest import Manifest
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
-from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.core.save_ticket import SaveTicket
-from ml_flashpoint.core.saver import unasked_versions
-from ml_flashpoint.facade.arguments import checked_globals
+from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
+from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.local.arguments import base_container, check_state
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
@@ -50,9 +48,11 @@ from ml_flashpoint.local.errors import (
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.strategies import NoReplicationStrategy, ReplicationStrategy
 from ml_flashpoint.staging.collection import collection_paused
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Loads a version on all ranks, each its own part, or on none.
 
 Owns the votes by which one rank's failure is everybody's. Which failures an older version may not have is said by
-`core.failure_kinds`; which version to load is the manager's decision.
+`format.failure_kinds`; which version to load is the manager's decision.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import json
 import logging
 from collections.abc import Callable
 
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.core.failure_kinds import may_older_be_loadable
 from ml_flashpoint.core.part_reader import ObjectReader
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.failure_kinds import may_older_be_loadable
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes
 from ml_flashpoint.local.errors import CheckpointingException
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.structure_reader import Description, read_description, read_state
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Cliques of ranks that hold one another's parts, as users of local checkpoints describe them.
 
 Owns the two descriptions: a jump and a factor, or process groups that exist. Who holds copies of whom within a
-clique is the engine's (`replication.strategies`), and so is moving them. Any of the engine's strategies may be given
+clique is the engine's (`ranks.strategies`), and so is moving them. Any of the engine's strategies may be given
 in place of these.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.core.errors import InvalidArgumentError, TopologyError
-from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.replication.strategies import CliqueStrategy, ReplicationStrategy, Topology, copies_within
+from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.strategies import CliqueStrategy, ReplicationStrategy, Topology, copies_within
 
 __all__ = [
     "CliqueReplicationStrategy",

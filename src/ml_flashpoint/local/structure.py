@@ -35,10 +35,9 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint.core.dtypes import is_storable
-from ml_flashpoint.core.errors import InvalidArgumentError, UnsafeContentError
-from ml_flashpoint.core.numpy_values import describe_dtype
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.format.numpy_values import describe_dtype
 from ml_flashpoint.local.archives import pack
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
@@ -46,6 +45,7 @@ from ml_flashpoint.local.dtensors import Meshes, describe_placement
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.nesting import attributes_of, is_namedtuple
 from ml_flashpoint.local.plain_values import plain_parts
+from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES
 
 STRUCTURE_KEY = "local_structure.json"
 """Byte item that holds the description."""
@@ -57,7 +57,6 @@ _INLINE_BYTES = 1024
 _MAX_INLINE_INT = 1 << 63
 FACTORIES: dict[str, type] = {"dict": dict, "list": list, "set": set, "int": int, "float": float, "str": str}
 """What a defaultdict may be made with, by name."""
-_STORABLE = frozenset(v for v in vars(torch).values() if isinstance(v, torch.dtype) and is_storable(v))
 TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
@@ -230,7 +229,7 @@ class _Encoder:
         flags = int(value.requires_grad) + 2 * (type(value) is torch.nn.Parameter)
         if (
             value.layout is not torch.strided
-            or value.dtype not in _STORABLE
+            or value.dtype not in STORABLE_DTYPES
             or device.type == "meta"
             or value.is_nested
         ):

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ml_flashpoint.core.errors import DamagedError, FlashpointError
-from ml_flashpoint.core.numpy_values import array_of, dtype_of, scalar_of
 from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.format.errors import DamagedError, FlashpointError
+from ml_flashpoint.format.numpy_values import array_of, dtype_of, scalar_of
 from ml_flashpoint.local.archives import unpack
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict

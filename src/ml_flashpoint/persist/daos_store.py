@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     InvalidArgumentError,

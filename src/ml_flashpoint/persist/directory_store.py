@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     JobInUseError,
@@ -29,7 +29,7 @@ from ml_flashpoint.core.errors import (
     ObjectNotFoundError,
     SaveError,
 )
-from ml_flashpoint.core.manifest import sync_directory
+from ml_flashpoint.format.manifest import sync_directory
 from ml_flashpoint.persist.store import DurableStore, as_octets, split_name
 
 if TYPE_CHECKING:

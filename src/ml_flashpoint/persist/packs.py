@@ -1,7 +1,7 @@
 """Packs: many byte items in one durable file, which can be read one by one and are verified when they are.
 
 Owns what a pack looks like, writing it from buffers without gathering them in memory, and reading ranges of it. A
-pack is an object of the engine, that is, a valid safetensors file, called like one (`core.manifest.object_name`); its
+pack is an object of the engine, that is, a valid safetensors file, called like one (`format.manifest.object_name`); its
 items are byte items of it, `item/<name>` each, and `index` is what its writer wants to find first. The manifest
 beside it records digests by blocks of 1 MiB; a pack exists once its manifest does. When it counts is up to others.
 """
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from ml_flashpoint.core.digest import verify_blocks
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.format.errors import (
     DamagedError,
     InvalidArgumentError,
     ManifestError,
     ObjectFormatError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.core.manifest import (
+from ml_flashpoint.format.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     ObjectRecord,
@@ -34,8 +34,8 @@ from ml_flashpoint.core.manifest import (
     object_name,
     parse_manifest_name,
 )
-from ml_flashpoint.core.object_format import encode_header, header_length, parse_header, plan_layout
-from ml_flashpoint.core.object_layout import Entry
+from ml_flashpoint.format.object_format import encode_header, header_length, parse_header, plan_layout
+from ml_flashpoint.format.object_layout import Entry
 from ml_flashpoint.persist.store import PIECE_BYTES, DurableStore, as_octets
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import xxhash
 
-from ml_flashpoint.core.errors import DamagedError, InvalidArgumentError
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 
 MAX_RECORD_BYTES: Final = 64 * 2**20
 """Largest record."""

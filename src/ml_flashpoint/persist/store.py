@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.core.checkpoint_id_types import validate_segment
-from ml_flashpoint.core.errors import DamagedError, InvalidNameError
+from ml_flashpoint.format.checkpoint_id_types import validate_segment
+from ml_flashpoint.format.errors import DamagedError, InvalidNameError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -10,9 +10,9 @@ import queue
 import threading
 from collections.abc import Iterator
 
-from ml_flashpoint.core.digest import block_count, digest_block
-from ml_flashpoint.core.errors import DeadlineError, DigestMismatchError, InvalidArgumentError
-from ml_flashpoint.core.manifest import ObjectRecord
+from ml_flashpoint.format.digest import block_count, digest_block
+from ml_flashpoint.format.errors import DeadlineError, DigestMismatchError, InvalidArgumentError
+from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.replication.channel import Cancelled, Channel
 
 _INLINE_BYTES = 256 << 10

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     AuthenticationError,
     DeadlineError,
     FlashpointError,

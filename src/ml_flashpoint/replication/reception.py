@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ml_flashpoint.core.errors import AuthenticationError, DeadlineError, FlashpointError
+from ml_flashpoint.format.errors import AuthenticationError, DeadlineError, FlashpointError
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.channel import ConnectionLostError, track
 

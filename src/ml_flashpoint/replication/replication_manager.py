@@ -15,22 +15,22 @@ from collections.abc import Callable, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,
     ReplicationError,
     TopologyError,
 )
-from ml_flashpoint.core.knobs import transfer_deadline_s
-from ml_flashpoint.core.manifest import Manifest, encode
-from ml_flashpoint.core.rank_group import RankGroup, rank_group
-from ml_flashpoint.replication.channel import ConnectionLostError
-from ml_flashpoint.replication.store_backend import StoreBackend
-from ml_flashpoint.replication.strategies import (
+from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.format.manifest import Manifest, encode
+from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
+from ml_flashpoint.ranks.strategies import (
     NoReplicationStrategy,
     PairwiseReplicationStrategy,
     ReplicationStrategy,
 )
+from ml_flashpoint.replication.channel import ConnectionLostError
+from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
 

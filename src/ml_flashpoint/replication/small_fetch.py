@@ -5,9 +5,9 @@ Owns those checks. Whole objects, with retries over several holders, are `transf
 
 from __future__ import annotations
 
-from ml_flashpoint.core.digest import block_count, verify_blocks
-from ml_flashpoint.core.errors import ManifestError
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord, decode, parse_object_name
+from ml_flashpoint.format.digest import block_count, verify_blocks
+from ml_flashpoint.format.errors import ManifestError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode, parse_object_name
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
 
 

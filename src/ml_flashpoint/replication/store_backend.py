@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.errors import InvalidNameError, ObjectNotFoundError, UnreadableError
-from ml_flashpoint.core.manifest import Manifest, manifest_name, parse_object_name
+from ml_flashpoint.format.errors import InvalidNameError, ObjectNotFoundError, UnreadableError
+from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_object_name
 
 ROOM_S = 5.0
 """Seconds that a peer's copy waits for room: long enough for this rank to hear a verdict that its peer has heard."""

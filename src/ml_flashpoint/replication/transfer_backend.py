@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.format.manifest import Manifest
 
 
 class IncomingPart(Protocol):

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
     DeadlineError,
     DigestMismatchError,
     FlashpointError,
@@ -24,7 +24,7 @@ from ml_flashpoint.core.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.core.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
 from ml_flashpoint.replication.channel import (

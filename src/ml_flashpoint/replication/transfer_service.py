@@ -17,9 +17,9 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from ml_flashpoint.core import manifest as manifests
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format import manifest as manifests
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
@@ -27,7 +27,7 @@ from ml_flashpoint.core.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.core.manifest import Manifest
+from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
 from ml_flashpoint.replication.channel import Address, Channel, ConnectionLostError, naming, track

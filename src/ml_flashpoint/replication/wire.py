@@ -39,7 +39,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.format.errors import (
     AuthenticationError,
     CapacityError,
     DeadlineError,
@@ -54,7 +54,7 @@ from ml_flashpoint.core.errors import (
     ReplicationError,
     UnreadableError,
 )
-from ml_flashpoint.core.manifest import MAX_MANIFEST_BYTES
+from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES
 
 # --- Knobs --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """How bytes get into an arena and out of it: one copy, in few calls, with the GIL released.
 
 Owns the copy itself on CPU and CUDA, and the views that it copies through. Where tensors go in an arena is
-the layout's business (`core.object_format`); what is done with the bytes afterwards is the saver's.
+the layout's business (`format.object_format`); what is done with the bytes afterwards is the saver's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 # The copy is cut into pieces of about this many bytes, so that digests can follow close behind.
 _PIECE = 32 << 20

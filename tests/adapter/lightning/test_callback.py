@@ -25,9 +25,9 @@ from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, LoadError
-from ml_flashpoint.core.manifest import Manifest
-from ml_flashpoint.facade.schedule import passes_multiple
+from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
+from ml_flashpoint.format.manifest import Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

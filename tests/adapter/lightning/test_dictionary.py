@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("lightning")
 
 from ml_flashpoint.adapter.lightning.dictionary import put_together, take_apart
-from ml_flashpoint.core.errors import LoadError
+from ml_flashpoint.format.errors import LoadError
 
 
 def there_and_back(value: Any) -> Any:

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from ml_flashpoint.core.errors import DivergedError, SaveError, UnaskedVersionsError
+from ml_flashpoint.format.errors import DivergedError, SaveError, UnaskedVersionsError
 from tests.support import forked, megatron
 from tests.support.worker import base_path
 

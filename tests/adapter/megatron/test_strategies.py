@@ -26,7 +26,7 @@ from ml_flashpoint.adapter.megatron.save_plan import _decoded, _encoded
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.megatron.translation import save_planner, state_to_save
-from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError, UnsafeContentError
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, UnsafeContentError
 from tests.support.megatron import Door, TorchDist
 from tests.support.megatron_states import Layout, sharded_state
 

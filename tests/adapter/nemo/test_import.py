@@ -49,7 +49,7 @@ def test_signatures_of_the_recipe() -> None:
 @pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")
 def test_bad_arguments_of_the_callback_fail_at_once() -> None:
     from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback
-    from ml_flashpoint.core.errors import InvalidArgumentError
+    from ml_flashpoint.format.errors import InvalidArgumentError
 
     for name, options in {
         "every_n_steps": {"every_n_steps": 0},
@@ -68,7 +68,7 @@ def test_several_ranks_must_have_their_processes_set_up(monkeypatch: pytest.Monk
     import nemo.lightning as nl
 
     from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
-    from ml_flashpoint.core.errors import InvalidArgumentError
+    from ml_flashpoint.format.errors import InvalidArgumentError
 
     trainer = nl.Trainer(accelerator="cpu", devices=1, strategy=nl.MegatronStrategy(), logger=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

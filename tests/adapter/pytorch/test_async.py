@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.format.errors import SaveError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.planners import FailingPlanner, GatedPlanner, RenamingPlanner
 from tests.support.tensors import assert_same, blank

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata, encode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
 from tests.support.tensors import PLAIN_DTYPES
 
 _NAMES = st.text(max_size=5) | st.sampled_from(["a.b", "\ud800", "0", "ü"])

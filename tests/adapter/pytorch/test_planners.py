@@ -200,7 +200,7 @@ def test_the_metadata_returned_says_where_everything_is(door: Door) -> None:
 
 
 def _entries(door: Door, step: int) -> list[Any]:
-    from ml_flashpoint.core.object_format import parse_header
+    from ml_flashpoint.format.object_format import parse_header
 
     data = door.object_path(step).read_bytes()
     return list(parse_header(data, len(data)).layout.entries)

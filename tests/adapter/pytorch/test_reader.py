@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
-from ml_flashpoint.core.manifest import manifest_name, parse_manifest_name, read_manifest, write_manifest
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
+from ml_flashpoint.format.manifest import manifest_name, parse_manifest_name, read_manifest, write_manifest
 from tests.support.dcp import Door
 from tests.support.tensors import assert_same, blank
 

@@ -129,7 +129,7 @@ def test_tied_tensors_are_stored_once_and_loaded_as_both(door: Door, mode: str) 
 
 
 def _entries(door: Door, step: int) -> list[Any]:
-    from ml_flashpoint.core.object_format import parse_header
+    from ml_flashpoint.format.object_format import parse_header
 
     data = door.object_path(step).read_bytes()
     return list(parse_header(data, len(data)).layout.entries)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive, refused_names
-from ml_flashpoint.adapter.pytorch.storage_data import check_bytes
-from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.unpickling.checks import check_bytes
+from ml_flashpoint.unpickling.safe_archive import load_archive, refused_names
 from tests.workers.fuzz_archives import VALUES, archive_of, parts_of, saved
 
 

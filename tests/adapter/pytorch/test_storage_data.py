@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.adapter.pytorch.storage_data import check_bytes, unsafe_globals
-from ml_flashpoint.core.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.unpickling.checks import check_bytes, unsafe_globals
 
 
 class Suspect:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ml_flashpoint.core.extras import require
+from ml_flashpoint.extras import require
 
 require("lightning", "torch", "lightning")
 

@@ -19,10 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
-from ml_flashpoint.core.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
-from ml_flashpoint.core.read_back import checked_mode
-from ml_flashpoint.facade.arguments import (
+from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
     checked_globals,
@@ -30,8 +27,11 @@ from ml_flashpoint.facade.arguments import (
     checked_seconds,
     checked_strategy,
 )
-from ml_flashpoint.facade.schedule import passes_multiple
-from ml_flashpoint.replication.strategies import ReplicationStrategy
+from ml_flashpoint.core.read_back import checked_mode
+from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

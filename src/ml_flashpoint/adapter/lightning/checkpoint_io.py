@@ -13,8 +13,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from ml_flashpoint.adapter.lightning.dictionary import Checkpoint
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 

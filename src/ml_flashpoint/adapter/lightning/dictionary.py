@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided
-from ml_flashpoint.core.errors import LoadError
 from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, largest_share
+from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
 Checkpoint = dict[str, Any]
 """What `Trainer.save_checkpoint` would save."""

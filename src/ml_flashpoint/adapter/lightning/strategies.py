@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _SHARDED = (FSDPStrategy, ModelParallelStrategy)
 _WHOLE = (DDPStrategy, SingleDeviceStrategy)

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ml_flashpoint.adapter.megatron.save_strategies import version_of
 from ml_flashpoint.adapter.megatron.translation import LoadTranslation, metadata_types, object_types
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.storage_data import SafeGlobal
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import InvalidArgumentError, LoadError
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
 class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.planner import (
 from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
-from ml_flashpoint.core.errors import FlashpointError, SaveError, UnsafeContentError
-from ml_flashpoint.core.rank_group import RankGroup
+from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafeContentError
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.unpickling.safe_archive import load_archive
 
 _log = logging.getLogger(__name__)
 

@@ -29,12 +29,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common, state_to_save
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided, settled
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains, write_companions
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.companions import companion_items, companion_labels
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.core.object_writer import BytesItem
+from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
     DeadlineError,
     DivergedError,
     FlashpointError,
@@ -43,12 +44,11 @@ from ml_flashpoint.core.errors import (
     UnaskedVersionsError,
     UnsafeContentError,
 )
-from ml_flashpoint.core.knobs import seal_deadline_s
-from ml_flashpoint.core.object_writer import BytesItem
-from ml_flashpoint.core.rank_group import rank_group
-from ml_flashpoint.core.save_ticket import SaveTicket
-from ml_flashpoint.facade.planners import place_of
+from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.staging.collection import collection_paused
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided, settled
+from ml_flashpoint.unpickling.checks import place_of
 
 _log = logging.getLogger(__name__)
 

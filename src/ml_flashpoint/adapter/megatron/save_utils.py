@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy, version_of
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _CONTENT_METADATA_KEY = "content_metadata"
 

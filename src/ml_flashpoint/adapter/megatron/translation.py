@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from ml_flashpoint.core.errors import SaveError
+from ml_flashpoint.format.errors import SaveError
 
 try:  # until 0.15: tensors of several dimensions of which a rank has a range of the flattened elements
     from megatron.core.dist_checkpointing.strategies import resharding

@@ -13,8 +13,8 @@ from nemo.lightning.resume import AutoResume, _try_restore_tokenizer
 
 from ml_flashpoint.adapter.nemo.checkpoint_io import CONTEXT_FILE
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.core.errors import NothingLoadableError
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.format.errors import NothingLoadableError
+from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
 

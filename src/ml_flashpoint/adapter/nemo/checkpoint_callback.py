@@ -11,10 +11,10 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError
-from ml_flashpoint.facade.arguments import checked_base, checked_bool, checked_integer
-from ml_flashpoint.facade.schedule import passes_multiple
+from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 
 class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]

@@ -11,13 +11,13 @@ from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronL
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.errors import FlashpointError
-from ml_flashpoint.core.knobs import exit_deadline_s
-from ml_flashpoint.core.rank_group import rank_group
 from ml_flashpoint.core.saver import unasked_versions
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.knobs import exit_deadline_s
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)

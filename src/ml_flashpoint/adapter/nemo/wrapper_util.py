@@ -18,10 +18,10 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.core.errors import InvalidArgumentError
+from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.core.read_back import checked_mode
-from ml_flashpoint.facade.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ml_flashpoint.core.extras import require
+from ml_flashpoint.extras import require
 
 require("pytorch", "torch")

@@ -19,26 +19,21 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
-from ml_flashpoint.adapter.pytorch.storage_data import (
-    METADATA_KEY,
-    METADATA_SCOPE,
-    ItemPlace,
-    SafeGlobal,
-    check_bytes,
-)
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.errors import (
+from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     InvalidArgumentError,
     LoadError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.core.part_reader import ObjectReader
-from ml_flashpoint.core.rank_group import rank_group
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.staging.copy import copy_all
+from ml_flashpoint.unpickling.checks import check_bytes
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 

@@ -31,24 +31,21 @@ from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, pla
 from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, resolve_items, written_plan
 from ml_flashpoint.adapter.pytorch.plan_rider import PlanRider, listen
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
-from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves
-from ml_flashpoint.adapter.pytorch.storage_data import (
-    METADATA_KEY,
-    METADATA_SCOPE,
-    SafeGlobal,
-    by_name,
-)
+from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.core.attempts import SaveIdentity
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.core.checkpoint_saver import (
     DefaultMLFlashpointCheckpointSaver,
     MLFlashpointCheckpointSaver,
 )
-from ml_flashpoint.core.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
-from ml_flashpoint.core.knobs import seal_deadline_s
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.staging.copy import cpu_clone
+from ml_flashpoint.staging.state_dict_stager import TensorLeaves
+from ml_flashpoint.unpickling.checks import by_name
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

@@ -38,9 +38,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ml_flashpoint.adapter.pytorch.safe_archive import load_archive
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal, refuse_unloadable
-from ml_flashpoint.core.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.unpickling.checks import refuse_unloadable
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 _VERSION = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ml_flashpoint.adapter.pytorch.state_dict_stager import TensorLeaves
+from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 
 if TYPE_CHECKING:
     from ml_flashpoint.core.save_ticket import SaveTicket

@@ -14,10 +14,12 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ml_flashpoint.adapter.pytorch.state_dict_stager import is_plain_strided, settled, storable_name
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace, SafeGlobal, refuse_unloadable
-from ml_flashpoint.core.errors import NotStagedError
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.format.errors import NotStagedError
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided, settled, storable_name
+from ml_flashpoint.unpickling.checks import refuse_unloadable
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ml_flashpoint.core.attempts import SaveIdentity, common_identity
-from ml_flashpoint.core.errors import DivergedError
+from ml_flashpoint.format.errors import DivergedError
 
 Note = Callable[["PlanRider"], None]
 

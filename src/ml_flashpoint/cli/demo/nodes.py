@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from ml_flashpoint.core.errors import DeadlineError
-from ml_flashpoint.core.knobs import NODE_ID_VARIABLE
+from ml_flashpoint.format.errors import DeadlineError
+from ml_flashpoint.format.knobs import NODE_ID_VARIABLE
 
 _HOST = "127.0.0.1"
 _SHM = Path("/dev/shm")

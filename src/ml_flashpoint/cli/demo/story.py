@@ -20,7 +20,7 @@ from ml_flashpoint.cli.demo.nodes import Nodes
 from ml_flashpoint.cli.demo.record import Injected, RunRecord
 from ml_flashpoint.cli.demo.reports import parse
 from ml_flashpoint.cli.verify import verify_part
-from ml_flashpoint.core.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError
 
 JOB = "ml_flashpoint.cli.demo.job"
 NODES = 2

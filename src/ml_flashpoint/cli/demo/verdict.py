@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ml_flashpoint.cli.demo.record import Recovery, RunRecord, recoveries
-from ml_flashpoint.core.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 
 FINAL_CLAIM = "final weights equal to the fault-free run: bit for bit"
 

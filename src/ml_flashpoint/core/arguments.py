@@ -1,0 +1,77 @@
+"""Checks of what a user passes to the façade; every refusal names the argument and the value."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+
+
+def checked_base(base: str | os.PathLike[str], argument: str = "base") -> CheckpointContainerId:
+    """A base container, for every door: where a relative path leads depends on who starts the process where."""
+    try:
+        return CheckpointContainerId(base)
+    except (InvalidNameError, TypeError) as error:
+        raise InvalidArgumentError(f"must be an absolute path: {error}", argument=argument, value=base) from error
+
+
+def checked_fallback(value: Callable[[], int | None] | None) -> Callable[[], int | None] | None:
+    """Something to call, or None."""
+    if value is not None and not callable(value):
+        raise InvalidArgumentError(
+            "must be a function without arguments that loads the state from elsewhere and returns its step, or None",
+            argument="fallback",
+            value=value,
+        )
+    return value
+
+
+def checked_integer(argument: str, value: int, minimum: int, maximum: int | None = None) -> int:
+    """An integer within bounds."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    if not fits or (maximum is not None and value > maximum):
+        bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise InvalidArgumentError(f"must be an integer {bounds}", argument=argument, value=value)
+    return value
+
+
+def checked_bool(argument: str, value: bool) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError("must be True or False", argument=argument, value=value)
+    return value
+
+
+def checked_seconds(argument: str, value: float) -> float:
+    """A positive, finite duration."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InvalidArgumentError("must be a positive number of seconds", argument=argument, value=value)
+    return float(value)
+
+
+def checked_strategy(value: ReplicationStrategy | None) -> ReplicationStrategy | None:
+    """A replication strategy, or none."""
+    if value is not None and not isinstance(value, ReplicationStrategy):
+        raise InvalidArgumentError("must be a ReplicationStrategy or None", argument="replication", value=value)
+    return value
+
+
+def checked_globals(given: Sequence[SafeGlobal]) -> tuple[SafeGlobal, ...]:
+    """Types, or pairs of a type and its full name."""
+    items = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
+    if items is None or not all(map(_is_safe_global, items)):
+        raise InvalidArgumentError(
+            "must be a list of types, or of pairs of a type and its full name", argument="safe_globals", value=given
+        )
+    return items
+
+
+def _is_safe_global(item: object) -> bool:
+    if isinstance(item, tuple):
+        return len(item) == 2 and callable(item[0]) and isinstance(item[1], str)
+    return callable(item)

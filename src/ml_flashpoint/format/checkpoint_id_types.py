@@ -1,0 +1,252 @@
+"""Absolute, hierarchical names of checkpoints and of the objects in them.
+
+Owns what a valid name is and how a version's directory is called. Names are values: nothing here looks at a
+filesystem, so a name says nothing about whether something exists there, and symbolic links are not resolved.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from functools import total_ordering
+from typing import Any, NoReturn, SupportsIndex, TypeVar
+
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+
+MAX_SEGMENT_BYTES = 255
+"""Longest segment in bytes of UTF-8: `NAME_MAX` of the filesystems that checkpoints live on."""
+
+MAX_STEP = 2**63 - 1
+"""Largest step number: steps are agreed on as signed 64-bit integers in collectives."""
+
+_VERSION_CONTAINER = re.compile(r"step-(0|[1-9][0-9]{0,18})_ckpt")
+_SHOWN_CHARACTERS = 80
+
+_Id = TypeVar("_Id", bound="_AbsoluteId")
+
+
+def _shown(name: str) -> str:
+    return ascii(name if len(name) <= _SHOWN_CHARACTERS else name[:_SHOWN_CHARACTERS] + "...")
+
+
+def validate_segment(name: str) -> str:
+    """Returns `name` if it can be one segment of an id, and so one file name inside its directory.
+
+    Names that arrive from a peer or from a manifest go through here before they are joined to a path.
+
+    Raises:
+        InvalidNameError: `name` is not a string, is empty, `.` or `..`, holds a slash or a NUL, cannot be
+            encoded as UTF-8, or is longer than `MAX_SEGMENT_BYTES`.
+    """
+    if not isinstance(name, str):
+        raise InvalidNameError(f"a name must be a string, not {type(name).__name__}")
+    if name in ("", ".", ".."):
+        raise InvalidNameError(f"a name must not be {_shown(name)}")
+    if "/" in name or "\0" in name:
+        raise InvalidNameError(f"a name must not hold a slash or a NUL: {_shown(name)}")
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError:
+        raise InvalidNameError(f"a name must be encodable as UTF-8: {_shown(name)}") from None
+    if len(encoded) > MAX_SEGMENT_BYTES:
+        raise InvalidNameError(
+            f"a name must have at most {MAX_SEGMENT_BYTES} bytes, not {len(encoded)}: {_shown(name)}"
+        )
+    return name
+
+
+def _split_absolute(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    raw = os.fspath(path)
+    if not isinstance(raw, str):
+        raise InvalidNameError("a checkpoint path must be text, not bytes")
+    if not raw.startswith("/"):
+        raise InvalidNameError(f"a checkpoint path must be absolute: {_shown(raw)}")
+    segments = tuple(validate_segment(segment) for segment in raw.split("/") if segment)
+    if not segments:
+        raise InvalidNameError("a checkpoint path must not be the root directory")
+    return segments
+
+
+def _sort_key(segments: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    # Versions order by step, after all other names, so that max() of a base's versions is the newest one.
+    # A step has exactly one spelling, hence equal keys mean equal segments.
+    steps = (CheckpointContainerId.parse_version_container(segment) for segment in segments)
+    return tuple((-1, segment) if step is None else (step, "") for segment, step in zip(segments, steps, strict=True))
+
+
+@total_ordering
+class _AbsoluteId:
+    """What both kinds of id share: an immutable, validated, normalised absolute path."""
+
+    __slots__ = ("_path", "_segments")
+
+    _path: str
+    _segments: tuple[str, ...]
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        segments = _split_absolute(path)
+        object.__setattr__(self, "_segments", segments)
+        object.__setattr__(self, "_path", "/" + "/".join(segments))
+
+    @property
+    def path(self) -> str:
+        """The normalised absolute path."""
+        return self._path
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The names on the way from the root, at least one."""
+        return self._segments
+
+    @property
+    def name(self) -> str:
+        """The last segment."""
+        return self._segments[-1]
+
+    def is_relative_to(self, base: str | os.PathLike[str]) -> bool:
+        """Whether this is `base` or lies below it, by whole segments (`/jobs/1` is not below `/job`)."""
+        above = _split_absolute(base)
+        return self._segments[: len(above)] == above
+
+    def __str__(self) -> str:
+        return self._path
+
+    def __fspath__(self) -> str:
+        return self._path
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        # A container and an object of the same path are different things, and neither equals a plain string:
+        # an unnormalised string would compare unequal to its own id.
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._path == other._path
+
+    def __lt__(self: _Id, other: _Id) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return _sort_key(self._segments) < _sort_key(other._segments)
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self._path))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, so that an id from a pickle is validated like any other.
+        return type(self), (self._path,)
+
+
+class CheckpointContainerId(_AbsoluteId):
+    """Name of a directory of a checkpoint: a job's base container, a version, or anything between.
+
+    Immutable, hashable, picklable and ordered: siblings compare by name, versions by step. `str()` and
+    `os.fspath()` give the normalised path.
+
+    Args:
+        path: Absolute path. Repeated and trailing slashes are dropped.
+
+    Raises:
+        InvalidNameError: The path is relative, is the root, or has a segment that `validate_segment` refuses.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def create_child(parent: str | os.PathLike[str], *names: str) -> CheckpointContainerId:
+        """Returns the container below `parent` that is reached by `names`, at least one.
+
+        Each name is one segment: nothing in it can lead out of `parent`.
+
+        Raises:
+            InvalidArgumentError: No name was given.
+            InvalidNameError: `parent` or a name is not valid.
+        """
+        if not names:
+            raise InvalidArgumentError("a child needs at least one name", argument="names", value=names)
+        above = CheckpointContainerId(parent)
+        return CheckpointContainerId("/".join([above.path, *map(validate_segment, names)]))
+
+    @staticmethod
+    def format_version_container(step: SupportsIndex) -> str:
+        """Returns the directory name of the version of a step: `step-<n>_ckpt`.
+
+        Raises:
+            InvalidArgumentError: `step` is not an integer from 0 to `MAX_STEP`.
+        """
+        try:
+            number = -1 if isinstance(step, bool) else operator.index(step)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= MAX_STEP:
+            raise InvalidArgumentError(f"a step must be an integer from 0 to {MAX_STEP}", argument="step", value=step)
+        return f"step-{number}_ckpt"
+
+    @staticmethod
+    def parse_version_container(name: str) -> int | None:
+        """Returns the step of a version's directory name, or `None` if `name` is not exactly such a name.
+
+        Strict: what `format_version_container` would not have written is not a version.
+        """
+        match = _VERSION_CONTAINER.fullmatch(name)
+        if match is None:
+            return None
+        step = int(match[1])
+        return step if step <= MAX_STEP else None
+
+    @property
+    def parent(self) -> CheckpointContainerId:
+        """The container above this one.
+
+        Raises:
+            InvalidNameError: There is none, since the root directory is not a container.
+        """
+        return CheckpointContainerId("/" + "/".join(self._segments[:-1]))
+
+    @property
+    def step(self) -> int | None:
+        """The step, if the last segment is the name of a version."""
+        return self.parse_version_container(self.name)
+
+
+class CheckpointObjectId(_AbsoluteId):
+    """Name of one object (file) in a container.
+
+    Immutable, hashable, picklable and ordered like `CheckpointContainerId`, and never equal to one.
+
+    Args:
+        path: Absolute path of at least two segments. Repeated and trailing slashes are dropped.
+
+    Raises:
+        InvalidNameError: The path is relative, is the root or directly below it, or has a segment that
+            `validate_segment` refuses.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        if len(self._segments) < 2:
+            raise InvalidNameError(f"an object must lie in a container: {_shown(self._path)}")
+
+    @staticmethod
+    def create(container: str | os.PathLike[str], name: str) -> CheckpointObjectId:
+        """Returns the object called `name` in `container`.
+
+        Raises:
+            InvalidNameError: `container` or `name` is not valid.
+        """
+        above = CheckpointContainerId(container)
+        return CheckpointObjectId(f"{above.path}/{validate_segment(name)}")
+
+    @property
+    def container(self) -> CheckpointContainerId:
+        """The container that the object lies in."""
+        return CheckpointContainerId("/" + "/".join(self._segments[:-1]))

@@ -1,0 +1,152 @@
+"""How tensors of each dtype are stored in objects. Dtypes are known by torch's names, such as ``float32``.
+
+Owns which dtypes go into a safetensors file under its own dtype names, and which are stored as plain bytes
+with their true dtype and shape beside them. Where the bytes lie is up to `format.object_layout`, and which of
+these dtypes the torch at hand has is up to `staging.torch_dtypes`.
+
+Written natively is what every safetensors release since 0.4.2 reads. Later releases know more dtypes; those
+are read, but not written, so that an object opens with any release in the field.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+BYTES: Final = "U8"
+"""Name in a file of the dtype of plain bytes."""
+
+PACKED_PAIRS: Final = "F4"
+"""The one name in a file that counts two elements for each element that torch counts."""
+
+MAX_DIMENSIONS: Final = 1024
+"""Most dimensions of a stored tensor; torch's own operators give up long before."""
+
+MAX_SIZE: Final = 2**63 - 1
+"""Largest tensor, and largest file, in bytes."""
+
+_WRITTEN: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    BYTES: "uint8",
+    "BOOL": "bool",
+}
+_READ: Final = _WRITTEN | {
+    "C64": "complex64",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    PACKED_PAIRS: "float4_e2m1fn_x2",
+}
+_WRITTEN_NAMES: Final = {dtype: name for name, dtype in _WRITTEN.items()}
+
+_BY_ITEMSIZE: Final = {
+    1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "bits8 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+    2: "int16 uint16 float16 bfloat16 bits16",
+    4: "int32 uint32 float32 complex32",
+    8: "int64 uint64 float64 complex64",
+    16: "complex128",
+}
+ITEMSIZES: Final = {dtype: size for size, dtypes in _BY_ITEMSIZE.items() for dtype in dtypes.split()}
+"""Bytes of an element of each dtype that can be stored by its bytes alone. All of torch's but the quantized ones,
+whose bytes mean nothing without scales and zero points."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """How tensors of one dtype and shape are stored.
+
+    Attributes:
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        nbytes: Bytes that it takes.
+        file_dtype: Name of the dtype that the file says it has.
+        file_shape: Dimensions that the file says it has, separated by commas.
+        true_type: Dtype and shape of the tensor as text, if the file calls it plain bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file_dtype: str
+    file_shape: str
+    true_type: str | None
+
+
+# States have few distinct shapes, and asking again must be cheap: it is done for every tensor.
+@lru_cache(maxsize=2**15)
+def stored_tensor(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    """Returns how tensors of a dtype and shape are stored.
+
+    Raises:
+        InvalidArgumentError: The dtype is not storable, or the shape is not that of a tensor.
+    """
+    if dtype not in ITEMSIZES:
+        raise InvalidArgumentError(
+            "a tensor of this dtype cannot be stored by its bytes",
+            argument="dtype",
+            value=dtype,
+            hint="store what it is made of: its integers, scales and zero points",
+        )
+    try:
+        dimensions = tuple(map(operator.index, shape))
+    except TypeError:
+        raise InvalidArgumentError("a shape must be integers", argument="shape", value=shape) from None
+    nbytes = tensor_nbytes(dtype, dimensions)
+    if nbytes is None:
+        raise InvalidArgumentError("this is not the shape of a tensor", argument="shape", value=shape)
+    text = ",".join(map(str, dimensions))
+    name = _WRITTEN_NAMES.get(dtype)
+    if name is not None:
+        return StoredTensor(dtype, dimensions, nbytes, name, text, None)
+    return StoredTensor(dtype, dimensions, nbytes, BYTES, str(nbytes), f"{dtype} {text}")
+
+
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int | None:
+    """Returns the bytes of a tensor, or `None` if no tensor can have this shape."""
+    if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_SIZE for size in shape):
+        return None
+    nbytes = math.prod(shape) * ITEMSIZES[dtype]
+    return nbytes if nbytes <= MAX_SIZE else None
+
+
+def parse_file_type(name: str, file_shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Returns dtype and shape of what a safetensors file says, or `None` if there is no such dtype."""
+    dtype = _READ.get(name)
+    if dtype is None:
+        return None
+    if name == PACKED_PAIRS:
+        if not file_shape or file_shape[-1] % 2:
+            return None
+        file_shape = (*file_shape[:-1], file_shape[-1] // 2)
+    return dtype, file_shape
+
+
+def parse_true_type(text: str) -> tuple[str, tuple[int, ...]] | None:
+    """Returns dtype and shape of a `StoredTensor.true_type`, or `None` if there is no such tensor."""
+    dtype, _, dimensions = text.partition(" ")
+    sizes = dimensions.split(",") if dimensions else []
+    if dtype not in ITEMSIZES or len(sizes) > MAX_DIMENSIONS:
+        return None
+    # The shape must be spelled as it is written: int() would also take signs, blanks and underscores.
+    if not all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes):
+        return None
+    return dtype, tuple(map(int, sizes))

@@ -1,0 +1,89 @@
+"""What kind of failure it was: one rule for every door.
+
+Owns the three questions that recovery asks of an error: whether the bytes are to blame, whether trying again may help,
+and whether an older version may be loadable where this one is not. Trying again with back-off is here, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    DeadlineError,
+    FlashpointError,
+    ObjectNotFoundError,
+    PrunedError,
+    ReplicationError,
+    UnreadableError,
+)
+
+_log = logging.getLogger(__name__)
+
+_DAMAGE = (DamagedError, ObjectNotFoundError)
+_TRANSIENT = (UnreadableError, ReplicationError, DeadlineError, OSError, MemoryError)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+_T = TypeVar("_T")
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a part is not, or not as it was saved, where it was looked for. Looking again finds the same."""
+    return isinstance(error, _DAMAGE)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether something could not be read just now, which says nothing about what it is."""
+    return isinstance(error, _TRANSIENT)
+
+
+def may_older_be_loadable(error: BaseException) -> bool:
+    """Whether the cause lies with this version or the way to it. Anything else (a program that differs from the one
+    that was saved, a type that is not allowed) would happen to the older one as well."""
+    return isinstance(error, (*_DAMAGE, *_TRANSIENT, PrunedError))
+
+
+def as_ours(error: Exception) -> FlashpointError:
+    """An error to vote with: raised where the other ranks wait, it would leave them to their deadline. What is not of
+    ours is out of memory or threads, say, or a bug; either tells nothing about a checkpoint."""
+    return error if isinstance(error, FlashpointError) else UnreadableError(f"{type(error).__name__}: {error}")
+
+
+def pauses(until: float) -> Iterator[None]:
+    """Sleep before each further try, longer each time, until ``until`` (`time.monotonic`) has passed."""
+    pause_s = _FIRST_PAUSE_S
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        yield
+
+
+def retrying(work: Callable[[], _T], until: float, what: str) -> _T:
+    """Do something, and again for as long as it fails for a reason that may pass and ``until`` has not.
+
+    Not for what is collective. It is tried once at least.
+
+    Args:
+        what: for the log.
+
+    Raises:
+        Exception: the last failure.
+    """
+    waiting = pauses(until)
+    tries = 0
+    while True:
+        try:
+            return work()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            tries += 1
+            if tries == 1:
+                _log.warning("%s failed, trying again for %.0f s: %s", what, max(0.0, until - time.monotonic()), error)
+            try:
+                next(waiting)
+            except StopIteration:
+                raise error from None

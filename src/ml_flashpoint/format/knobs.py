@@ -1,0 +1,98 @@
+"""Every tunable of the engine, in one place, each overridable by an environment variable.
+
+A knob is read when it is used, so a test or a job script may set the variable at any time before.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ml_flashpoint.format.digest import BLOCK_SIZE
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise InvalidArgumentError("must be a positive number", argument=name, value=text)
+    return value
+
+
+def transfer_deadline_s() -> float:
+    """Seconds without progress after which a transfer to or from a peer is given up."""
+    return _number("FLASHPOINT_TRANSFER_DEADLINE_S", 30.0)
+
+
+def collective_deadline_s() -> float:
+    """Seconds that a rank waits for the others when they recover or agree."""
+    return _number("FLASHPOINT_COLLECTIVE_DEADLINE_S", 600.0)
+
+
+def recovery_deadline_s() -> float:
+    """Seconds for which what cannot be read just now is tried again, before an older version is taken or none."""
+    return _number("FLASHPOINT_RECOVERY_DEADLINE_S", 60.0)
+
+
+def seal_deadline_s() -> float:
+    """Seconds that a save may take from its stage to its seal before its arena is taken back."""
+    return _number("FLASHPOINT_SEAL_DEADLINE_S", 600.0)
+
+
+def call_deadline_s() -> float:
+    """Seconds that a function given to a queue of asynchronous calls may run before a blocking wait gives it up."""
+    return _number("FLASHPOINT_CALL_DEADLINE_S", 3600.0)
+
+
+def lock_deadline_s() -> float:
+    """Seconds that a starting rank waits for its dying predecessor to let go of the arenas."""
+    return _number("FLASHPOINT_LOCK_DEADLINE_S", 30.0)
+
+
+def exit_deadline_s() -> float:
+    """Seconds that an exiting process gives to replication still under way."""
+    return _number("FLASHPOINT_EXIT_DEADLINE_S", 10.0)
+
+
+def reader_hold_s() -> float:
+    """Seconds that a version which could go stays for those who are reading it from outside of the job."""
+    return _number("FLASHPOINT_READER_HOLD_S", 60.0)
+
+
+def ddict_keep_folder_s() -> float:
+    """Seconds that a node keeps the memory of killed managers of a `DDict` on Ray, for those that come back there."""
+    return _number("FLASHPOINT_DDICT_KEEP_FOLDER_S", 20.0)
+
+
+BLOCK_BYTES_VARIABLE = "FLASHPOINT_TEST_BLOCK_BYTES"
+"""Internal, for tests only: makes the blocks of new objects small, so that states of tests have many."""
+
+_MIN_BLOCK_BYTES = 4096
+_MAX_BLOCK_BYTES = 2**30
+
+
+def block_bytes() -> int:
+    """Bytes of the blocks by which new objects are digested.
+
+    Whoever reads an object goes by its manifest, so processes need not agree on this.
+    """
+    text = os.environ.get(BLOCK_BYTES_VARIABLE)
+    if text is None:
+        return BLOCK_SIZE
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0
+    if not _MIN_BLOCK_BYTES <= value <= _MAX_BLOCK_BYTES or value & (value - 1):
+        raise InvalidArgumentError(
+            f"must be a power of two from {_MIN_BLOCK_BYTES} to {_MAX_BLOCK_BYTES}",
+            argument=BLOCK_BYTES_VARIABLE,
+            value=text,
+        )
+    return value
+
+
+NODE_ID_VARIABLE = "FLASHPOINT_NODE_ID"
+"""Names the failure domain of this process, where the host is not it (several nodes on one machine)."""

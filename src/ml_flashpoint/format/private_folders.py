@@ -1,0 +1,267 @@
+"""Folders that only this job's user may write to: made so, and checked before anything in them is believed.
+
+Owns the rule. A base container often lies where everybody may write (``/dev/shm``, ``/tmp``), so whoever is there
+first could have planted it, or a symbolic link in its place, and would then have this user's files deleted or
+overwritten. Nothing of that kind is followed:
+
+* The folder itself belongs to this user, and nobody else may write to it.
+* On the way there, every folder belongs to this user or to root. One that everybody may write to is sticky, so that
+  nobody can replace what is in it.
+* A symbolic link on the way belongs to this user or to root.
+
+Whoever owns the way can do as they like: root is not kept out, and inside a user namespace neither are owners whom it
+cannot name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ml_flashpoint.format.errors import FlashpointError, UnsafePathError
+
+_MAX_LINKS: Final = 40
+_TRIES: Final = 8
+_MODE: Final = 0o700
+_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
+
+
+def make_base(base: Path) -> None:
+    """Make a base container if there is none, and the folders on the way, with mode 0700; check it.
+
+    Raises:
+        UnsafePathError: others could have planted it, or could write to it, or to a folder on the way.
+        FlashpointError: it cannot be made.
+    """
+    if os.path.isdir(base):  # one look along the way is enough
+        return check_folder(check_way(base))
+    real = check_way(base.parent) / base.name
+    with _reported(base):
+        for folder in (*reversed(real.parents), real):
+            if not os.path.lexists(folder):
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=_MODE)
+    check_folder(check_way(base))
+
+
+def make_tree(base: Path, folder: Path) -> None:
+    """Make a base container and a folder below it, each with mode 0700, and check all of them.
+
+    Raises:
+        UnsafePathError: see :func:`make_base` and :func:`make_private`.
+        FlashpointError: the base container cannot be made.
+        OSError: another folder cannot be made.
+    """
+    names = folder.relative_to(base).parts
+    for tries_left in reversed(range(_TRIES)):
+        make_base(base)
+        try:
+            for depth in range(len(names)):
+                make_private(base.joinpath(*names[: depth + 1]))
+            return
+        except FileNotFoundError:  # who used the folder last may be removing it
+            if not tries_left:
+                raise
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder with mode 0700 in one that is private, if there is none, or give it that mode; no link is followed.
+
+    Raises:
+        UnsafePathError: it is no folder, or belongs to somebody else.
+        OSError: it cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=_MODE)
+    descriptor = open_folder(folder)
+    try:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+            os.fchmod(descriptor, _MODE)
+    finally:
+        os.close(descriptor)
+
+
+def check_folder(folder: Path) -> None:
+    """Check a folder that others might have planted.
+
+    Raises:
+        UnsafePathError: it is no folder, or others own it or may write to it.
+    """
+    descriptor = open_folder(folder)
+    try:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+    if mode & 0o022:
+        raise UnsafePathError(
+            f"others may write to this folder (mode {mode:04o})",
+            path=folder,
+            hint="see what is in it, then chmod 700 it, or take another folder",
+        )
+
+
+def open_folder(folder: Path) -> int:
+    """A descriptor of a folder of this user.
+
+    Raises:
+        UnsafePathError: it is a symbolic link, no folder, or somebody else's.
+        FileNotFoundError: it is not there.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnsafePathError(
+            f"this cannot be used as a folder: {error.strerror}", path=folder, hint="remove it, or take another folder"
+        ) from error
+    try:
+        check_owner(descriptor, folder)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def sweep_folder(folder: Path, keeps: Callable[[str], bool]) -> None:
+    """Delete the files of a folder of this user, but for those whose names are kept. Folders in it stay.
+
+    By the descriptor of the folder: whoever exchanges that for another meanwhile has nothing deleted there.
+
+    Raises:
+        UnsafePathError: see :func:`open_folder`.
+        OSError: a file cannot be deleted.
+    """
+    descriptor = open_folder(folder)
+    try:
+        for name in os.listdir(descriptor):
+            if not keeps(name):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_owner(descriptor: int, path: Path) -> None:
+    """Check whose an open file is.
+
+    Raises:
+        UnsafePathError: somebody else's.
+    """
+    owner = os.fstat(descriptor).st_uid
+    if owner != os.geteuid():
+        raise UnsafePathError(
+            f"it belongs to user {owner}, and this process runs as {os.geteuid()}",
+            path=path,
+            hint="take another folder, or have it removed, or chown it to this user if you know who made it",
+        )
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user, made with mode 0600 if need be. Waits for nothing that lies there instead.
+
+    Args:
+        flags: as for `os.open`.
+
+    Raises:
+        UnsafePathError: something else lies there, or a file of somebody else.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise UnsafePathError(f"this is no file of ours: {error.strerror}", path=path, hint="remove it") from error
+    try:
+        check_owner(descriptor, path)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UnsafePathError("this is no regular file", path=path, hint="remove it")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def check_way(folder: Path) -> Path:
+    """Where a path leads, after a check of every folder and symbolic link on the way, and of itself. It need not exist.
+
+    Raises:
+        UnsafePathError: somebody else could lead it elsewhere.
+    """
+    trusted = {0, os.geteuid(), _overflow_uid()}
+    left = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
+    reached, links = Path("/"), 0
+    while left:
+        name = left.pop()
+        path = reached.parent if name == ".." else reached / name
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return path.joinpath(*reversed(left))
+        except OSError as error:
+            raise UnsafePathError(f"it cannot be looked at: {error.strerror}", path=path) from error
+        _check_step(path, status, trusted)
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > _MAX_LINKS:
+                raise UnsafePathError("too many symbolic links", path=folder)
+            target = Path(os.readlink(path))
+            reached = Path("/") if target.is_absolute() else reached
+            left += reversed([part for part in target.parts if part != "/"])
+        else:
+            reached = path
+    return reached
+
+
+def _check_step(path: Path, status: os.stat_result, trusted: set[int]) -> None:
+    kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder"
+    if status.st_uid not in trusted:
+        raise UnsafePathError(
+            f"this {kind} belongs to user {status.st_uid}, who could lead this job (user {os.geteuid()}) elsewhere",
+            path=path,
+            hint="take a base container in a folder of your own, such as /dev/shm/<user>/<job>",
+        )
+    if kind == "folder" and status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise UnsafePathError(
+            f"everybody may replace what is in this folder (mode {stat.S_IMODE(status.st_mode):04o})",
+            path=path,
+            hint="chmod o-w it, or chmod +t it, or take a base container elsewhere",
+        )
+
+
+def _overflow_uid() -> int:
+    """Who owns files of users that this user namespace has no number for; root, where it has one for all."""
+    try:
+        return int(_OVERFLOW.read_text()) if _is_mapped() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def _is_mapped() -> bool:
+    return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
+
+
+@contextlib.contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FlashpointError(
+            f"the base container cannot be made: {error.strerror}",
+            path=path,
+            hint="take a folder that this user may write to, such as /dev/shm/<user>/<job>",
+        ) from error

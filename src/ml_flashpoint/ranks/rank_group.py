@@ -1,0 +1,265 @@
+"""The ranks of a job: who they are, on which nodes, and the few things they agree on.
+
+Owns a gloo group of its own for what ranks agree on in the foreground, and one for the background of each saver, so
+that none can interleave with the user's collectives or with each other (`lasting_group` builds them anew when they
+break), the map of ranks to nodes, the run id and the job's secret. Everything sent is bytes or integers: nothing is
+pickled. Without a process group it is a group of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ml_flashpoint.format.checkpoint_id_types import validate_segment
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
+from ml_flashpoint.ranks.lasting_group import LastingGroup
+from ml_flashpoint.ranks.strategies import Topology
+
+SECRET_BYTES = 32
+_MAX_BLOB = 1 << 32
+_GLOO_S = 0.3
+_SHARED_MEMORY = "/dev/shm"
+
+
+def local_node_id() -> str:
+    """This process's failure domain: ``FLASHPOINT_NODE_ID``, or the host, its boot and its shared memory.
+
+    Containers of one host that share its network, and so its name, have a ``/dev/shm`` each: what one of them keeps
+    there is out of the others' reach, and they are nodes of their own.
+    """
+    given = os.environ.get(NODE_ID_VARIABLE)
+    if given is not None:
+        return validate_segment(given)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        boot = "unknown"
+    try:
+        memory = f"-{os.stat(_SHARED_MEMORY).st_dev:x}"
+    except OSError:
+        memory = ""
+    return f"{socket.gethostname()}-{boot}{memory}"
+
+
+def new_run_id(not_before: str | None = None) -> str:
+    """A run id that sorts after those of earlier runs: milliseconds since the epoch, then random digits.
+
+    Args:
+        not_before: an attempt or run id that the new one must sort after, even if a clock was set back.
+    """
+    now = time.time_ns() // 1_000_000
+    if not_before is not None and not_before[:13].isdigit():
+        now = max(now, int(not_before[:13]) + 1)
+    return f"{now:013d}-{secrets.token_hex(4)}"
+
+
+class RankGroup:
+    """The ranks of the default process group. Construct through :func:`rank_group`. All methods but the
+    attributes are collective, and must be called in the same order on all ranks.
+
+    Attributes:
+        rank, world_size: of this process in the job.
+        node: this process's node id.
+        topology: nodes of all ranks.
+        run_id: common to all ranks, later runs sort after earlier ones.
+        secret: 32 bytes known to this job's ranks only.
+        asked: base containers that this rank has looked into, so that it knows what earlier runs have left there.
+    """
+
+    def __init__(self) -> None:
+        self.node = local_node_id()
+        self._made = 0
+        self.asked: set[Path] = set()
+        deadline = timedelta(seconds=collective_deadline_s())
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.world_size = dist.get_world_size()
+        else:
+            self.rank, self.world_size = 0, 1
+        self.distributed = self.world_size > 1
+        self._foreground: LastingGroup | None = None
+        self._first: dist.ProcessGroup | None = None
+        self._last: dict[str, torch.Tensor] = {}
+        if self.distributed:
+            atexit.unregister(_let_gloo_finish)  # once is enough for all groups
+            atexit.register(_let_gloo_finish)
+            self._first = dist.new_group(backend="gloo", timeout=deadline)
+        nodes = [blob.decode() for blob in self.gather(self.node.encode())]
+        self.topology = Topology(tuple(nodes))
+        self.run_id = self.broadcast(new_run_id().encode()).decode()
+        self.secret = self.broadcast(secrets.token_bytes(SECRET_BYTES))
+        # Named after the run: the store may be that of an earlier process group, too.
+        self._name = self.run_id
+        if self.distributed:
+            self._foreground = LastingGroup(
+                f"{self._name}/foreground", deadline_s=collective_deadline_s(), first=self._first
+            )
+
+    @property
+    def is_node_leader(self) -> bool:
+        """Whether this rank is the lowest of its node."""
+        return self.topology.ranks_of(self.node)[0] == self.rank
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order. Ranks with nothing to say (``b""``) cost nothing."""
+        if not self.distributed:
+            return [blob]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(blob)
+        self._run("gather", lambda group: dist.all_reduce(sizes, group=group), sizes)
+        return [self._one(blob, source, size) for source, size in enumerate(sizes.tolist())]
+
+    def _one(self, blob: bytes, source: int, size: int) -> bytes:
+        if size == 0:
+            return b""
+        return self._send(blob if source == self.rank else None, source, size)
+
+    def broadcast(self, blob: bytes, source: int = 0) -> bytes:
+        """The bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
+        if not self.distributed:
+            return blob
+        size = torch.tensor([len(blob)], dtype=torch.int64)
+        self._run("broadcast", lambda group: dist.broadcast(size, src=source, group=group), size)
+        return self._send(blob if source == self.rank else None, source, int(size.item()))
+
+    def _send(self, blob: bytes | None, source: int, size: int) -> bytes:
+        if not 0 <= size < _MAX_BLOB:
+            raise FlashpointError(f"a rank announced {size} bytes", rank=source)
+        if size == 0:
+            return b""
+        data = torch.frombuffer(bytearray(blob or size), dtype=torch.uint8)
+        self._run("broadcast", lambda group: dist.broadcast(data, src=source, group=group), data)
+        return data.numpy().tobytes()
+
+    def all_ok(self, ok: bool) -> bool:
+        """Whether ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
+        if not self.distributed:
+            return ok
+        return bool(self.minimum((int(ok),), "vote")[0])
+
+    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
+        """Elementwise minimum over all ranks."""
+        if not self.distributed:
+            return values
+        data = torch.tensor(values, dtype=torch.int64)
+        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data)
+        return tuple(data.tolist())
+
+    def new_number(self) -> int:
+        """A number that rises and is the same on all ranks, also if some have failed to make what they took one for."""
+        self._made = -self.minimum((-self._made,), "numbering")[0] + 1
+        return self._made
+
+    def new_lasting_group(self, purpose: str, *, deadline_s: float, calls: str) -> LastingGroup:
+        """Another group of all ranks, of the default process group that there must be; see `LastingGroup`."""
+        return LastingGroup(f"{self._name}/{purpose}-{self.new_number()}", deadline_s=deadline_s, calls=calls)
+
+    def renew_run(self, newest_attempt: str | None) -> None:
+        """Collective: make sure that this run's attempts sort after ``newest_attempt`` found in the job."""
+        newest = max((blob.decode() for blob in self.gather((newest_attempt or "").encode())), default="")
+        if newest > self.run_id and not newest.startswith(self.run_id):
+            self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
+
+    def _run(self, what: str, collective: Callable[[dist.ProcessGroup | None], object], data: torch.Tensor) -> None:
+        # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
+        # they would need the interpreter to free it, and abort the process if that happens to be exiting.
+        self._last[what] = data
+        if self._foreground is not None:
+            self._foreground.run(f"the {what} of the job's ranks", collective)
+            return
+        try:
+            collective(self._first)
+        except RuntimeError as error:
+            raise FlashpointError(
+                f"the {what} of the job's ranks failed: {error}",
+                rank=self.rank,
+                node=self.node,
+                hint="a rank died or hung; its own log says why",
+            ) from error
+
+
+class Agreement:
+    """What the ranks agree on in the background of one saver: one small all-reduce a save. Collective to construct.
+
+    Args:
+        ranks: who agrees.
+
+    Attributes:
+        was_asked: whether this rank's values may have reached others in the last call, be it in vain.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.was_asked = False
+        self._group: LastingGroup | None = None
+        if ranks.distributed:
+            deadline_s = collective_deadline_s()
+            self._group = ranks.new_lasting_group("saver", deadline_s=deadline_s, calls="to save at the same steps")
+        self._last: torch.Tensor | None = None
+
+    def minimum(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Elementwise minimum over all ranks. Collective.
+
+        Raises:
+            FlashpointError: a rank did not take part in time. The next call is tried as usual.
+        """
+        if self._group is None:
+            return values
+        self.was_asked = False
+        data = self._last = torch.tensor(values, dtype=torch.int64)  # kept for the same reason as in `RankGroup`
+
+        def ask(group: dist.ProcessGroup) -> None:
+            self.was_asked = True
+            dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group)
+
+        self._group.run("the agreement of the job's ranks on a save", ask)
+        return tuple(data.tolist())
+
+    def close(self) -> None:
+        """Give the group up."""
+        if self._group is not None:
+            self._group.close()
+
+
+def _let_gloo_finish() -> None:
+    """Called at exit, while other threads can still have the interpreter.
+
+    Gloo's threads free the tensors of the last collectives, the training's included, some time after these have ended.
+    One that still needs the interpreter for that when it is being finalized makes torch abort the process, and nothing
+    tells that there is one.
+    """
+    time.sleep(_GLOO_S)
+
+
+_current: tuple[object, RankGroup] | None = None
+_lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # in a forked child it may be held by a thread that is not there
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def rank_group() -> RankGroup:
+    """The group of the current default process group. Collective when first called for it."""
+    global _current
+    initialized = dist.is_available() and dist.is_initialized()
+    key: object = dist.group.WORLD if initialized else None
+    with _lock:
+        if _current is None or _current[0] is not key:
+            _current = (key, RankGroup())
+        return _current[1]

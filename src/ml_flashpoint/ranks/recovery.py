@@ -1,0 +1,340 @@
+"""What can be recovered from what survived, who fetches what from whom, and what may be forgotten.
+
+Owns the choice of the version to go on from, the transfers that it takes, and the rule for pruning, all as
+pure
+functions: inventories in, plan out. It does the same for 2 ranks in a test and for 16,384 in a simulation.
+Reading manifests, moving bytes, checking digests and voting belong to the loader and to replication. Nothing
+here imports torch.
+
+Versions are ordered by step, then by attempt: an attempt is the string common to all ranks of one save, later
+ones compare greater. Parts of different attempts are never mixed. Results depend on the content of the
+inventories alone, not on their order, so all ranks that hold the same inventories compute the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
+
+MAX_INVENTORY_BYTES = 16 * 1024 * 1024
+"""Largest encoded inventory that is accepted: room for about 200,000 parts on one node."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """One rank's committed part of a version, as found on some node: its own, or one that holds a copy.
+
+    Args:
+        version: Directory name of the version, `step-<n>_ckpt`.
+        step: Its step.
+        rank: Rank that saved the part.
+        world_size: Number of ranks, and so of parts, of the save.
+        attempt: The string common to all parts of one save.
+        size: Bytes of the objects of the part, for balancing transfers.
+
+    Raises:
+        InvalidNameError: `attempt` cannot be part of a file name.
+        InvalidArgumentError: Another field has the wrong type or range, or `version` is not that of `step`.
+    """
+
+    version: str
+    step: int
+    rank: int
+    world_size: int
+    attempt: str
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_integer("step", self.step, 0, MAX_STEP)
+        if self.version != f"step-{self.step}_ckpt":
+            raise InvalidArgumentError(
+                "not the version of the step", argument="version", value=self.version, step=self.step
+            )
+        _check_integer("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        _check_integer("rank", self.rank, 0, self.world_size - 1)
+        _check_integer("size", self.size, 0, 2**63 - 1)
+        validate_segment(self.attempt)
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """`(attempt, step)`: what versions are ordered by, oldest first.
+
+        In the order in which they were saved, not by step: after going back to an older step, what is saved
+        from then on is newer than what the abandoned steps left.
+        """
+        return self.attempt, self.step
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInventory:
+    """The committed parts that one node holds, whether saved there or copies held for peers.
+
+    Args:
+        node: Id of the node.
+        parts: In any order; several attempts of the same part may be among them.
+
+    Raises:
+        InvalidArgumentError: `node` is not a printable, non-empty string of at most 255 characters.
+    """
+
+    node: str
+    parts: tuple[PartRecord, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.node, str) or not 0 < len(self.node) <= 255 or not self.node.isprintable():
+            raise InvalidArgumentError(
+                "a node id must be a printable string of 1 to 255 characters",
+                argument="node",
+                value=self.node,
+            )
+
+    def to_json(self) -> bytes:
+        """Returns the inventory as UTF-8 JSON, to be read by `from_json`."""
+        parts = [[part.step, part.rank, part.world_size, part.attempt, part.size] for part in self.parts]
+        document = {"format": _FORMAT, "node": self.node, "parts": parts}
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> NodeInventory:
+        """Reads what `to_json` wrote. Trusts nothing in `data`, since it comes from another machine.
+
+        Raises:
+            ProtocolError: `data` is larger than `MAX_INVENTORY_BYTES` or is not a valid inventory.
+        """
+        if len(data) > MAX_INVENTORY_BYTES:
+            raise ProtocolError(f"an inventory of {len(data):,} bytes is over the limit")
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"an inventory is not JSON: {error}") from None
+        if not isinstance(document, dict) or document.keys() != {"format", "node", "parts"}:
+            raise ProtocolError("an inventory must have a format, a node and parts, and nothing else")
+        if type(document["format"]) is not int or document["format"] != _FORMAT:
+            raise ProtocolError(f"an inventory has a format other than {_FORMAT}")
+        if not isinstance(document["parts"], list):
+            raise ProtocolError("the parts of an inventory must be a list")
+        try:
+            return cls(document["node"], tuple(_part_from_json(fields) for fields in document["parts"]))
+        except FlashpointError as error:
+            raise ProtocolError(f"an inventory holds something invalid: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteVersion:
+    """A version of which every part exists somewhere.
+
+    Args:
+        version: Its directory name.
+        step: Its step.
+        attempt: The attempt that all its parts are of.
+        world_size: Number of its parts.
+        holders: For each rank, the nodes that hold its part, ascending, at least one.
+    """
+
+    version: str
+    step: int
+    attempt: str
+    world_size: int
+    holders: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One part to be copied from one node to another.
+
+    Args:
+        target_rank: Rank that fetches. Equal to `part_rank` where that rank needs its own part to go on; else
+            the part is one that `target_rank` should hold a copy of.
+        part_rank: Rank whose part it is.
+        source_node: Node to fetch from; it holds the part before any fetch of the plan is done.
+        size: Bytes to transfer.
+    """
+
+    target_rank: int
+    part_rank: int
+    source_node: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """The version to go on from, and what it takes to have it where it is needed.
+
+    Args:
+        version: The version, with all nodes that hold its parts before any fetch.
+        same_topology: Whether it was saved by as many ranks as there are now. If so, after the fetches every
+            rank finds its own part on its own node. If not, there are no fetches, and the reader asks the
+            holders for the byte ranges that it needs.
+        fetches: Parts that ranks need for themselves come first, then copies for the next loss. All may run
+            at the same time: none depends on another.
+    """
+
+    version: CompleteVersion
+    same_topology: bool
+    fetches: tuple[Fetch, ...]
+
+
+def complete_versions(
+    inventories: Iterable[NodeInventory], *, damaged: Collection[tuple[str, str, str, int]] = ()
+) -> list[CompleteVersion]:
+    """Returns the versions of which the parts of all ranks exist with the same attempt, newest first.
+
+    Args:
+        inventories: What the reachable nodes hold. Several of the same node count as one.
+        damaged: `(node, version, attempt, rank)` of parts that are not to be used, although they are listed.
+    """
+    saves = _collect(inventories, frozenset(damaged))
+    return [version for version, _ in _complete(saves)]
+
+
+def plan_recovery(
+    inventories: Iterable[NodeInventory],
+    topology: Topology,
+    *,
+    strategy: ReplicationStrategy | None = None,
+    damaged: Collection[tuple[str, str, str, int]] = (),
+    excluded: Collection[tuple[str, str]] = (),
+) -> RecoveryPlan | None:
+    """Plans how to go on from the newest version of which every part exists somewhere.
+
+    Sources are chosen among the holders so that the bytes that each sends are balanced. No node fetches the
+    same part twice, nor one that it holds undamaged.
+
+    Args:
+        inventories: What the reachable nodes hold; every node listed is taken to be able to serve what it
+            lists.
+        topology: Where the ranks run now.
+        strategy: If given, the copies that it asks for are fetched too, so that the next loss is survived.
+        damaged: As for `complete_versions`; a node replaces its damaged parts.
+        excluded: `(version, attempt)` of versions that were tried and found bad, whoever holds them.
+
+    Returns:
+        The plan, or `None` if no version that is not excluded is complete.
+    """
+    saves = _collect(inventories, frozenset(damaged))
+    forbidden = frozenset(excluded)
+    for version, sizes in _complete(saves):
+        if (version.version, version.attempt) in forbidden:
+            continue
+        if version.world_size != topology.world_size:
+            return RecoveryPlan(version, same_topology=False, fetches=())
+        own = [(rank, rank) for rank in range(version.world_size) if topology.nodes[rank] not in sizes[rank]]
+        copies = [] if strategy is None else _missing_copies(sizes, topology, strategy)
+        return RecoveryPlan(version, same_topology=True, fetches=tuple(_assign(own, copies, sizes)))
+    return None
+
+
+def superseded(attempt: str, verified: str) -> bool:
+    """Whether parts of `attempt` may be removed: only if saved before the verified attempt; see `prunable`."""
+    return attempt < verified
+
+
+def prunable(parts_here: Iterable[PartRecord], verified: str) -> tuple[PartRecord, ...]:
+    """Returns the parts of a node that may be removed: those of saves begun before the verified one.
+
+    Removing nothing else keeps this true at every instant, however the nodes' removals interleave: after any
+    loss that the strategy survives, the verified version or a newer one is complete.
+
+    Args:
+        parts_here: Parts on one node, its own and its copies.
+        verified: Attempt of a version of which *every* rank's part has been committed and *every*
+            copy that the strategy asks for has been acknowledged. A version for which this holds on some
+            ranks only must not be given.
+
+    Returns:
+        The removable parts, oldest first.
+    """
+    return tuple(sorted((part for part in parts_here if superseded(part.attempt, verified)), key=_age))
+
+
+# Of one save: for each rank, the nodes that hold its part, with the size that each states.
+_Sizes = dict[int, dict[str, int]]
+_Saves = dict[tuple[str, int, int], _Sizes]
+
+
+def _collect(inventories: Iterable[NodeInventory], damaged: frozenset[tuple[str, str, str, int]]) -> _Saves:
+    saves: _Saves = {}
+    for inventory in inventories:
+        node = inventory.node
+        for part in inventory.parts:
+            if damaged and (node, part.version, part.attempt, part.rank) in damaged:
+                continue
+            # The world size is part of the key so that a stray part that claims another one cannot spoil a
+            # save.
+            save = saves.setdefault((*part.order, part.world_size), {})
+            holders = save.setdefault(part.rank, {})
+            holders[node] = max(part.size, holders.get(node, 0))
+    return saves
+
+
+def _complete(saves: _Saves) -> Iterator[tuple[CompleteVersion, _Sizes]]:
+    for attempt, step, world_size in sorted(saves, reverse=True):
+        sizes = saves[attempt, step, world_size]
+        # Ranks are distinct and below the world size, so counting them is enough; and nothing proportional to
+        # a claimed world size is allocated before as many parts have been seen.
+        if len(sizes) == world_size:
+            holders = tuple(tuple(sorted(sizes[rank])) for rank in range(world_size))
+            name = CheckpointContainerId.format_version_container(step)
+            yield CompleteVersion(name, step, attempt, world_size, holders), sizes
+
+
+def _missing_copies(sizes: _Sizes, topology: Topology, strategy: ReplicationStrategy) -> list[tuple[int, int]]:
+    missing = []
+    for part_rank in range(topology.world_size):
+        satisfied = {*sizes[part_rank], topology.nodes[part_rank]}
+        for holder in strategy.copies_of(part_rank, topology):
+            node = topology.node_of(holder)
+            if node not in satisfied:
+                satisfied.add(node)
+                missing.append((holder, part_rank))
+    return missing
+
+
+def _assign(
+    own: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]], sizes: Mapping[int, Mapping[str, int]]
+) -> Iterator[Fetch]:
+    sent_bytes: dict[str, int] = {}
+    sent_parts: dict[str, int] = {}
+
+    def load(node: str) -> tuple[int, int, str]:
+        # Counting parts spreads those of size zero too; the name makes every rank decide alike.
+        return sent_bytes.get(node, 0), sent_parts.get(node, 0), node
+
+    def difficulty(wanted: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
+        # Parts with few holders, then large ones, are placed while there is still room to balance around
+        # them.
+        holders = sizes[wanted[1]]
+        return len(holders), -max(holders.values()), wanted
+
+    for wanted in (own, copies):
+        for target_rank, part_rank in sorted(wanted, key=difficulty):
+            holders = sizes[part_rank]
+            source = min(holders, key=load)
+            sent_bytes[source] = sent_bytes.get(source, 0) + holders[source]
+            sent_parts[source] = sent_parts.get(source, 0) + 1
+            yield Fetch(target_rank, part_rank, source, holders[source])
+
+
+def _age(part: PartRecord) -> tuple[str, int, int]:
+    return *part.order, part.rank
+
+
+def _part_from_json(fields: object) -> PartRecord:
+    if not isinstance(fields, list) or len(fields) != 5:
+        raise InvalidArgumentError("a part must be a list of five fields", argument="part", value=fields)
+    step, rank, world_size, attempt, size = fields
+    version = CheckpointContainerId.format_version_container(step)
+    return PartRecord(version, step, rank, world_size, attempt, size)
+
+
+def _check_integer(argument: str, value: int, minimum: int, maximum: int) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise InvalidArgumentError(f"must be an integer from {minimum} to {maximum}", argument=argument, value=value)

@@ -1,0 +1,307 @@
+"""Which ranks hold copies of which ranks' parts.
+
+Owns the placement of copies as pure functions of the topology, so that every rank computes the same answer
+without talking to another. Moving the bytes belongs to the replication manager and the transfer service, and
+finding out what survived belongs to `ml_flashpoint.ranks.recovery`. Nothing here imports torch.
+
+A *node* is a failure domain: when it is lost, all parts and copies on it are lost. A part survives the loss
+of any set of nodes that leaves out one of its holders, the node that it was saved on being one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where every rank of a job runs. Immutable, hashable, picklable and safe to share between threads.
+
+    Args:
+        nodes: Node id of each rank; the index is the rank. Ranks of a node need not be consecutive, and nodes
+            may have different numbers of ranks.
+
+    Raises:
+        InvalidArgumentError: `nodes` is empty, or an id is not a non-empty string.
+    """
+
+    nodes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        if not self.nodes:
+            raise InvalidArgumentError("a topology needs at least one rank", argument="nodes", value=self.nodes)
+        for rank, node in enumerate(self.nodes):
+            if not isinstance(node, str) or not node:
+                raise InvalidArgumentError(
+                    "a node id must be a non-empty string", argument="nodes", value=node, rank=rank
+                )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.nodes)
+
+    @cached_property
+    def _ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        ranks: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            ranks.setdefault(node, []).append(rank)
+        return {node: tuple(of_node) for node, of_node in ranks.items()}
+
+    @cached_property
+    def _index_by_node(self) -> dict[str, int]:
+        return {node: index for index, node in enumerate(self.node_order)}
+
+    @cached_property
+    def _local_ranks(self) -> tuple[int, ...]:
+        counters = {node: itertools.count() for node in self._ranks_by_node}
+        return tuple(next(counters[node]) for node in self.nodes)
+
+    @cached_property
+    def node_order(self) -> tuple[str, ...]:
+        """The distinct nodes, ordered by the lowest rank that each has."""
+        return tuple(self._ranks_by_node)
+
+    def _check_rank(self, rank: int) -> int:
+        # A negative rank would silently index from the end.
+        if type(rank) is not int or not 0 <= rank < len(self.nodes):
+            raise InvalidArgumentError(
+                f"a rank must be an integer from 0 to {len(self.nodes) - 1}", argument="rank", value=rank
+            )
+        return rank
+
+    def node_of(self, rank: int) -> str:
+        """Returns the node that `rank` runs on.
+
+        Raises:
+            InvalidArgumentError: There is no such rank.
+        """
+        return self.nodes[self._check_rank(rank)]
+
+    def node_index_of(self, rank: int) -> int:
+        """Returns the index in `node_order` of the node that `rank` runs on.
+
+        Raises:
+            InvalidArgumentError: There is no such rank.
+        """
+        return self._index_by_node[self.node_of(rank)]
+
+    def local_rank_of(self, rank: int) -> int:
+        """Returns how many lower ranks run on the same node as `rank`.
+
+        Raises:
+            InvalidArgumentError: There is no such rank.
+        """
+        return self._local_ranks[self._check_rank(rank)]
+
+    def ranks_of(self, node: str) -> tuple[int, ...]:
+        """Returns the ranks that run on `node`, ascending, at least one.
+
+        Raises:
+            TopologyError: No rank runs on `node`.
+        """
+        try:
+            return self._ranks_by_node[node]
+        except KeyError:
+            raise TopologyError("no rank runs on this node", node=node) from None
+
+
+class ReplicationStrategy(ABC):
+    """Says which ranks hold copies of whose parts.
+
+    Implementations are immutable values: equal arguments and topologies give equal answers on every rank, and
+    all methods may be called from any thread.
+    """
+
+    name: ClassVar[str]
+    """Short name for options, logs and metrics."""
+
+    @abstractmethod
+    def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns the ranks that hold a copy of the part of `rank`, in order of preference.
+
+        All of them are on nodes other than the node of `rank`, and no two are on the same node: a second copy
+        on a node would cost memory and survive nothing more. Empty where the topology leaves no place for a
+        copy.
+
+        Raises:
+            InvalidArgumentError: There is no such rank.
+        """
+
+    def held_by(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns the ranks, ascending, whose parts `rank` holds copies of: the inverse of `copies_of`.
+
+        Takes time proportional to the world size, so it is meant to be called once for a topology.
+
+        Raises:
+            InvalidArgumentError: There is no such rank.
+        """
+        topology.node_of(rank)
+        return tuple(owner for owner in range(topology.world_size) if rank in self.copies_of(owner, topology))
+
+    def survivable_losses(self, topology: Topology) -> int:
+        """Returns how many nodes may be lost at once, whichever they are, with a copy of every part left.
+
+        More losses may well be survived when they hit the right nodes; this is the number that holds for all.
+        0 on a single node, or when some part has no copy. A caller that wants protection should check for it.
+        """
+        return min(len(self.copies_of(rank, topology)) for rank in range(topology.world_size))
+
+
+@dataclass(frozen=True)
+class NoReplicationStrategy(ReplicationStrategy):
+    """No copies: survives the death of processes, but not of a node."""
+
+    name: ClassVar[str] = "none"
+
+    def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns nothing: see `ReplicationStrategy.copies_of`."""
+        topology.node_of(rank)
+        return ()
+
+
+@dataclass(frozen=True)
+class PairwiseReplicationStrategy(ReplicationStrategy):
+    """Nodes in pairs that hold each other's parts; survives the loss of one node of each pair.
+
+    Nodes pair up in `Topology.node_order`. With an odd number of them the last three form a ring, each held
+    by the next. A single node has no partner, hence no copies. Ranks of a node are dealt out in turn over the
+    ranks of the partner, so that these differ by at most one part in what they hold.
+    """
+
+    name: ClassVar[str] = "pairwise"
+
+    def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns one rank of the partner node, if there is one: see `ReplicationStrategy.copies_of`."""
+        node_count = len(topology.node_order)
+        index = topology.node_index_of(rank)
+        if node_count == 1:
+            return ()
+        ring_start = node_count - 3
+        in_ring = node_count % 2 == 1 and index >= ring_start
+        partner = ring_start + (index - ring_start + 1) % 3 if in_ring else index ^ 1
+        holders = topology.ranks_of(topology.node_order[partner])
+        return (_deal(topology.local_rank_of(rank), holders),)
+
+
+@dataclass(frozen=True)
+class RingReplicationStrategy(ReplicationStrategy):
+    """Each node is held by the next `copies` nodes of `Topology.node_order`, cyclically.
+
+    Survives the loss of any `copies` nodes. Fewer nodes than `copies + 1` give one copy on each other node.
+    The ranks of a node differ by at most one part in what they hold.
+
+    Args:
+        copies: Copies of every part, besides the part itself; at least 1.
+
+    Raises:
+        InvalidArgumentError: `copies` is not an integer of at least 1.
+    """
+
+    name: ClassVar[str] = "ring"
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        _check_at_least("copies", self.copies, 1)
+
+    def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns a rank on each of the next nodes, nearest first: see `ReplicationStrategy.copies_of`."""
+        order = topology.node_order
+        index = topology.node_index_of(rank)
+        # A holder deals out the ranks of its nearest predecessor first, then those of the one before: this is
+        # the place of `rank` in that row.
+        place = topology.local_rank_of(rank)
+        chosen = []
+        for distance in range(1, min(self.copies, len(order) - 1) + 1):
+            holders = topology.ranks_of(order[(index + distance) % len(order)])
+            chosen.append(_deal(place, holders))
+            place += len(holders)
+        return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class CliqueStrategy(ReplicationStrategy):
+    """Groups of `factor` ranks, `jump` apart, whose members hold one another's parts.
+
+    With `jump=1`, ranks 0, 1, 2, ... form a clique; with `jump=2`, ranks 0, 2, 4, ... and 1, 3, 5, ... do.
+    Ranks are cut into blocks of `factor * jump`, each of which has `jump` cliques. When the world size is not
+    a multiple of that, the cliques of the last block have fewer members, and one with a single member joins
+    the clique before it, so that no rank is left without a copy where there is a clique to join.
+
+    Members on the same node hold nothing for each other, since they would be lost together. Where several
+    members share a node, that node keeps each part of the others once, dealt out in turn over its members. So
+    `jump` should be at least the number of ranks of a node for `factor - 1` losses to be survived;
+    `survivable_losses` says what a topology really gives.
+
+    Args:
+        factor: Members of a clique; at least 2.
+        jump: Distance between the ranks of a clique; at least 1.
+
+    Raises:
+        InvalidArgumentError: `factor` or `jump` is not an integer in its range.
+    """
+
+    name: ClassVar[str] = "clique"
+    factor: int
+    jump: int
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 2)
+        _check_at_least("jump", self.jump, 1)
+
+    def members_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns the ranks of the clique of `rank`, ascending, itself included.
+
+        Raises:
+            InvalidArgumentError: There is no such rank.
+        """
+        topology.node_of(rank)
+        block_size = self.factor * self.jump
+        start = rank - rank % block_size + rank % self.jump
+        end = start + block_size
+        if end < topology.world_size <= end + self.jump:
+            # The next block starts in the world but its clique of this offset has one member alone.
+            end += block_size
+        elif start + self.jump >= topology.world_size and start >= block_size:
+            start -= block_size
+        return tuple(range(start, min(end, topology.world_size), self.jump))
+
+    def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
+        """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
+        return copies_within(self.members_of(rank, topology), rank, topology)
+
+
+def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tuple[int, ...]:
+    """Returns who holds copies of `rank` if the ranks `members`, ascending and itself included, form a clique:
+    one of them on each other node, dealt out in turn.
+
+    Raises:
+        InvalidArgumentError: There is no such rank.
+    """
+    own_node = topology.node_of(rank)
+    by_node: dict[str, list[int]] = {}
+    for member in members:
+        by_node.setdefault(topology.node_of(member), []).append(member)
+    chosen = []
+    for node, holders in by_node.items():
+        if node != own_node:
+            place = sum(1 for member in members if member < rank and topology.node_of(member) != node)
+            chosen.append(_deal(place, holders))
+    return tuple(chosen)
+
+
+def _deal(place: int, holders: Sequence[int]) -> int:
+    return holders[place % len(holders)]
+
+
+def _check_at_least(argument: str, value: int, minimum: int) -> None:
+    if type(value) is not int or value < minimum:
+        raise InvalidArgumentError(f"must be an integer of at least {minimum}", argument=argument, value=value)

@@ -1,0 +1,54 @@
+"""The dtypes of the torch at hand, and their names in `format.dtypes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+from ml_flashpoint.format.dtypes import ITEMSIZES
+from ml_flashpoint.format.errors import InvalidArgumentError, ObjectFormatError
+
+# Not every supported torch has every dtype.
+_DTYPES: Final = {name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+
+STORABLE_DTYPES: Final = frozenset(_NAMES)
+"""Dtypes of tensors that can be stored by their bytes alone: all but the quantized ones."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a storable dtype, such as ``float32``.
+
+    Raises:
+        InvalidArgumentError: the dtype is not storable.
+    """
+    try:
+        return _NAMES[dtype]
+    except (KeyError, TypeError):
+        raise InvalidArgumentError(
+            "a tensor of this dtype cannot be stored by its bytes",
+            argument="dtype",
+            value=dtype,
+            hint="store what it is made of: its integers, scales and zero points",
+        ) from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of this name.
+
+    Raises:
+        ObjectFormatError: this torch has none.
+    """
+    try:
+        return _DTYPES[name]  # type: ignore[no-any-return]
+    except KeyError:
+        raise ObjectFormatError(
+            f"this torch ({torch.__version__}) has no dtype {name[:40]!a}", hint="load with the torch that saved it"
+        ) from None
+
+
+def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Key, dtype's name and shape of each, as `format.object_layout` takes them."""
+    return [(key, dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors]

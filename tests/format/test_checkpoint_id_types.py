@@ -1,0 +1,300 @@
+"""Ids: what is a name, what is not, and that nothing leads out of a container."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from ml_flashpoint.format.checkpoint_id_types import (
+    MAX_SEGMENT_BYTES,
+    MAX_STEP,
+    CheckpointContainerId,
+    CheckpointObjectId,
+    validate_segment,
+)
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+
+BASE = CheckpointContainerId("/tmp/mlf-jobs/job-145")
+
+# Lone surrogates are left out: they have no UTF-8 form.
+segments = (
+    st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=60)
+    .filter(lambda name: name not in (".", ".."))
+    .filter(lambda name: len(name.encode()) <= MAX_SEGMENT_BYTES)
+)
+paths = st.lists(segments, min_size=1, max_size=5).map(lambda names: "/" + "/".join(names))
+steps = st.integers(0, MAX_STEP)
+
+BAD_SEGMENTS = [
+    "",
+    ".",
+    "..",
+    "/",
+    "a/b",
+    "../a",
+    "a/..",
+    "/etc",
+    "a\0b",
+    "\0",
+    "\udc80",
+    "x" * 256,
+    "é" * 128,
+]
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+def test_bad_segments_are_refused_everywhere(name: str) -> None:
+    with pytest.raises(InvalidNameError):
+        validate_segment(name)
+    with pytest.raises(InvalidNameError):
+        CheckpointContainerId.create_child(BASE, name)
+    with pytest.raises(InvalidNameError):
+        CheckpointContainerId.create_child(BASE, "fine", name)
+    with pytest.raises(InvalidNameError):
+        CheckpointObjectId.create(BASE, name)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"bytes", Path("a")])
+def test_segments_that_are_not_text_are_refused(name: object) -> None:
+    with pytest.raises(InvalidNameError):
+        validate_segment(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["a", "...", "..a", " ", "a b", "step-5_ckpt", "é", "x" * 255, "-", "~"])
+def test_odd_but_harmless_segments_are_names(name: str) -> None:
+    assert validate_segment(name) == name
+
+
+@pytest.mark.parametrize(
+    "path", ["", "a", "a/b", "./a", "../a", "~/a", "/", "///", "/a/../b", "/a/./b", "/..", "/a\0", " /a"]
+)
+def test_bad_paths_are_refused(path: str) -> None:
+    with pytest.raises(InvalidNameError):
+        CheckpointContainerId(path)
+    with pytest.raises(InvalidNameError):
+        CheckpointObjectId(path)
+
+
+def test_paths_of_bytes_are_refused() -> None:
+    with pytest.raises(InvalidNameError):
+        CheckpointContainerId(b"/a")  # type: ignore[arg-type]
+
+
+def test_messages_stay_short_and_printable() -> None:
+    with pytest.raises(InvalidNameError) as caught:
+        validate_segment("\x1b[31m\n" + "x" * 1_000_000)
+    assert len(str(caught.value)) < 300
+    assert str(caught.value).isprintable()
+
+
+def test_slashes_are_normalised() -> None:
+    assert CheckpointContainerId("//a///b//").path == "/a/b"
+    assert CheckpointContainerId("/a/b/") == CheckpointContainerId("/a/b")
+
+
+def test_parts_of_a_container() -> None:
+    version = CheckpointContainerId.create_child(BASE, CheckpointContainerId.format_version_container(7))
+    assert version.path == str(version) == os.fspath(version) == "/tmp/mlf-jobs/job-145/step-7_ckpt"
+    assert version.name == "step-7_ckpt"
+    assert version.parent == BASE
+    assert version.step == 7
+    assert BASE.step is None
+    assert version.segments == ("tmp", "mlf-jobs", "job-145", "step-7_ckpt")
+    assert repr(BASE) == "CheckpointContainerId('/tmp/mlf-jobs/job-145')"
+
+
+def test_the_root_is_no_container() -> None:
+    with pytest.raises(InvalidNameError):
+        _ = CheckpointContainerId("/a").parent
+    with pytest.raises(InvalidNameError):
+        CheckpointObjectId("/a")
+
+
+@pytest.mark.parametrize("parent", [BASE, BASE.path, BASE.path + "/", Path(BASE.path)])
+def test_parents_may_be_ids_strings_and_paths(parent: str | os.PathLike[str]) -> None:
+    child = CheckpointContainerId.create_child(parent, "a", "b")
+    assert type(child) is CheckpointContainerId
+    assert child.path == BASE.path + "/a/b"
+    thing = CheckpointObjectId.create(parent, "a.safetensors")
+    assert type(thing) is CheckpointObjectId
+    assert thing.container == BASE
+    assert thing.name == "a.safetensors"
+
+
+def test_create_child_works_on_an_instance_too() -> None:
+    assert BASE.create_child(BASE, "a").parent == BASE
+
+
+def test_a_child_needs_a_name() -> None:
+    with pytest.raises(InvalidArgumentError):
+        CheckpointContainerId.create_child(BASE)
+
+
+def test_ids_work_as_paths(tmp_path: Path) -> None:
+    version = CheckpointContainerId.create_child(tmp_path, "step-1_ckpt")
+    os.makedirs(version)
+    thing = CheckpointObjectId.create(version, "a")
+    with open(thing, "w") as file:
+        file.write("here")
+    assert Path(thing).read_text() == "here"
+
+
+def test_ids_are_immutable() -> None:
+    thing = CheckpointObjectId.create(BASE, "a")
+    for name in ("path", "_path", "name", "new"):
+        with pytest.raises(AttributeError):
+            setattr(thing, name, "/b")
+    with pytest.raises(AttributeError):
+        del thing._path
+    assert thing.path == BASE.path + "/a"
+
+
+def test_kinds_are_never_equal_nor_ordered_among_each_other() -> None:
+    container, thing = CheckpointContainerId("/a/b"), CheckpointObjectId("/a/b")
+    assert container != thing
+    assert len({container, thing, CheckpointContainerId("/a/b/")}) == 2
+    assert container != "/a/b"
+    with pytest.raises(TypeError):
+        _ = container < thing
+    with pytest.raises(TypeError):
+        _ = container < "/a/c"
+
+
+def test_versions_order_by_step() -> None:
+    versions = [BASE.create_child(BASE, f"step-{step}_ckpt") for step in (1, 2, 9, 10, 100)]
+    assert sorted(set(versions)) == versions
+    assert max([*versions, BASE.create_child(BASE, "zzz"), BASE]) == versions[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "expected"),
+    [
+        ("/job/1", "/job", True),
+        ("/job", "/job/", True),
+        ("/jobs/1", "/job", False),
+        ("/job", "/job/1", False),
+        ("/other/job", "/job", False),
+    ],
+)
+def test_is_relative_to_goes_by_segments(path: str, base: str, expected: bool) -> None:
+    assert CheckpointContainerId(path).is_relative_to(base) is expected
+    assert CheckpointContainerId(path).is_relative_to(CheckpointContainerId(base)) is expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-_ckpt",
+        "step-01_ckpt",
+        "step-00_ckpt",
+        "step--1_ckpt",
+        "step-+1_ckpt",
+        "step- 1_ckpt",
+        "step-1 _ckpt",
+        "step-1_ckpt\n",
+        " step-1_ckpt",
+        "step-1_ckpt.tmp",
+        "step-1",
+        "Step-1_ckpt",
+        "step-1_0_ckpt",
+        "step-1.0_ckpt",
+        "step-0x1_ckpt",
+        "step-\u0661_ckpt",
+        f"step-{MAX_STEP + 1}_ckpt",
+        f"step-{'9' * 19}_ckpt",
+        f"step-{'9' * 100_000}_ckpt",
+        "a/step-1_ckpt",
+        "",
+    ],
+)
+def test_what_is_not_exactly_a_version_is_none(name: str) -> None:
+    assert CheckpointContainerId.parse_version_container(name) is None
+
+
+@pytest.mark.parametrize("step", [-1, True, False, 1.0, "1", None, MAX_STEP + 1])
+def test_steps_that_are_not_steps_are_refused(step: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="step"):
+        CheckpointContainerId.format_version_container(step)  # type: ignore[arg-type]
+
+
+def test_steps_may_be_of_numpy() -> None:
+    assert CheckpointContainerId.format_version_container(np.int64(12)) == "step-12_ckpt"
+
+
+@given(steps)
+@example(0)
+@example(MAX_STEP)
+def test_version_names_round_trip(step: int) -> None:
+    name = CheckpointContainerId.format_version_container(step)
+    assert CheckpointContainerId.parse_version_container(name) == step
+    assert CheckpointContainerId.create_child(BASE, name).step == step
+
+
+@given(st.text() | st.from_regex(r"step-[0-9]*_ckpt"))
+def test_a_parsed_version_is_spelled_as_it_is_written(name: str) -> None:
+    step = CheckpointContainerId.parse_version_container(name)
+    assert step is None or CheckpointContainerId.format_version_container(step) == name
+
+
+@given(paths)
+def test_ids_round_trip(path: str) -> None:
+    container = CheckpointContainerId(path)
+    assert container.path == path
+    assert container == CheckpointContainerId(str(container)) == CheckpointContainerId(Path(path))
+    for again in (pickle.loads(pickle.dumps(container)), copy.copy(container), copy.deepcopy(container)):
+        assert type(again) is CheckpointContainerId
+        assert again == container
+        assert hash(again) == hash(container)
+    thing = CheckpointObjectId.create(container, "a")
+    assert pickle.loads(pickle.dumps(thing)) == thing
+    assert thing.container == container
+
+
+@given(st.text(alphabet="a./\0é~\\ %") | st.text())
+def test_no_path_is_accepted_that_means_another_one(text: str) -> None:
+    try:
+        container = CheckpointContainerId(text)
+    except InvalidNameError:
+        return
+    assert os.path.normpath(container.path) == container.path
+    assert PurePosixPath(container.path).is_absolute()
+    assert os.path.normpath(text).replace("//", "/") == container.path
+
+
+@given(paths, st.lists(st.text(alphabet="a./\0é~\\ ") | st.text(), min_size=1, max_size=3))
+def test_no_child_escapes_its_parent(parent: str, names: list[str]) -> None:
+    try:
+        child = CheckpointContainerId.create_child(parent, *names)
+    except InvalidNameError:
+        return
+    assert os.path.normpath(child.path) == child.path
+    assert os.path.commonpath([parent, child.path]) == parent
+    assert len(child.segments) == len(CheckpointContainerId(parent).segments) + len(names)
+    assert child.is_relative_to(parent)
+    assert not CheckpointContainerId(parent).is_relative_to(child)
+
+
+@given(st.text(min_size=1))
+def test_a_forged_pickle_is_validated(text: str) -> None:
+    data = pickle.dumps(CheckpointContainerId("/harmless"), protocol=2)
+    assume(not text.startswith("/"))
+    forged = data.replace(pickle.dumps("/harmless", 2)[2:-3], pickle.dumps(text, 2)[2:-3])
+    assert forged != data
+    with pytest.raises(InvalidNameError):
+        pickle.loads(forged)
+
+
+@given(st.lists(paths, max_size=8))
+def test_order_is_total_and_agrees_with_equality(every: list[str]) -> None:
+    ids = sorted(CheckpointContainerId(path) for path in every)
+    for first, second in pairwise(ids):
+        assert first <= second
+        assert (first == second) == (not first < second)

@@ -1,0 +1,106 @@
+"""Errors say what they know, and lose nothing on the way between processes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.format import errors
+from ml_flashpoint.format.errors import (
+    AuthenticationError,
+    CapacityError,
+    DamagedError,
+    DeadlineError,
+    DigestMismatchError,
+    FlashpointError,
+    InvalidArgumentError,
+    InvalidNameError,
+    ManifestError,
+    NotStagedError,
+    ObjectFormatError,
+    ProtocolError,
+    ReplicationError,
+    SaveError,
+)
+
+ALL = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, FlashpointError) and kind.__module__ == errors.__name__
+]
+
+
+def test_the_errors_are_found() -> None:
+    assert {FlashpointError, CapacityError, DeadlineError, ProtocolError} < set(ALL)
+
+
+def test_message_alone_is_shown_alone() -> None:
+    assert str(FlashpointError("no room")) == "no room"
+
+
+def test_all_that_is_given_is_shown_and_kept() -> None:
+    error = FlashpointError("no answer", step=5, rank=3, node="n1", path=Path("/a/b"), hint="look there")
+    assert str(error) == "no answer [step 5, rank 3, node n1, path /a/b]; look there"
+    assert (error.message, error.step, error.rank) == ("no answer", 5, 3)
+    assert (error.node, error.path, error.hint) == ("n1", "/a/b", "look there")
+
+
+def test_step_and_rank_zero_are_shown() -> None:
+    assert str(FlashpointError("bad", step=0, rank=0)) == "bad [step 0, rank 0]"
+
+
+def test_invalid_argument_names_argument_and_value() -> None:
+    error = InvalidArgumentError("must be positive", argument="every_n_steps", value=-1, rank=2)
+    assert str(error) == "must be positive [every_n_steps=-1, rank 2]"
+
+
+def test_invalid_argument_keeps_no_big_or_unpicklable_value() -> None:
+    error = InvalidArgumentError("bad", argument="value", value=[lambda: None] * 10_000)
+    assert len(str(error)) < 500
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_capacity_names_both_numbers() -> None:
+    error = CapacityError("too little room", needed_bytes=3_000_000, available_bytes=0, path="/dev/shm")
+    assert str(error) == "too little room [needed 3,000,000 bytes, available 0 bytes, path /dev/shm]"
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickling_keeps_everything(kind: type[FlashpointError], protocol: int) -> None:
+    error = kind("message", step=1, rank=2, node="n", path="/p", hint="hint")
+    for again in (pickle.loads(pickle.dumps(error, protocol)), copy.deepcopy(error)):
+        assert type(again) is kind
+        assert vars(again) == vars(error)
+        assert str(again) == str(error)
+        assert again.args == error.args
+
+
+def test_pickling_keeps_what_subclasses_add() -> None:
+    argument = pickle.loads(pickle.dumps(InvalidArgumentError("bad", argument="step", value=-1)))
+    assert (argument.argument, argument.value) == ("step", "-1")
+    capacity = pickle.loads(pickle.dumps(CapacityError("full", needed_bytes=2, available_bytes=1)))
+    assert (capacity.needed_bytes, capacity.available_bytes) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "caught_as"),
+    [
+        (InvalidNameError, ValueError),
+        (InvalidArgumentError, ValueError),
+        (DeadlineError, TimeoutError),
+        (ObjectFormatError, DamagedError),
+        (ManifestError, DamagedError),
+        (DigestMismatchError, DamagedError),
+        (NotStagedError, SaveError),
+        (AuthenticationError, ReplicationError),
+        (ProtocolError, ReplicationError),
+    ],
+)
+def test_errors_are_caught_as_what_they_are(kind: type[FlashpointError], caught_as: type[Exception]) -> None:
+    assert issubclass(kind, caught_as)
+    assert issubclass(kind, FlashpointError)

@@ -1,0 +1,452 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    FlashpointError,
+    InvalidArgumentError,
+    ManifestError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_WORLD_SIZE,
+    Manifest,
+    ObjectRecord,
+    decode,
+    encode,
+    manifest_name,
+    object_name,
+    parse_manifest_name,
+    parse_object_name,
+    read_manifest,
+    write_manifest,
+)
+
+RECORD = ObjectRecord("rank-00003-a1.safetensors", 24, 4096, ("0123456789abcdef", "00000000000000ff"), 16)
+MANIFEST = Manifest("step-5_ckpt", 3, 8, "a1", "node-1", (RECORD,), {"kind": "dcp"})
+ENCODED = (
+    b"MLFLASHPOINT-MANIFEST 1 84930fb9f284b1d5ae3a5f2b9a4147c9\n"
+    b'{"version":"step-5_ckpt","rank":3,"world_size":8,"attempt":"a1","node":"node-1","objects":['
+    b'{"name":"rank-00003-a1.safetensors","size":24,"file_size":4096,"block_size":16,'
+    b'"digests":["0123456789abcdef","00000000000000ff"]}],"labels":{"kind":"dcp"}}\n'
+)
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest file with any body and the right checksum."""
+    return b"MLFLASHPOINT-MANIFEST 1 " + xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    return json.loads(ENCODED.split(b"\n", 1)[1]) | changes
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return content()["objects"][0] | changes
+
+
+segments = st.text(
+    st.characters(blacklist_categories=["Cs"], blacklist_characters="/\0"), min_size=1, max_size=40
+).filter(lambda text: text not in (".", ".."))
+attempts = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,40}", fullmatch=True)
+
+
+@st.composite
+def records(draw: st.DrawFn, name: str) -> ObjectRecord:
+    block_size = draw(st.integers(1, 2**30))
+    blocks = draw(st.integers(0, 5))
+    size = 0 if blocks == 0 else (blocks - 1) * block_size + draw(st.integers(1, block_size))
+    digest = st.from_regex(r"[0-9a-f]{16}", fullmatch=True)
+    digests = draw(st.lists(digest, min_size=blocks, max_size=blocks))
+    return ObjectRecord(name, size, size + draw(st.integers(0, 2**40)), tuple(digests), block_size)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    world_size = draw(st.integers(1, MAX_WORLD_SIZE))
+    names = draw(st.lists(segments.filter(lambda name: not name.endswith(".manifest")), unique=True, max_size=4))
+    return Manifest(
+        version=f"step-{draw(st.integers(0, 2**63 - 1))}_ckpt",
+        rank=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        attempt=draw(attempts),
+        node=draw(segments),
+        objects=tuple(draw(records(name)) for name in names),
+        labels=draw(st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=4)),
+    )
+
+
+class TestNames:
+    @given(st.integers(0, MAX_WORLD_SIZE - 1))
+    def test_a_manifest_is_called_by_its_rank_and_attempt(self, rank: int) -> None:
+        assert parse_manifest_name(manifest_name(rank, "0007-ab")) == (rank, "0007-ab")
+        assert parse_object_name(object_name(rank, "0007-ab")) == (rank, "0007-ab")
+        assert parse_object_name(manifest_name(rank, "0007-ab")) is None
+
+    def test_names_sort_like_ranks_and_say_what_they_are(self) -> None:
+        assert manifest_name(3, "a1") == "rank-00003-a1.manifest"
+        assert object_name(3, "0007-ab") == "rank-00003-0007-ab.safetensors"
+        assert object_name(123456, "a", kind="pt") == "rank-123456-a.pt"
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "",
+            "rank-3-a1.manifest",
+            "rank-000003-a1.manifest",
+            "rank-00003-a1.manifest\n",
+            "rank-00003-a1.manifest.tmp",
+            ".rank-00003-a1.manifest",
+            "rank--0003-a1.manifest",
+            "rank-\u0660\u0660\u0660\u0660\u0663-a1.manifest",
+            f"rank-{MAX_WORLD_SIZE}-a1.manifest",
+            "rank-00003.manifest",
+            "rank-00003-a1.safetensors",
+        ],
+    )
+    def test_what_was_not_written_is_not_a_manifest(self, name: str) -> None:
+        assert parse_manifest_name(name) is None
+
+    @pytest.mark.parametrize("rank", [-1, MAX_WORLD_SIZE, True, 1.0, "1", None])
+    def test_refuses_what_is_no_rank(self, rank: Any) -> None:
+        for make in (lambda rank: manifest_name(rank, "a"), lambda rank: object_name(rank, "a")):
+            with pytest.raises(InvalidArgumentError, match="rank"):
+                make(rank)
+
+    @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "-a", "a\n", "ä", "a" * 129, None])
+    def test_refuses_parts_that_could_lead_elsewhere(self, name: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="attempt"):
+            object_name(0, name)
+        with pytest.raises(InvalidArgumentError, match="kind"):
+            object_name(0, "a", name)
+
+    def test_no_object_passes_for_a_manifest(self) -> None:
+        with pytest.raises(InvalidArgumentError, match="kind"):
+            object_name(0, "a", "manifest")
+        # A dot in the attempt would leave open where the kind begins.
+        with pytest.raises(InvalidArgumentError, match="attempt"):
+            object_name(0, "a.manifest", "x")
+        assert parse_object_name("rank-00000-a.manifest") is None
+        assert parse_object_name("rank-00000-a") is None
+
+
+class TestValues:
+    def test_step_and_total_size(self) -> None:
+        both = replace(MANIFEST, objects=(RECORD, replace(RECORD, name="other", size=32)))
+        assert (both.step, both.total_size) == (5, 56)
+        assert replace(MANIFEST, objects=()).total_size == 0
+
+    def test_labels_are_a_copy(self) -> None:
+        labels = {"a": "b"}
+        manifest = replace(MANIFEST, labels=labels)
+        labels["a"] = "c"
+        assert manifest.labels == {"a": "b"}
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"name": "../x"},
+            {"name": ""},
+            {"size": -1},
+            {"size": 33},
+            {"size": 24.0},
+            {"file_size": 23},
+            {"file_size": 2**63},
+            {"block_size": 0},
+            {"block_size": 2**30 + 1},
+            {"digests": ("0123456789abcdef",)},
+            {"digests": ("0123456789abcdef", "0123456789ABCDEF")},
+            {"digests": ("0123456789abcdef", "0123456789abcdef\n")},
+            {"digests": ["0123456789abcdef", "0123456789abcdef"]},
+            {"digests": (1, 2)},
+        ],
+    )
+    def test_a_record_refuses(self, change: dict[str, Any]) -> None:
+        with pytest.raises(InvalidArgumentError):
+            replace(RECORD, **change)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"version": "step-05_ckpt"},
+            {"version": None},
+            {"rank": 8},
+            {"rank": True},
+            {"world_size": 0},
+            {"world_size": MAX_WORLD_SIZE + 1},
+            {"attempt": "a/b"},
+            {"node": ""},
+            {"node": "a\0"},
+            {"objects": [RECORD]},
+            {"objects": ("x",)},
+            {"objects": (RECORD, replace(RECORD, size=20))},
+            {"objects": (replace(RECORD, name="rank-00003-a1.manifest"),)},
+            {"labels": {"a": 1}},
+            {"labels": {1: "a"}},
+            {"labels": {"a": "x" * 5000}},
+            {"labels": None},
+        ],
+    )
+    def test_a_manifest_refuses(self, change: dict[str, Any]) -> None:
+        with pytest.raises(InvalidArgumentError):
+            replace(MANIFEST, **change)
+
+
+class TestEncoding:
+    @given(manifests())
+    def test_round_trip(self, manifest: Manifest) -> None:
+        encoded = encode(manifest)
+        assert decode(encoded) == manifest
+        assert encode(decode(encoded)) == encoded
+
+    def test_the_form_on_disk_does_not_drift(self) -> None:
+        assert encode(MANIFEST) == ENCODED
+        assert decode(ENCODED) == MANIFEST
+
+    def test_labels_in_any_order_give_the_same_bytes(self) -> None:
+        one, other = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+        assert encode(replace(MANIFEST, labels=one)) == encode(replace(MANIFEST, labels=other))
+
+    def test_refuses_to_write_what_nobody_would_read(self) -> None:
+        labels = {str(number): "x" * 4096 for number in range(MAX_MANIFEST_BYTES // 4096)}
+        with pytest.raises(InvalidArgumentError, match="exceed"):
+            encode(replace(MANIFEST, labels=labels))
+
+    def test_every_flipped_byte_is_detected(self) -> None:
+        for position in range(len(ENCODED)):
+            damaged = bytearray(ENCODED)
+            for change in range(1, 256):
+                damaged[position] = ENCODED[position] ^ change
+                with pytest.raises(ManifestError):
+                    decode(bytes(damaged))
+
+    def test_every_truncation_and_addition_is_detected(self) -> None:
+        for length in range(len(ENCODED)):
+            with pytest.raises(ManifestError):
+                decode(ENCODED[:length])
+        with pytest.raises(ManifestError):
+            decode(ENCODED + b"\n")
+
+    @given(st.binary(max_size=200))
+    def test_any_bytes(self, data: bytes) -> None:
+        for attempt in (data, sealed(data)):
+            with pytest.raises(ManifestError):
+                decode(attempt)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"null",
+            b"[]",
+            b"{}",
+            b"{" * 100_000,
+            b"[" * 100_000,
+            b"NaN",
+            b"\xff",
+            b"1" * 5000,
+            json.dumps(content()).encode("utf-16"),
+            json.dumps(content(extra=1)).encode(),
+            json.dumps({key: value for key, value in content().items() if key != "node"}).encode(),
+            json.dumps(content()).replace('"rank"', '"rank": 4, "rank"').encode(),
+            json.dumps(content(rank="3")).encode(),
+            json.dumps(content(rank=3.0)).encode(),
+            json.dumps(content(rank=True)).encode(),
+            json.dumps(content(rank=-1)).encode(),
+            json.dumps(content(rank=8)).encode(),
+            json.dumps(content(world_size=10**30)).encode(),
+            json.dumps(content(version="../step-5_ckpt")).encode(),
+            json.dumps(content(version=5)).encode(),
+            json.dumps(content(attempt="")).encode(),
+            json.dumps(content(node="..")).encode(),
+            json.dumps(content(node="\ud800")).encode(),
+            json.dumps(content(labels=[])).encode(),
+            json.dumps(content(labels={"a": None})).encode(),
+            json.dumps(content(objects={})).encode(),
+            json.dumps(content(objects=[[]])).encode(),
+            json.dumps(content(objects=[record(), record()])).encode(),
+            json.dumps(content(objects=[record(name="../../etc/passwd")])).encode(),
+            json.dumps(content(objects=[record(name="a/b")])).encode(),
+            json.dumps(content(objects=[record(name=None)])).encode(),
+            json.dumps(content(objects=[record(size=-24)])).encode(),
+            json.dumps(content(objects=[record(size=5000)])).encode(),
+            json.dumps(content(objects=[record(block_size=0)])).encode(),
+            json.dumps(content(objects=[record(digests="0123456789abcdef")])).encode(),
+            json.dumps(content(objects=[record(digests=[["0123456789abcdef"], "0123456789abcdef"])])).encode(),
+            json.dumps(content(objects=[record(digests=["0123456789abcdef"] * 3)])).encode(),
+            json.dumps(content(objects=[record(extra=0)])).encode(),
+        ],
+    )
+    def test_a_right_checksum_is_not_trusted(self, body: bytes) -> None:
+        with pytest.raises(ManifestError) as raised:
+            decode(sealed(body), "/base/step-5_ckpt/rank-00003-a1.manifest")
+        assert "/base/step-5_ckpt/rank-00003-a1.manifest" in str(raised.value)
+
+    def test_the_place_must_agree(self) -> None:
+        assert decode(ENCODED, "/base/step-5_ckpt/rank-00003-a1.manifest") == MANIFEST
+        assert decode(ENCODED, Path("/anywhere/rank-00003-a1.manifest")) == MANIFEST
+        for place in (
+            "step-5_ckpt/rank-00004-a1.manifest",
+            "step-5_ckpt/rank-00003-a2.manifest",
+            "step-6_ckpt/rank-00003-a1.manifest",
+            "x",
+        ):
+            with pytest.raises(ManifestError, match="unlike"):
+                decode(ENCODED, f"/base/{place}")
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    directory = tmp_path / MANIFEST.version
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def full_filesystem(version: Path) -> Iterator[Path]:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "test", version], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        yield version
+    finally:
+        subprocess.run(["umount", version], check=True)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("fsync", [False, True])
+    def test_write_and_read(self, version: Path, fsync: bool) -> None:
+        path = write_manifest(version, MANIFEST, fsync=fsync)
+        assert path == version / "rank-00003-a1.manifest"
+        assert path.read_bytes() == ENCODED
+        assert read_manifest(path) == read_manifest(str(path)) == MANIFEST
+        assert list(version.iterdir()) == [path]
+
+    def test_the_same_attempt_again_replaces_it(self, version: Path) -> None:
+        again = replace(MANIFEST, labels={"again": "yes"})
+        write_manifest(version, MANIFEST)
+        assert read_manifest(write_manifest(version, again)) == again
+        assert len(list(version.iterdir())) == 1
+
+    def test_another_attempt_stands_beside_it(self, version: Path) -> None:
+        other = replace(MANIFEST, attempt="a2")
+        paths = [write_manifest(version, each) for each in (MANIFEST, other)]
+        assert [read_manifest(path) for path in paths] == [MANIFEST, other]
+
+    def test_none_there(self, version: Path) -> None:
+        for path in (version / "rank-00003-a1.manifest", version / "none" / "rank-00003-a1.manifest"):
+            with pytest.raises(ObjectNotFoundError, match=r"rank-00003-a1\.manifest"):
+                read_manifest(path)
+
+    @pytest.mark.parametrize("kind", ["directory", "fifo", "link", "oversized", "empty"])
+    def test_reads_only_regular_files_of_bounded_size(self, version: Path, kind: str) -> None:
+        path = version / "rank-00003-a1.manifest"
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "link":
+            target = version / "elsewhere"
+            target.write_bytes(ENCODED)
+            path.symlink_to(target)
+        else:
+            path.touch()
+            os.truncate(path, MAX_MANIFEST_BYTES + 1 if kind == "oversized" else 0)
+        with pytest.raises(ManifestError, match=r"rank-00003-a1\.manifest"):
+            read_manifest(path)
+
+    def test_a_manifest_under_another_ranks_name(self, version: Path) -> None:
+        moved = write_manifest(version, MANIFEST).rename(version / "rank-00004-a1.manifest")
+        with pytest.raises(ManifestError, match="rank 3"):
+            read_manifest(moved)
+
+    def test_no_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(SaveError, match=r"step 5, rank 3, path .*rank-00003-a1\.manifest"):
+            write_manifest(tmp_path / "none", MANIFEST)
+
+    def test_a_full_filesystem_keeps_the_earlier_one(self, full_filesystem: Path) -> None:
+        write_manifest(full_filesystem, MANIFEST)
+        with pytest.raises(CapacityError, match="needed"):
+            write_manifest(full_filesystem, replace(MANIFEST, labels={"again": "yes"}))
+        assert read_manifest(full_filesystem / "rank-00003-a1.manifest") == MANIFEST
+        assert len(list(full_filesystem.iterdir())) == 1
+
+    def test_a_write_cut_short_keeps_the_earlier_one(self, version: Path) -> None:
+        path = write_manifest(version, MANIFEST)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            with pytest.raises(SaveError):
+                write_manifest(version, replace(MANIFEST, labels={"again": "yes"}))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert read_manifest(path) == MANIFEST
+        assert list(version.iterdir()) == [path]
+
+    def test_readers_never_see_half_of_one(self, version: Path) -> None:
+        write_manifest(version, MANIFEST)
+        done = threading.Event()
+        failures: list[FlashpointError] = []
+
+        def read() -> None:
+            while not done.is_set():
+                try:
+                    read_manifest(version / "rank-00003-a1.manifest")
+                except FlashpointError as error:
+                    failures.append(error)
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for number in range(300):
+            write_manifest(version, replace(MANIFEST, labels={"number": str(number)}))
+        done.set()
+        for reader in readers:
+            reader.join()
+        assert not failures
+
+    def test_a_writer_killed_at_any_point_leaves_a_whole_one(self, version: Path) -> None:
+        write_manifest(version, MANIFEST)
+        script = textwrap.dedent(
+            f"""
+            import itertools
+            from dataclasses import replace
+            from ml_flashpoint.format.manifest import read_manifest, write_manifest
+            manifest = read_manifest({str(version / "rank-00003-a1.manifest")!r})
+            for number in itertools.count():
+                write_manifest({str(version)!r}, replace(manifest, labels={{"number": str(number)}}))
+                if number == 5:
+                    print("writing", flush=True)
+            """
+        )
+        for _ in range(5):
+            with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as writer:
+                assert writer.stdout is not None
+                assert writer.stdout.readline() == b"writing\n"
+                writer.kill()
+            assert read_manifest(version / "rank-00003-a1.manifest").rank == 3
+
+
+def test_knows_no_torch() -> None:
+    script = "import sys, ml_flashpoint.format.manifest; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,8 +1,8 @@
 """Memory-first checkpointing for PyTorch: the package's front door.
 
-Owns only what `import ml_flashpoint` gives: the version, the façade, which is imported on first use so that tools
-without torch (manifests, recovery planning, the command line's help) stay quick to start, and a warning if somebody
-else's distribution is there that has the same import name.
+Owns only what `import ml_flashpoint` gives: the version, what is imported on first use so that tools without torch
+(manifests, recovery planning, the command line's help) stay quick to start, and a warning if somebody else's
+distribution is there that has the same import name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ml_flashpoint.extras import DISTRIBUTION, require
 
 if TYPE_CHECKING:
+    from ml_flashpoint.adapter.pytorch.engine import Engine
     from ml_flashpoint.core.open_version import open_version
     from ml_flashpoint.flashpoint import Flashpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["Flashpoint", "__version__", "open_version"]
+__all__ = ["Engine", "Flashpoint", "__version__", "open_version"]
 
 
 def _others() -> list[str]:
@@ -63,13 +64,17 @@ if _found := _others():
     _warn_of(_found)
 
 
+_LAZY = {
+    "Engine": "ml_flashpoint.adapter.pytorch.engine",
+    "Flashpoint": "ml_flashpoint.flashpoint",
+    "open_version": "ml_flashpoint.core.open_version",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "open_version":
+    if name in _LAZY:
         require("pytorch", "torch")
-        return importlib.import_module("ml_flashpoint.core.open_version").open_version
-    if name == "Flashpoint":
-        require("pytorch", "torch")
-        return importlib.import_module("ml_flashpoint.flashpoint").Flashpoint
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

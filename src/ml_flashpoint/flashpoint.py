@@ -8,7 +8,6 @@ DCP door (`adapter.pytorch`) like anyone else's; what is tracked is `facade.trac
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -19,8 +18,6 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
@@ -30,10 +27,7 @@ from ml_flashpoint.core.arguments import (
     checked_seconds,
     checked_strategy,
 )
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.discarding import discard_versions
-from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.facade.agreement import check_capacity, fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
@@ -44,18 +38,16 @@ from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.state_loader import StateLoader
 from ml_flashpoint.facade.tracked_state import TrackedState
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
-    InvalidArgumentError,
     UnaskedVersionsError,
 )
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -132,15 +124,20 @@ class Flashpoint:
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         discard_existing = checked_bool("discard_existing", discard_existing)
 
-        self._ranks = rank_group()
         self._world = _default_group()
         self._open(replication, discard_existing, verify_saves)
+        self._ranks = self._engine.ranks
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
         self._saves = SaveRunner(
-            self._tracked, self._saver, self._group, self._guard, safe_globals=allowed, deadline_s=self._deadline_s
+            self._tracked,
+            self._engine.saver,
+            self._group,
+            self._guard,
+            safe_globals=allowed,
+            deadline_s=self._deadline_s,
         )
-        self._states = StateLoader(self._tracked, self._loader, self._ranks, self._group, safe_globals=allowed)
+        self._states = StateLoader(self._tracked, self._engine.loader, self._ranks, self._group, safe_globals=allowed)
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
@@ -153,44 +150,25 @@ class Flashpoint:
             self._guard.install()
 
     def _open(self, replication: ReplicationStrategy | None, discard_existing: bool, verify_saves: str) -> None:
-        """Take the base container and put the engine's parts together, on all ranks or on none."""
+        """Take the base container and open the engine, on all ranks or on none."""
         with contextlib.ExitStack() as undo:
-            self._key = claim(self, os.path.realpath(self._base), self._ranks.rank)
+            self._key = claim(self, os.path.realpath(self._base), rank_group().rank)
             undo.callback(release, self, self._key)
-            self._objects = CheckpointObjectManager()
-            undo.callback(self._objects.close)
-            self._store = open_together(self._objects, self._base, self._ranks.rank, self._ranks)
-            self._agree_on_arguments(discard_existing)
-            if discard_existing:
-                discard_versions(self._store, self._ranks)
-            self._unasked = not self._ranks.all_ok(not holds_parts(self._store.base))
-            self._replication = ReplicationManager(replication)
-            undo.callback(self._replication.close)
-            self._replication.initialize(self._objects)
-            self._has_copies = bool(self._replication.copies_of(self._ranks.rank))
-            self._saver = DefaultMLFlashpointCheckpointSaver(
-                ckpt_obj_manager=self._objects, replication_manager=self._replication, verify_saves=verify_saves
+            rank_group().agree_on(every_n_steps=self._every)
+            self._engine = undo.enter_context(
+                CheckpointEngine(
+                    self._base, replication=replication, verify_saves=verify_saves, discard_existing=discard_existing
+                )
             )
-            undo.callback(self._saver.close)
-            self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
             # One of its own, so that saves never interleave with the program's collectives, on any device.
             self._group: LastingGroup | None = None
             if self._world is not None:
                 calls = "to call step() or save() for the same steps"
-                self._group = self._ranks.new_lasting_group("facade", deadline_s=self._deadline_s, calls=calls)
+                self._group = rank_group().new_lasting_group("facade", deadline_s=self._deadline_s, calls=calls)
             else:
                 # A single process is what was asked for: torch need not warn about it.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
             undo.pop_all()
-
-    def _agree_on_arguments(self, discard_existing: bool) -> None:
-        mine = {"every_n_steps": self._every, "discard_existing": discard_existing}
-        said = [json.loads(blob) for blob in self._ranks.gather(json.dumps(mine).encode())]
-        for argument, value in mine.items():
-            if len(values := sorted({each[argument] for each in said})) > 1:
-                raise InvalidArgumentError(
-                    f"differs between ranks: {values}", argument=argument, value=value, rank=self._ranks.rank
-                )
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
@@ -271,7 +249,7 @@ class Flashpoint:
                 outcome.refuse_to_start_anew(self._ranks.rank)
                 step, source = 0, "nothing"
         self._steps = step
-        self._unasked = False
+        self._engine.unasked = False
         self._saves.align()
         self._check_capacity()
         self._last_recovery = Recovery(
@@ -290,7 +268,7 @@ class Flashpoint:
         return step
 
     def _check_capacity(self) -> None:
-        check_capacity(self._ranks, self._tracked.expected_bytes(), self._store, self._replication)
+        check_capacity(self._ranks, self._tracked.expected_bytes(), self._engine.store, self._engine.replication)
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -329,7 +307,7 @@ class Flashpoint:
         self._raise_failure()
 
     def _save(self, step: int) -> None:
-        self._saves.save(CheckpointContainerId(f"{self._base}/{CheckpointContainerId.format_version_container(step)}"))
+        self._saves.save(self._engine.version(step))
 
     def _raise_failure(self) -> None:
         """Called at the end of everything that saves or waits."""
@@ -380,7 +358,8 @@ class Flashpoint:
     def last_replicated(self) -> int | None:
         """Step of the newest version saved by this object of which every copy that the replication strategy asks for
         was acknowledged, on all ranks. None if there is none, or nobody holds copies of this rank's parts."""
-        return self._saver.stats.last_verified if self._has_copies else None
+        has_copies = self._engine.replication.copies_of(self._ranks.rank)
+        return self._engine.saver.stats.last_verified if has_copies else None
 
     @property
     def last_recovery(self) -> Recovery | None:
@@ -390,8 +369,8 @@ class Flashpoint:
     @property
     def health(self) -> Health:
         """How saving goes, now."""
-        saves, stats = self._saves, self._saver.stats
-        own = [part.manifest for part in self._store.held() if part.rank == self._ranks.rank]
+        saves, stats = self._saves, self._engine.saver.stats
+        own = [part.manifest for part in self._engine.store.held() if part.rank == self._ranks.rank]
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
         return Health(
@@ -421,7 +400,7 @@ class Flashpoint:
 
     def _check_asked(self) -> None:
         # Found out at construction, so that all ranks raise alike without having to agree at each save.
-        if self._unasked:
+        if self._engine.unasked:
             raise UnaskedVersionsError(
                 "there are checkpoints here that this run has not asked about, and saving would overwrite them",
                 rank=self._ranks.rank,
@@ -452,13 +431,11 @@ class Flashpoint:
         sealed = self._saves.await_current(deadline_s)
         if not sealed:
             _log.warning("closed while a save was under way: it may not be sealed")
-        self._saver.close(exit_deadline_s())
-        self._replication.close()
-        self._loader.release()
+        self._engine.stop()
         self._part_bytes = self.health.bytes
         if sealed:
             # Else arenas may still be written to: they stay mapped until the process ends.
-            self._objects.close()
+            self._engine.close()
             if self._group is not None:
                 self._group.close()
         self._saves.forget()

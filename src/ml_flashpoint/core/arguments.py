@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.ranks.strategies import (
+    NoReplicationStrategy,
+    PairwiseReplicationStrategy,
+    ReplicationStrategy,
+    RingReplicationStrategy,
+)
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
@@ -54,10 +59,20 @@ def checked_seconds(argument: str, value: float) -> float:
     return float(value)
 
 
-def checked_strategy(value: ReplicationStrategy | None) -> ReplicationStrategy | None:
-    """A replication strategy, or none."""
+_STRATEGIES: dict[str, type[ReplicationStrategy]] = {
+    kind.name: kind for kind in (NoReplicationStrategy, PairwiseReplicationStrategy, RingReplicationStrategy)
+}
+
+
+def checked_strategy(
+    value: ReplicationStrategy | str | None, argument: str = "replication"
+) -> ReplicationStrategy | None:
+    """A replication strategy, the one of a name, or None for the default of whoever asks."""
+    if isinstance(value, str) and value in _STRATEGIES:
+        return _STRATEGIES[value]()
     if value is not None and not isinstance(value, ReplicationStrategy):
-        raise InvalidArgumentError("must be a ReplicationStrategy or None", argument="replication", value=value)
+        names = ", ".join(map(repr, _STRATEGIES))
+        raise InvalidArgumentError(f"must be a ReplicationStrategy, {names}, or None", argument=argument, value=value)
     return value
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import forget_complete
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
@@ -21,6 +23,7 @@ from ml_flashpoint.ranks.rank_group import RankGroup
 _log = logging.getLogger(__name__)
 
 _NEWER_THAN_ALL = "~"
+_T = TypeVar("_T")
 
 
 def discard_versions(store: RankStore, group: RankGroup) -> None:
@@ -29,33 +32,40 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
     Raises:
         FlashpointError: a node could not remove its part of them. Raised on all ranks.
     """
-    error: Exception | None = None
-    found: list[str] = []
-    try:
+
+    def drop_mine() -> list[str]:
         found = sorted(list_versions(store.base))
         for part in store.held():
             store.drop(part)
         group.asked.add(store.base)
-    except Exception as caught:
-        error = caught
-    _agree(group, store.base, error)  # else a rank's own parts might be swept from under it
-    if group.is_node_leader:
+        return found
+
+    def drop_the_rest() -> None:
+        if not group.is_node_leader:
+            return
         if found:
             _log.warning("discarding %s, as told", ", ".join(found))
+        sweep_departed(store, group.topology.ranks_of(group.node), _NEWER_THAN_ALL)
+        for version in list_versions(store.base):
+            _remove_version(store.base / version)
+        forget_complete(store.base)
+
+    # One after the other, else a rank's own parts might be swept from under it.
+    found = _together(group, store.base, drop_mine)
+    _together(group, store.base, drop_the_rest)
+
+
+def _together(group: RankGroup, base: Path, action: Callable[[], _T]) -> _T:
+    def typed() -> _T:
         try:
-            sweep_departed(store, group.topology.ranks_of(group.node), _NEWER_THAN_ALL)
-            for version in list_versions(store.base):
-                _remove_version(store.base / version)
-            forget_complete(store.base)
-        except Exception as caught:
-            error = caught
-    _agree(group, store.base, error)
+            return action()
+        except Exception as error:
+            raise failure(error) from error
 
+    def failure(why: object) -> SaveError:
+        return SaveError(f"the existing versions cannot be removed: {why}", rank=group.rank, path=base)
 
-def _agree(group: RankGroup, base: Path, error: Exception | None) -> None:
-    if not group.all_ok(error is None):
-        why = error or "another rank could not; its error says why"
-        raise SaveError(f"the existing versions cannot be removed: {why}", rank=group.rank, path=base) from error
+    return group.together(typed, failure("another rank could not; its error says why"))
 
 
 def _remove_version(directory: Path) -> None:

@@ -19,23 +19,23 @@ def open_together(
         JobInUseError: another process uses it.
         FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
     """
-    store: RankStore | None = None
-    error: FlashpointError | None = None
-    try:
-        _refuse_mount_point(base)
-        store = objects.open(base, rank)
-    except FlashpointError as caught:
-        error = caught
-    except Exception as caught:
-        why = f"{type(caught).__name__}: {caught}"
-        error = LoadError(f"the base container cannot be used: {why}", rank=rank, node=group.node, path=str(base))
-    # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
-    if not group.all_ok(error is None):
-        raise error or LoadError(
-            "another rank cannot use its base container; its log says why", rank=rank, node=group.node, path=str(base)
-        )
-    assert store is not None
-    return store
+
+    def open_here() -> RankStore:
+        try:
+            _refuse_mount_point(base)
+            return objects.open(base, rank)
+        except FlashpointError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise LoadError(
+                f"the base container cannot be used: {why}", rank=rank, node=group.node, path=str(base)
+            ) from error
+
+    another = LoadError(
+        "another rank cannot use its base container; its log says why", rank=rank, node=group.node, path=str(base)
+    )
+    return group.together(open_here, another)
 
 
 def _refuse_mount_point(base: str | os.PathLike[str]) -> None:

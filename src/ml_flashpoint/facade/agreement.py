@@ -24,15 +24,12 @@ def fall_back(ranks: RankGroup, fallback: Callable[[], int | None]) -> int:
         LoadError: it failed on another rank, or ranks loaded different steps.
         Exception: what it raised.
     """
-    step = 0
-    error: Exception | None = None
-    try:
+
+    def call() -> int:
         returned = fallback()
-        step = checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
-    except Exception as caught:
-        error = caught
-    if not ranks.all_ok(error is None):
-        raise error or LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank)
+        return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
+
+    step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
     steps = [int(blob) for blob in ranks.gather(str(step).encode())]
     if len(set(steps)) > 1:
         raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
@@ -48,8 +45,8 @@ def check_capacity(ranks: RankGroup, expected_bytes: int, store: RankStore, repl
     mine = json.dumps([expected_bytes, sum(store.resident_bytes())])
     said = [json.loads(blob) for blob in ranks.gather(mine.encode())]
     here = ranks.topology.ranks_of(ranks.node)
-    error: CapacityError | None = None
-    try:
+
+    def check() -> None:
         preflight(
             store.base,
             max(said[rank][0] for rank in here),
@@ -57,7 +54,5 @@ def check_capacity(ranks: RankGroup, expected_bytes: int, store: RankStore, repl
             ranks_on_node=len(here),
             held_bytes=sum(said[rank][1] for rank in here),
         )
-    except CapacityError as caught:
-        error = caught
-    if not ranks.all_ok(error is None):
-        raise error or CapacityError("another node has too little room; its log says how much", rank=ranks.rank)
+
+    ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))

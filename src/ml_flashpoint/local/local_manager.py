@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
-from ml_flashpoint.core.arguments import checked_globals
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.checkpoint_object_manager.rank_store import list_versions
+from ml_flashpoint.core.arguments import checked_globals, checked_strategy
+from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.core.saver import unasked_versions
@@ -28,7 +26,6 @@ from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContain
 from ml_flashpoint.format.errors import (
     DivergedError,
     FlashpointError,
-    InvalidArgumentError,
     NothingLoadableError,
 )
 from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
@@ -50,7 +47,6 @@ from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -98,15 +94,12 @@ class LocalCheckpointManager:
         self,
         root_local_ckpt_dir: str | os.PathLike[str],
         session_id: str = "",
-        repl_strategy: ReplicationStrategy | None = None,
+        repl_strategy: ReplicationStrategy | str | None = None,
         *,
         safe_globals: Sequence[SafeGlobal] = (),
     ) -> None:
         self._base = base_container(root_local_ckpt_dir, session_id)
-        if repl_strategy is not None and not isinstance(repl_strategy, ReplicationStrategy):
-            raise InvalidArgumentError(
-                "must be a ReplicationStrategy or None", argument="repl_strategy", value=repl_strategy
-            )
+        strategy = checked_strategy(repl_strategy, "repl_strategy") or NoReplicationStrategy()
         self._types = KnownTypes(checked_globals(safe_globals))
         self._meshes = Meshes()
         self.session_id = session_id
@@ -121,22 +114,9 @@ class LocalCheckpointManager:
         self._key = os.path.realpath(self._base.path)
         if (earlier := _managers.pop(self._key, None)) is not None:
             earlier.close()
-        with contextlib.ExitStack() as undo:
-            self._objects = CheckpointObjectManager()
-            undo.callback(self._objects.close)
-            self._store = self._open_store()
-            strategy = repl_strategy or NoReplicationStrategy()
-            self._replication = ReplicationManager(strategy)
-            undo.callback(self._replication.close)
-            self._replication.initialize(self._objects)
-            self._saver = DefaultMLFlashpointCheckpointSaver(
-                ckpt_obj_manager=self._objects, replication_manager=self._replication
-            )
-            undo.callback(self._saver.close)
-            self._loader = DefaultMLFlashpointCheckpointLoader(self._objects, self._replication)
-            self._parts = PartLoader(self._loader, self._ranks, self._types, self._meshes)
-            self._unasked = not self._ranks.all_ok(self._saver.is_asked(self._base))
-            undo.pop_all()
+        self._engine = CheckpointEngine(self._base, replication=strategy)
+        self._saver = self._engine.saver
+        self._parts = PartLoader(self._engine.loader, self._ranks, self._types, self._meshes)
         _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
@@ -144,22 +124,6 @@ class LocalCheckpointManager:
                 "the replication_jump should be at least the number of ranks of a node",
                 strategy,
             )
-
-    def _open_store(self) -> RankStore:
-        store: RankStore | None = None
-        error: Exception | None = None
-        try:
-            store = self._objects.open(self._base, self._ranks.rank)
-        except (FlashpointError, OSError) as caught:
-            error = caught
-        # A vote, so that one rank's unusable folder is an error everywhere and not a hang of the others.
-        if not self._ranks.all_ok(error is None):
-            reason = error or "another rank cannot use its own; its error says why"
-            raise CheckpointingException(
-                f"the folder cannot be used: {reason}", rank=self.rank, node=self._ranks.node, path=self._base
-            ) from error
-        assert store is not None
-        return store
 
     @property
     def rank(self) -> int:
@@ -190,9 +154,9 @@ class LocalCheckpointManager:
         self._check_open()
         if not self._looked:
             self._saver.wait()  # else a version might be pruned while it is looked at
-            self._unasked = False
+            self._engine.unasked = False
             try:
-                self._version = self._loader.get_latest_complete_checkpoint(self._base)
+                self._version = self._engine.loader.get_latest_complete_checkpoint(self._base)
             except NothingLoadableError as error:
                 raise NoReplicasAvailableError(
                     error.message,
@@ -202,7 +166,7 @@ class LocalCheckpointManager:
                     hint="try again when the cause is mended; with a repl_strategy, the loss of a node is survived; to "
                     "give these checkpoints up, remove the folder on every node, or begin a new session_id",
                 ) from error
-            report = self._loader.last_recovery
+            report = self._engine.loader.last_recovery
             self._check_world_size(report.world_size if report is not None else None)
             step = self._version.step if self._version is not None else None
             self.latest_iteration = -1 if step is None else step
@@ -234,7 +198,7 @@ class LocalCheckpointManager:
             WorldSizeChangedError: see `find_latest`.
             CheckpointingException: another rank could not load it.
         """
-        self._loader.reconsider()
+        self._engine.loader.reconsider()
         while True:
             if self.find_latest() == -1:
                 raise self._nothing_to_load()
@@ -242,7 +206,7 @@ class LocalCheckpointManager:
             state = self._parts.load(self._version)
             if state is not None:
                 return state, CheckpointId(self.latest_iteration, self.rank, self.session_id)
-            self._loader.discard(self._version)
+            self._engine.loader.discard(self._version)
             self._looked = False
 
     def _nothing_to_load(self) -> CheckpointingException:
@@ -278,7 +242,7 @@ class LocalCheckpointManager:
                 Asynchronously, finalizing the request raises this instead.
         """
         self._check_open()
-        if self._unasked:  # found out at construction, so that all ranks raise alike
+        if self._engine.unasked:  # found out at construction, so that all ranks raise alike
             raise unasked_versions(self.rank, self._ranks.node, str(self._base), call="find_latest()")
         # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
         ticket = self._saver.begin(exchanged=not is_async)
@@ -381,7 +345,7 @@ class LocalCheckpointManager:
 
     def _marker(self, ticket: SaveTicket) -> Path:
         # Swept at the next start, if this process dies.
-        return self._store.directory / f"under-way-{ticket.attempt}"
+        return self._engine.store.directory / f"under-way-{ticket.attempt}"
 
     def _request(self, ticket: SaveTicket, iteration: int, error: Exception | None) -> AsyncRequest:
         finalized = False
@@ -464,17 +428,16 @@ class LocalCheckpointManager:
         self._closed = True
         if _managers.get(self._key) is self:
             del _managers[self._key]
-        self._saver.close()
+        self._engine.stop()
         for ticket in self._under_way:
             if not _has_ended(ticket):
                 self._give_up(ticket)
-        self._replication.close()
         for thread in self._threads:
             thread.join(_LAST_WORDS_S)
         if any(thread.is_alive() for thread in self._threads):
             _log.warning("rank %d: a save that was given up is still being written: its memory stays mapped", self.rank)
             return
-        self._objects.close()
+        self._engine.close()
 
     def _give_up(self, ticket: SaveTicket) -> None:
         """End a save that nobody goes on with, since the saver is closed: else its request would be waited for."""

@@ -68,15 +68,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 f"must be a device: {caught}", argument="target_device", value=target_device
             ) from caught
         ranks = rank_group()
-        error: InvalidArgumentError | None = None
-        members: list[int] = []
-        try:
-            members = _members(local_group, ranks.rank, ranks.world_size)
-        except InvalidArgumentError as caught:
-            error = caught
-        # A vote, so that one rank's bad group is an error everywhere and not a hang of the others.
-        if not ranks.all_ok(error is None):
-            raise error or TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank)
+        members = ranks.together(
+            lambda: _members(local_group, ranks.rank, ranks.world_size),
+            TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank),
+        )
         # Of every clique the lowest rank speaks; the others are checked against what it says.
         said = ranks.gather(json.dumps(members).encode() if members[0] == ranks.rank else b"")
         self._pattern: CliqueStrategy | None = None

@@ -9,6 +9,8 @@ pickled. Without a process group it is a group of one.
 from __future__ import annotations
 
 import atexit
+import itertools
+import json
 import os
 import secrets
 import socket
@@ -17,15 +19,18 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.strategies import Topology
+
+_T = TypeVar("_T")
 
 SECRET_BYTES = 32
 _MAX_BLOB = 1 << 32
@@ -113,18 +118,22 @@ class RankGroup:
         return self.topology.ranks_of(self.node)[0] == self.rank
 
     def gather(self, blob: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order. Ranks with nothing to say (``b""``) cost nothing."""
+        """Every rank's bytes, in rank order, by two collectives. Ranks with nothing to say (``b""``) cost nothing."""
         if not self.distributed:
             return [blob]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(blob)
         self._run("gather", lambda group: dist.all_reduce(sizes, group=group), sizes)
-        return [self._one(blob, source, size) for source, size in enumerate(sizes.tolist())]
-
-    def _one(self, blob: bytes, source: int, size: int) -> bytes:
-        if size == 0:
-            return b""
-        return self._send(blob if source == self.rank else None, source, size)
+        ends = list(itertools.accumulate(self._checked(size, rank) for rank, size in enumerate(sizes.tolist())))
+        begins = [0, *ends[:-1]]
+        # Each rank fills its own range of one buffer. Other than by an all-gather, no range is padded to the longest.
+        data = torch.zeros(ends[-1], dtype=torch.uint8)
+        if blob:
+            data[begins[self.rank] : ends[self.rank]] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        if ends[-1]:
+            self._run("gather", lambda group: dist.all_reduce(data, group=group), data)
+        together = data.numpy().tobytes()
+        return [together[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
     def broadcast(self, blob: bytes, source: int = 0) -> bytes:
         """The bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
@@ -135,19 +144,57 @@ class RankGroup:
         return self._send(blob if source == self.rank else None, source, int(size.item()))
 
     def _send(self, blob: bytes | None, source: int, size: int) -> bytes:
-        if not 0 <= size < _MAX_BLOB:
-            raise FlashpointError(f"a rank announced {size} bytes", rank=source)
-        if size == 0:
+        if self._checked(size, source) == 0:
             return b""
         data = torch.frombuffer(bytearray(blob or size), dtype=torch.uint8)
         self._run("broadcast", lambda group: dist.broadcast(data, src=source, group=group), data)
         return data.numpy().tobytes()
+
+    @staticmethod
+    def _checked(size: int, source: int) -> int:
+        if not 0 <= size < _MAX_BLOB:
+            raise FlashpointError(f"a rank announced {size} bytes", rank=source)
+        return size
 
     def all_ok(self, ok: bool) -> bool:
         """Whether ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
         if not self.distributed:
             return ok
         return bool(self.minimum((int(ok),), "vote")[0])
+
+    def together(self, action: Callable[[], _T], otherwise: FlashpointError) -> _T:
+        """What ``action`` returns, once it has succeeded on every rank. Collective.
+
+        One rank's trouble is an error everywhere, and no hang of the others.
+
+        Args:
+            otherwise: raised where it succeeded, if it failed on another rank, whose own error says why.
+
+        Raises:
+            Exception: what ``action`` raised.
+        """
+        result: list[_T] = []
+        failure: Exception | None = None
+        try:
+            result.append(action())
+        except Exception as error:
+            failure = error
+        if not self.all_ok(failure is None):
+            raise failure or otherwise
+        return result[0]
+
+    def agree_on(self, **arguments: object) -> None:
+        """Check that arguments, of plain values, are the same on all ranks. Collective.
+
+        Raises:
+            InvalidArgumentError: one is not. Raised on all ranks.
+        """
+        said = [json.loads(blob) for blob in self.gather(json.dumps(arguments).encode())]
+        for argument, value in arguments.items():
+            if len(values := sorted({each[argument] for each in said})) > 1:
+                raise InvalidArgumentError(
+                    f"differs between ranks: {values}", argument=argument, value=value, rank=self.rank
+                )
 
     def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
         """Elementwise minimum over all ranks."""

@@ -72,27 +72,29 @@ class ReplicationManager:
         group = rank_group()
         if self._given_strategy is None and len(group.topology.node_order) > 1:
             self.strategy = PairwiseReplicationStrategy()
-        chosen = group.gather(repr(self.strategy).encode())
-        if len(set(chosen)) > 1:
-            raise TopologyError(
-                f"ranks use different replication strategies: {sorted({c.decode() for c in chosen})}",
-                rank=group.rank,
-                hint="pass the same strategy on every rank",
-            )
-        address: Address = ("", 0)
+        address: Address | None = ("", 0)
         error: FlashpointError | None = None
         if len(group.topology.node_order) > 1:
             try:
                 address = self._serve(group, checkpoint_object_manager)
             except FlashpointError as caught:
-                error = caught
+                address, error = None, caught
             except OSError as caught:
+                address = None
                 error = ReplicationError(f"peers cannot reach this host: {caught}", rank=group.rank, node=group.node)
-        # A vote, so that one rank's trouble is an error everywhere and not a hang of the others.
-        if not group.all_ok(error is None):
+        # All in one message, so that one rank's trouble is an error everywhere and not a hang of the others.
+        told = [json.loads(blob) for blob in group.gather(json.dumps([repr(self.strategy), address]).encode())]
+        if len(strategies := {strategy for strategy, _ in told}) > 1:
+            self.close()
+            raise TopologyError(
+                f"ranks use different replication strategies: {sorted(strategies)}",
+                rank=group.rank,
+                hint="pass the same strategy on every rank",
+            )
+        if any(address is None for _, address in told):
             self.close()
             raise error or ReplicationError("another rank cannot serve its peers; its log says why", rank=group.rank)
-        self._addresses = tuple(_parse_address(blob) for blob in group.gather(json.dumps(address).encode()))
+        self._addresses = tuple(_parse_address(address) for _, address in told)
         self._group = group
 
     def _serve(self, group: RankGroup, objects: CheckpointObjectManager) -> Address:
@@ -239,8 +241,8 @@ def reachable_host() -> str:
         return socket.gethostbyname(socket.gethostname())
 
 
-def _parse_address(blob: bytes) -> Address:
-    match json.loads(blob):
+def _parse_address(said: object) -> Address:
+    match said:
         case [str(host), int(port)]:
             return host, port
         case other:

@@ -130,14 +130,11 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             NothingLoadableError: there are versions, and none can be loaded.
         """
-        self._loader.reconsider()  # as `load` does, or the two might not agree on which is the newest
-        version = self._loader.get_latest_complete_checkpoint(self._base)
-        self._unasked = False
-        return version
+        return self._engine.latest()
 
     def overwrite(self) -> None:
         """The program goes on from elsewhere, and knows of the versions here. Collective."""
-        self._unasked = False
+        self._engine.unasked = False
 
     def check_asked(self) -> None:
         """Raise on all ranks if training would overwrite versions that nobody has asked about.

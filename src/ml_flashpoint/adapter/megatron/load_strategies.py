@@ -70,20 +70,13 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
             LoadError: another rank could not load. The tensors may be partly loaded.
             Exception: this rank could not, for any reason that megatron-core or the reader gives.
         """
-        failure: Exception | None = None
-        loaded: dict[str, Any] = {}
-        try:
-            loaded = self._load(sharded_state_dict, checkpoint_dir)
-        except Exception as error:  # not raised before the others know, or they would go on with what they loaded
-            failure = error
-        if not rank_group().all_ok(failure is None):
-            raise failure or LoadError(
-                "another rank could not load it",
-                rank=rank_group().rank,
-                path=str(checkpoint_dir),
-                hint="its own error says why; discard() the version on all ranks and recover an older one",
-            )
-        return loaded
+        another = LoadError(
+            "another rank could not load it",
+            rank=rank_group().rank,
+            path=str(checkpoint_dir),
+            hint="its own error says why; discard() the version on all ranks and recover an older one",
+        )
+        return rank_group().together(lambda: self._load(sharded_state_dict, checkpoint_dir), another)
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         reader = self._reader(checkpoint_dir)

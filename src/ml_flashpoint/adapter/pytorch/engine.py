@@ -1,0 +1,74 @@
+"""`Engine`: the engine for those who call ``dcp.save`` and ``dcp.load`` themselves, in one object.
+
+Owns only what DCP needs beside `core.engine`: the writer that all saves share, and a reader for each version.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.core.arguments import checked_globals
+from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES
+from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Engine(CheckpointEngine):
+    """A base container for ``dcp.save``, ``dcp.async_save`` and ``dcp.load``. Collective to open; a context manager.
+
+    ::
+
+        with Engine.open("/dev/shm/mlf-jobs/job-145", replication="pairwise") as engine:
+            dcp.save(state, checkpoint_id=engine.version(7), storage_writer=engine.writer)
+            if (latest := engine.latest()) is not None:
+                dcp.load(state, checkpoint_id=latest, storage_reader=engine.reader(latest))
+
+    Args:
+        safe_globals: further types that items which are no tensors may be made of, as for
+            ``torch.serialization.safe_globals``.
+        base, replication, verify_saves, initial_buffer_size_bytes, discard_existing: see
+            `core.engine.CheckpointEngine`, which also says what is raised.
+    """
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        *,
+        replication: ReplicationStrategy | str | None = None,
+        verify_saves: str = "sample",
+        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
+        discard_existing: bool = False,
+        safe_globals: Sequence[SafeGlobal] = (),
+    ) -> None:
+        self._safe_globals = checked_globals(safe_globals)
+        super().__init__(
+            base,
+            replication=replication,
+            verify_saves=verify_saves,
+            initial_buffer_size_bytes=initial_buffer_size_bytes,
+            discard_existing=discard_existing,
+        )
+
+    @classmethod
+    def open(cls, base: str | os.PathLike[str], **options: Any) -> Self:
+        """The same as calling the class, whose arguments it takes."""
+        return cls(base, **options)
+
+    @cached_property
+    def writer(self) -> MemoryStorageWriter:
+        """For all saves of the job: it holds the arenas."""
+        return MemoryStorageWriter(self.saver, safe_globals=self._safe_globals)
+
+    def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> MemoryStorageReader:
+        """For loading one version."""
+        return MemoryStorageReader(version, self.loader, safe_globals=self._safe_globals)

@@ -1,0 +1,132 @@
+"""`CheckpointEngine`: a base container that is open on all ranks of a job, with everything that serves it.
+
+Owns putting the parts together, on all ranks or on none, and the one order in which they end. What a door has beside
+it (a writer of DCP's, tracked objects, a queue) is the door's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_strategy
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.discarding import discard_versions
+from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.knobs import exit_deadline_s
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class CheckpointEngine:
+    """Opens a base container. Collective to construct; a context manager.
+
+    Args:
+        base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
+        replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
+            pairs of nodes, or nothing on a single node.
+        verify_saves: what is read back of each part in the background: ``"sample"``, ``"all"`` or ``"none"``.
+        initial_buffer_size_bytes: expected bytes of a rank's part; costs nothing until used.
+        discard_existing: remove every version that is there, on all nodes, before anything else.
+
+    Attributes:
+        base: the base container.
+        ranks: the ranks that use it together.
+        store: what this rank keeps of it.
+        objects, replication, saver, loader: the parts, as the guide for DCP users makes them one by one.
+        unasked: whether there were versions on some node when it was opened, so that saving would bury them.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable.
+        JobInUseError: a live process uses the base container as this rank.
+        FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        *,
+        replication: ReplicationStrategy | str | None = None,
+        verify_saves: str = "sample",
+        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
+        discard_existing: bool = False,
+    ) -> None:
+        self.base = checked_base(base)
+        strategy = checked_strategy(replication)
+        discard_existing = checked_bool("discard_existing", discard_existing)
+        self.ranks = rank_group()
+        self._stopped = self._closed = False
+        with contextlib.ExitStack() as undo:
+            self.objects = CheckpointObjectManager()
+            undo.callback(self.objects.close)
+            self.store = open_together(self.objects, self.base, self.ranks.rank, self.ranks)
+            self.ranks.agree_on(discard_existing=discard_existing)
+            if discard_existing:
+                discard_versions(self.store, self.ranks)
+            self.unasked = not self.ranks.all_ok(not holds_parts(self.store.base))
+            self.replication = ReplicationManager(strategy)
+            undo.callback(self.replication.close)
+            self.replication.initialize(self.objects)
+            self.saver = DefaultMLFlashpointCheckpointSaver(
+                ckpt_obj_manager=self.objects,
+                replication_manager=self.replication,
+                initial_buffer_size_bytes=initial_buffer_size_bytes,
+                verify_saves=verify_saves,
+            )
+            undo.callback(self.saver.close)
+            self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
+            self._opened()
+            undo.pop_all()
+
+    def _opened(self) -> None:
+        """For what is built on top: called last, while whatever fails still undoes everything."""
+
+    def version(self, step: int) -> CheckpointContainerId:
+        """The name of the version of a step, whether there is one or not."""
+        return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
+
+    def latest(self) -> CheckpointContainerId | None:
+        """The newest version that all ranks can load, fetched and verified; None if there never was one. Collective.
+
+        Raises:
+            NothingLoadableError: there are versions, and none can be loaded.
+            FlashpointError: ranks lost each other.
+        """
+        self.loader.reconsider()
+        found = self.loader.get_latest_complete_checkpoint(self.base)
+        self.unasked = False
+        return found
+
+    def stop(self) -> None:
+        """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way. Arenas stay mapped, for
+        whoever may still write to them. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            self.saver.close(exit_deadline_s())
+            self.replication.close()
+            self.loader.release()
+
+    def close(self) -> None:
+        """End everything, and let go of the base container. Versions stay. Idempotent."""
+        self.stop()
+        if not self._closed:
+            self._closed = True
+            self.objects.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

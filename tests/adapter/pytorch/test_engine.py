@@ -1,0 +1,107 @@
+"""`Engine`: opening, saving, loading and ending by one object, in one process and on two nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ml_flashpoint import Engine
+from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
+from tests.support.forked import Report, call_team
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((300, 7), value), "epoch": int(value)}
+
+
+def loaded(engine: Engine) -> tuple[int | None, float]:
+    into = state(-1)
+    latest = engine.latest()
+    if latest is None:
+        return None, -1.0
+    dcp.load(into, checkpoint_id=latest, storage_reader=engine.reader(latest))
+    assert bool((into["weight"] == into["epoch"]).all())
+    return latest.step, float(into["epoch"])
+
+
+def test_saves_and_loads(tmpfs: Path, process_group: None) -> None:
+    with Engine.open(tmpfs / "job") as engine:
+        assert loaded(engine) == (None, -1.0)
+        for step in (1, 2):
+            dcp.save(state(step), checkpoint_id=engine.version(step), storage_writer=engine.writer)
+        assert engine.writer is engine.writer
+        assert engine.saver.wait(30)
+        assert loaded(engine) == (2, 2.0)
+    engine.close()  # once more does no harm
+    with Engine.open(tmpfs / "job") as engine:
+        assert engine.unasked
+        assert loaded(engine) == (2, 2.0)
+        assert not engine.unasked
+    with Engine.open(tmpfs / "job", discard_existing=True) as engine:
+        assert loaded(engine) == (None, -1.0)
+
+
+def test_refuses_to_bury_what_nobody_asked_about(tmpfs: Path, process_group: None) -> None:
+    with Engine.open(tmpfs / "job") as engine:
+        dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    # What was asked counts for the life of a process, so a copy stands for the folder of an earlier run.
+    shutil.copytree(tmpfs / "job", tmpfs / "other", ignore=shutil.ignore_patterns("lock"))
+    with Engine.open(tmpfs / "other") as engine:
+        engine.ranks.run_id = f"9{engine.ranks.run_id[1:]}"
+        with pytest.raises(CheckpointException, match="nobody has asked about"):
+            dcp.save(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+
+
+def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process_group: None) -> None:
+    with Engine.open(tmpfs / "job") as engine, pytest.raises(CheckpointException) as refused:
+        dcp.save({"x": {Path("/a")}}, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    assert isinstance(refused.value.failures[0][0], UnsafeContentError)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"replication": "both"}, "replication"),
+        ({"replication": 2}, "replication"),
+        ({"discard_existing": 1}, "discard_existing"),
+        ({"verify_saves": "some"}, "verify_saves"),
+        ({"safe_globals": "x"}, "safe_globals"),
+        ({"initial_buffer_size_bytes": 0}, "initial_buffer_size_bytes"),
+    ],
+)
+def test_refuses_bad_arguments(tmpfs: Path, options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        Engine.open(tmpfs / "job", **options)
+    assert refused.value.argument == argument
+    Engine.open(tmpfs / "job").close()  # nothing is left open
+
+
+def on_two_nodes(report: Report, rank: int, replication: str) -> tuple[list[int], int | None, float]:
+    base = Path(os.environ["FLASHPOINT_TEST_BASE"])
+    with Engine.open(base, replication=replication) as engine:
+        for step in (1, 2):
+            dcp.save(state(step), checkpoint_id=engine.version(step), storage_writer=engine.writer)
+        assert engine.saver.wait(60)
+        copies = list(engine.replication.copies_of(rank))
+    dist.barrier()
+    if rank == 1 and replication != "none":
+        shutil.rmtree(base)  # the node was replaced
+    dist.barrier()
+    with Engine.open(base, replication=replication) as engine:
+        return copies, *loaded(engine)
+
+
+@pytest.mark.parametrize(
+    ("replication", "copies"), [("pairwise", [[1], [0]]), ("ring", [[1], [0]]), ("none", [[], []])]
+)
+def test_strategies_by_name_on_two_nodes(tmpfs: Path, replication: str, copies: list[list[int]]) -> None:
+    results = call_team(on_two_nodes, tmpfs, 2, replication)
+    assert results == [(each, 2, 2.0) for each in copies]

@@ -202,6 +202,10 @@ def test_batch_normalization_is_that_of_rank_0(tmpfs: Path) -> None:
     assert [after for _, after in results] == [saved[0]] * 3
 
 
+def test_batch_normalization_compiled_by_itself_is_that_of_rank_0(tmpfs: Path) -> None:
+    assert call_team(worker.norm_of_compiled_part, tmpfs, 3) == [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]
+
+
 def test_leaving_a_collective_ends_it_for_the_others(tmpfs: Path) -> None:
     assert max(call_team(worker.leave_a_collective, tmpfs, 2)) < 40  # and not the minute that ranks wait for each other
 
@@ -217,10 +221,12 @@ def test_a_rank_that_cannot_connect_once_holds_nobody_up(tmpfs: Path) -> None:
         assert timeout == 120
 
 
-def test_a_rank_that_leaves_a_load_holds_nobody_up(tmpfs: Path) -> None:
-    """Both try again, instead of one waiting in the load for as long as the other waits for its vote."""
-    found = call_team(worker.leaves_a_load, tmpfs, 2)
-    assert found == [{"step": 2, "weight": 2.0, "left": left} for left in ([], [True])]
+@pytest.mark.parametrize(("times", "refused"), [(1, 0), (4, 1)])
+def test_a_rank_that_leaves_a_load_holds_nobody_up(tmpfs: Path, times: int, refused: int) -> None:
+    """All try again, instead of one waiting in the load for as long as the other waits for its vote; and in the end
+    all give up, instead of going back to an older version, with which nothing would be different."""
+    found = call_team(worker.leaves_a_load, tmpfs, 2, times)
+    assert found == [{"step": 2, "weight": 2.0, "left": left, "refused": refused} for left in (0, times)]
 
 
 # ---- peers that die or hang -----------------------------------------------------------------------------------

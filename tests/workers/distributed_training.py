@@ -261,8 +261,8 @@ def connects_at_the_second_try(report: Report, rank: int) -> tuple[int, float, f
     return len(tries), took, timeouts[0].total_seconds()
 
 
-def leaves_a_load(report: Report, rank: int) -> dict[str, Any]:
-    """On rank 1, loading ends before it has met rank 0 for it, the first time."""
+def leaves_a_load(report: Report, rank: int, times: int) -> dict[str, Any]:
+    """On rank 1, loading ends before it has met rank 0 for it, the first few times. What `resume` came to."""
     model = nn.Linear(4, 4)
     with Flashpoint(base(), deadline_s=60) as fp:
         fp.track(model=model).resume()
@@ -272,15 +272,37 @@ def leaves_a_load(report: Report, rank: int) -> dict[str, Any]:
     gather, left = dist.all_gather_object, []
 
     def leaving(*args: Any, **kwargs: Any) -> None:
-        if rank == 1 and not left:
+        if rank == 1 and len(left) < times:
             left.append(True)
             raise RuntimeError("connection reset by peer")
         gather(*args, **kwargs)
 
-    dist.all_gather_object = leaving
+    dist.all_gather_object, refused = leaving, 0
     with Flashpoint(base(), deadline_s=60) as fp:
-        step = fp.track(model=model).resume()
-    return {"step": step, "weight": float(model.weight[0, 0]), "left": left}
+        fp.track(model=model)
+        while True:
+            try:
+                step = fp.resume()
+                break
+            except TopologyError:
+                refused += 1
+    return {"step": step, "weight": float(model.weight[0, 0]), "left": len(left), "refused": refused}
+
+
+def norm_of_compiled_part(report: Report, rank: int) -> tuple[float, float]:
+    """The mean of a batch normalization that is compiled by itself, in a module under DDP, saved and restored."""
+    means = []
+    for turn in range(2):
+        module = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.BatchNorm1d(4)))
+        nn.init.constant_(module[1]._orig_mod.running_mean, rank + 1.0 if turn == 0 else -1.0)  # type: ignore[union-attr,arg-type]
+        with Flashpoint(base(), deadline_s=30) as fp:
+            # Without broadcast_buffers, DDP would not make them alike before they are saved.
+            fp.track(model=nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, init_sync=False))
+            fp.resume()
+            means.append(float(module[1]._orig_mod.running_mean[0]))  # type: ignore[union-attr,index]
+            if turn == 0:
+                fp.save(1)
+    return means[0], means[1]
 
 
 def norm_of_ddp(report: Report, rank: int) -> tuple[list[float], list[float]]:

@@ -89,7 +89,7 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
             f"cannot commit: {error.message}", step=manifest.step, rank=manifest.rank, path=directory, hint=error.hint
         ) from error
     except (OSError, FlashpointError) as error:
-        with contextlib.suppress(OSError):  # the first error says more
+        with contextlib.suppress(OSError, FlashpointError):  # the first error says more
             _remove(directory, [link.name for link in links])
         if isinstance(error, FlashpointError):
             raise

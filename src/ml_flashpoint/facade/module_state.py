@@ -45,8 +45,10 @@ class ModuleState:
         """
         state = self.current()
         if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
-            names = [name for name, _ in _unwrapped(self.module).named_buffers(remove_duplicate=False) if name in state]
-            left_out = [(name, state.pop(name)) for name in names]
+            buffers = _unwrapped(self.module).named_buffers(remove_duplicate=False)
+            # A compiled submodule's are named by the wrapper, in which they are saved without it.
+            names = [name if name in state else name.replace("_orig_mod.", "") for name, _ in buffers]
+            left_out = [(name, state.pop(name)) for name in names if name in state]
             self.left_out = tuple((name, buffer.dtype, buffer.shape) for name, buffer in left_out)
         return state
 

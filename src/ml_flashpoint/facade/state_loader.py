@@ -132,6 +132,9 @@ class StateLoader:
         """Load the newest version of a base container that all ranks can load. Collective.
 
         What failed in an earlier call is tried again.
+
+        Raises:
+            TopologyError: ranks lost each other again and again, which says nothing about the version. On all ranks.
         """
         self._loader.reconsider()
         outcome, lost = LoadOutcome(), 0
@@ -142,8 +145,14 @@ class StateLoader:
             if failure is None:
                 outcome.version = version
                 break
-            lost += failure.lost
-            if failure.lost and lost <= _TRIES_IF_LOST:
+            if failure.lost:
+                lost += 1
+                if lost > _TRIES_IF_LOST:
+                    raise TopologyError(
+                        f"version {version.name} cannot be loaded, as ranks lose each other: {failure.text}",
+                        rank=self._ranks.rank,
+                        hint="resume() may be called again; older versions would fare no better",
+                    )
                 _log.warning("loading version %s is tried again: %s", version.name, failure.text)
                 continue
             _log.error("version %s cannot be loaded, trying an older one: %s", version.name, failure.text)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_slack
+from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_headroom
 from ml_flashpoint.format.errors import CapacityError, SaveError
 from tests.support.injector import Fault, Injector
 
@@ -45,7 +45,7 @@ def test_an_arena_much_larger_than_wanted_is_left_for_others(pool: ArenaPool) ->
     pool.release(large)
     small = pool.acquire(MIB)
     assert small is not large
-    assert small.size == with_slack(MIB)
+    assert small.size == with_headroom(MIB)
 
 
 def test_an_arena_grows_in_its_place(pool: ArenaPool) -> None:
@@ -53,7 +53,7 @@ def test_an_arena_grows_in_its_place(pool: ArenaPool) -> None:
     pool.release(arena)
     grown = pool.acquire(3 * MIB)
     assert grown is arena
-    assert grown.size == with_slack(3 * MIB) == (pool.directory / "arena-0").stat().st_size
+    assert grown.size == with_headroom(3 * MIB) == (pool.directory / "arena-0").stat().st_size
 
 
 def test_an_exact_size(pool: ArenaPool) -> None:
@@ -228,8 +228,8 @@ def test_an_arena_that_was_needed_once_makes_way(pool: ArenaPool) -> None:
         return max(arena.size for arena in held)
 
     sizes = [save(2 * MIB - turn * 4096) for turn in range(30)]
-    assert sizes[10] == with_slack(4 * MIB)
-    assert sizes[-1] <= with_slack(2 * MIB)
+    assert sizes[10] == with_headroom(4 * MIB)
+    assert sizes[-1] <= with_headroom(2 * MIB)
     kept = files(pool)
     assert {save(2 * MIB - turn % 3) for turn in range(30)} == {sizes[-1]}
     assert files(pool) == kept

@@ -15,7 +15,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_v
 from ml_flashpoint.core import handing_off
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.save_ticket import NoticeBoard
+from ml_flashpoint.core.mailbox import Mailbox
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError, UnreadableError
@@ -83,15 +83,15 @@ def test_a_notice_that_cannot_be_posted_leaves_nothing(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver.save(version(tmpfs, 1), TENSORS)
-    post, posted = NoticeBoard.post, []
+    post, posted = Mailbox.post, []
 
-    def failing(board: NoticeBoard, attempt: str, notice: Any) -> None:
-        posted.append(notice)
+    def failing(mailbox: Mailbox, attempt: str, record: Any) -> None:
+        posted.append(record)
         if len(posted) == 1:
             raise OSError(errno.ENOSPC, "no space left")
-        post(board, attempt, notice)
+        post(mailbox, attempt, record)
 
-    monkeypatch.setattr(NoticeBoard, "post", failing)
+    monkeypatch.setattr(Mailbox, "post", failing)
     with pytest.raises(OSError, match="no space"):
         save_elsewhere(saver, tmpfs, 2)
     assert saver.wait(20)

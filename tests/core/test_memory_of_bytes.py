@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
@@ -49,7 +49,7 @@ def test_arenas_do_not_pile_up(saver: DefaultMLFlashpointCheckpointSaver, tmpfs:
     for step in range(1, 30):
         save(saver, tmpfs, step, bytes([step]) * (size - 1000 * (step % 7)))
         assert saver.wait(30)
-        assert sum(held(tmpfs)) <= 2 * with_slack(size + 128 * 1024), held(tmpfs)
+        assert sum(held(tmpfs)) <= 2 * with_headroom(size + 128 * 1024), held(tmpfs)
     assert saver.stats.last_verified == 29
 
 
@@ -67,5 +67,5 @@ def test_a_local_state_of_numpy_arrays(tmpfs: Path) -> None:
     for step in range(1, 25):
         manager.save(BasicTensorAwareStateDict(state), step, is_async=False)
     sizes = [path.stat().st_size for path in tmpfs.glob("**/.flashpoint/rank-*/arena-*")]
-    assert sum(sizes) <= 4 * with_slack(MIB + 64 * 1024), sizes
+    assert sum(sizes) <= 4 * with_headroom(MIB + 64 * 1024), sizes
     manager.close()

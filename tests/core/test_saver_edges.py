@@ -18,7 +18,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
 from ml_flashpoint.core import checkpoint_saver, handing_off
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.save_ticket import NoticeBoard
+from ml_flashpoint.core.mailbox import Mailbox
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, DeadlineError, SaveError
@@ -204,13 +204,13 @@ def test_a_save_given_up_while_it_commits_leaves_nothing(
 def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, process_of = threading.Semaphore(0), NoticeBoard.process_of
+    looked, process_of = threading.Semaphore(0), Mailbox.process_of
 
-    def noting(board: NoticeBoard, attempt: str) -> int | None:
+    def noting(mailbox: Mailbox, attempt: str) -> int | None:
         looked.release()
-        return process_of(board, attempt)
+        return process_of(mailbox, attempt)
 
-    monkeypatch.setattr(NoticeBoard, "process_of", noting)
+    monkeypatch.setattr(Mailbox, "process_of", noting)
     saver.save(version(tmpfs, 1), TENSORS)
     handed_off = saver.hand_off()
     pending = handed_off.ticket.pending
@@ -224,8 +224,8 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
     with pytest.raises(SaveError, match="given up"):
         pickle.loads(pickle.dumps(handed_off))  # late: what it would write to may be another save's
     with pytest.raises(SaveError, match="given up"):
-        NoticeBoard(tmpfs / "removed").sign("attempt")
-    assert NoticeBoard(tmpfs / "removed").revoke("attempt")
+        Mailbox(tmpfs / "removed").sign("attempt")
+    assert Mailbox(tmpfs / "removed").revoke("attempt")
 
 
 def test_what_a_saving_process_published_before_it_died_is_withdrawn(
@@ -235,12 +235,12 @@ def test_what_a_saving_process_published_before_it_died_is_withdrawn(
     handed_off = saver.hand_off()
     # In this process, but signed for by one that is gone.
     there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
-    monkeypatch.setattr(NoticeBoard, "post", lambda *_: None)
+    monkeypatch.setattr(Mailbox, "post", lambda *_: None)
     there._spare = None  # it makes an arena of its own, which the trainer never hears of
     there.save(version(tmpfs, 2), TENSORS)
     stray = list(store_of(saver).directory.glob("arena-*"))
     assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-2_ckpt"]
-    monkeypatch.setattr(NoticeBoard, "process_of", lambda *_: 2**22 + 1)
+    monkeypatch.setattr(Mailbox, "process_of", lambda *_: 2**22 + 1)
     pending = handed_off.ticket.pending
     assert pending is not None
     assert pending.settled.wait(10)

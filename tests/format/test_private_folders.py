@@ -13,7 +13,7 @@ import pytest
 from ml_flashpoint.checkpoint_object_manager import rank_store, version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
-from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
+from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafePathError
 from ml_flashpoint.format.private_folders import check_way, make_base
 from tests.checkpoint_object_manager.store_support import commit
@@ -41,7 +41,7 @@ def _is_refused(base: Path, match: str) -> None:
     for attempt in (
         lambda: RankStore(base, 0, lock_deadline_s=0).close(),
         lambda: UnlockedStore(base, 0).acquire(4096),
-        lambda: write_companions(base, "step-1_ckpt", {"x": b""}),
+        lambda: write_sidecars(base, "step-1_ckpt", {"x": b""}),
     ):
         with pytest.raises(UnsafePathError, match=match) as caught:
             attempt()
@@ -187,7 +187,7 @@ def test_companions_go_into_the_folder_that_was_checked(
         real(*args)
 
     monkeypatch.setattr(version_files, "_replace", exchange_and_replace)
-    write_companions(tmpfs / "job", "step-1_ckpt", {"precious": b"not any more"})
+    write_sidecars(tmpfs / "job", "step-1_ckpt", {"precious": b"not any more"})
     assert _untouched(victim)
     assert (tmpfs / "away" / "precious").read_bytes() == b"not any more"
 
@@ -196,7 +196,7 @@ def test_a_fifo_in_the_place_of_a_companion_is_replaced(tmpfs: Path) -> None:
     (tmpfs / "job" / "step-1_ckpt").mkdir(parents=True, mode=0o700)
     os.mkfifo(tmpfs / "job" / "step-1_ckpt" / "config")
     os.chmod(tmpfs / "job", 0o700)
-    write_companions(tmpfs / "job", "step-1_ckpt", {"config": b"x"})
+    write_sidecars(tmpfs / "job", "step-1_ckpt", {"config": b"x"})
     assert (tmpfs / "job" / "step-1_ckpt" / "config").read_bytes() == b"x"
 
 
@@ -217,7 +217,7 @@ def test_a_version_that_is_a_link_is_not_written_to(tmpfs: Path, victim: Path) -
     with pytest.raises(SaveError, match="cannot be used as a folder"):
         commit(store, 1, "a1")
     with pytest.raises(UnsafePathError):
-        write_companions(tmpfs / "job", "step-1_ckpt", {"x": b""})
+        write_sidecars(tmpfs / "job", "step-1_ckpt", {"x": b""})
     store.close()
     assert _untouched(victim)
 
@@ -227,7 +227,7 @@ def test_all_that_is_made_is_for_this_user_alone(tmpfs: Path) -> None:
     try:
         store = RankStore(tmpfs / "jobs" / "job", 0)
         commit(store, 1, "a1")
-        write_companions(store.base, "step-1_ckpt", {"x": b""})
+        write_sidecars(store.base, "step-1_ckpt", {"x": b""})
         UnlockedStore(store.base, 1).hold().close()
         store.close()
     finally:

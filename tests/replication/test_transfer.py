@@ -373,7 +373,7 @@ def test_a_payload_other_than_the_announced_one_is_refused() -> None:
 
 def test_answers_are_not_requests() -> None:
     with serving() as service:
-        for kind in (FrameKind.ACK, FrameKind.DATA, FrameKind.WORKING, FrameKind.NACK):
+        for kind in (FrameKind.ACK, FrameKind.DATA, FrameKind.KEEPALIVE, FrameKind.NACK):
             channel = channel_to(service)
             channel.send(Frame(kind))
             with pytest.raises(ConnectionLostError):

@@ -139,8 +139,8 @@ def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:
 def test_a_process_that_was_held_up_does_not_blame_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 100.0, 101.0, 102.0, 103.0])
     monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    patience = channels._Patience(1.0)
-    assert [patience.silent_s(count) for count in (0, 0, 0, 5, 0)] == [1.0, 3.0, 4.0, 0.0, 1.0]
+    idle = channels._IdleTimer(1.0)
+    assert [idle.silent_s(count) for count in (0, 0, 0, 5, 0)] == [1.0, 3.0, 4.0, 0.0, 1.0]
 
 
 def test_but_not_for_ever() -> None:

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"arena-(\d+)")
 # An arena much larger than what is asked for is left for something of its size.
 _FIT_FACTOR = 4
-_FIT_SLACK = 256 << 10
+_FIT_HEADROOM = 256 << 10
 _MAX_GROWTH_ROOM = 64 << 20
 # Calls of `trim` during which an arena must have been spare before its memory is given back: a job whose
 # replication lags now and then must not pay for the page faults of a new arena each time.
@@ -32,7 +32,7 @@ _TRIM_AFTER = 20
 _OUTGROWN = 9, 8
 
 
-def with_slack(size: int) -> int:
+def with_headroom(size: int) -> int:
     """Size of an arena for ``size`` bytes: items that vary in length must not make it grow at every save."""
     return round_up(size + min(size >> 6, _MAX_GROWTH_ROOM), 64 << 10)
 
@@ -81,7 +81,7 @@ class ArenaPool:
                     raise
                 # None of these fits, and there is no room beside them: slow, and better than a save that fails.
                 self.discard(self._free)
-                arena = self._make(size if exact else with_slack(size))
+                arena = self._make(size if exact else with_headroom(size))
             self._in_use.add(arena)
             arena.exact = exact
             if not exact:
@@ -98,10 +98,10 @@ class ArenaPool:
         growable = [a for a in self._free if a.size < size <= _FIT_FACTOR * a.size]
         arena = self._first_reusable(sorted(growable, key=lambda a: a.size, reverse=True))
         if arena is None:
-            return self._create(size if exact else with_slack(size))
+            return self._create(size if exact else with_headroom(size))
         self._free.remove(arena)  # or it would make room for itself
         try:
-            arena.grow(size if exact else with_slack(size))
+            arena.grow(size if exact else with_headroom(size))
         except BaseException:
             self._free.append(arena)
             raise
@@ -159,10 +159,10 @@ class ArenaPool:
         the budget or the filesystem has no room for them."""
         with self._lock:
             while len(self._free) < count:
-                if self.budget is not None and not self.budget.has_room(self.count, with_slack(size)):
+                if self.budget is not None and not self.budget.has_room(self.count, with_headroom(size)):
                     return False
                 try:
-                    self._free.append(self._make(with_slack(size)))
+                    self._free.append(self._make(with_headroom(size)))
                 except CapacityError:
                     return False
             return True
@@ -190,7 +190,7 @@ class ArenaPool:
             if self.has_free(size):
                 return
             try:
-                arena = self._create(with_slack(size))
+                arena = self._create(with_headroom(size))
             except FlashpointError as error:
                 _log.warning("no room for a second arena yet: %s", error)
                 return
@@ -219,7 +219,7 @@ class ArenaPool:
             if len(self._wanted) < _TRIM_AFTER:
                 return
             largest = max(self._wanted)
-            limit = with_slack(largest) * _OUTGROWN[0] // _OUTGROWN[1]
+            limit = with_headroom(largest) * _OUTGROWN[0] // _OUTGROWN[1]
             outgrown = next((arena for arena in self._free if arena.size > limit and not arena.exact), None)
             if outgrown is None:
                 return
@@ -339,4 +339,4 @@ def is_arena(path: Path) -> bool:
 
 
 def _fits(arena: Arena, size: int) -> bool:
-    return size <= arena.size <= _FIT_FACTOR * size + _FIT_SLACK
+    return size <= arena.size <= _FIT_FACTOR * size + _FIT_HEADROOM

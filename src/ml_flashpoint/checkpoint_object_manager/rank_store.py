@@ -2,7 +2,7 @@
 
 Owns: the directory layout, the parts that sit in the arenas, and the lock that keeps a second process from using
 the same arenas. Which arena is free, and when one is made, is `arena_pool`'s; how the files of a part come and go is
-`version_files`', what a dead process left is told apart by `leftovers`. It decides nothing about *which* part may
+`version_files`', what a dead process left is told apart by `orphans`. It decides nothing about *which* part may
 go: the saver does.
 
 ::
@@ -33,8 +33,8 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR as PR
 from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
-from ml_flashpoint.checkpoint_object_manager.leftovers import HeldPart as HeldPart
-from ml_flashpoint.checkpoint_object_manager.leftovers import adopt_parts
+from ml_flashpoint.checkpoint_object_manager.orphans import HeldPart as HeldPart
+from ml_flashpoint.checkpoint_object_manager.orphans import adopt_parts
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
@@ -130,18 +130,18 @@ class RankStore:
                 raise
             return self._arenas.acquire(size, exact=exact)
 
-    def acquire_for_copy(self, size: int, rank: int, *, patience_s: float = 0.0) -> Arena:
+    def acquire_for_copy(self, size: int, rank: int, *, timeout_s: float = 0.0) -> Arena:
         """An arena of exactly ``size`` bytes for a part of another rank. Without room, or with as many as there may be,
         must give way: that rank's copies that will never be verified, and own unverified versions but the newest.
 
         Args:
-            patience_s: seconds to wait for one if there is no room: this rank may be about to learn that a version is
+            timeout_s: seconds to wait for one if there is no room: this rank may be about to learn that a version is
                 verified, which frees older ones.
 
         Raises:
             CapacityError: there is none and no room for one.
         """
-        give_up = time.monotonic() + patience_s
+        give_up = time.monotonic() + timeout_s
         while True:
             with self._lock:
                 freed = self._release_count

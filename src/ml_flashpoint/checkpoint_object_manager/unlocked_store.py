@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.rank_store import AT_WORK, PRIVATE_DIR
 from ml_flashpoint.format.private_folders import make_tree, open_own
 
@@ -41,7 +41,7 @@ class UnlockedStore:
         make_tree(self.base, self._directory)
         # A name that no pool counts up to, so that the two processes never want the same one.
         path = self._directory / f"arena-{time.time_ns()}"
-        return Arena.create(path, size if exact else with_slack(size))
+        return Arena.create(path, size if exact else with_headroom(size))
 
     def release(self, arena: Arena) -> None:
         """Delete an arena that nothing was sealed in."""

@@ -4,8 +4,8 @@ Owns the order of those steps, by which no instant shows a part without its byte
 last on the way in, manifest first and links last on the way out. Used by stores, and by the saving process of
 DCP, which has none. It knows nothing of pools; arenas are files here.
 
-Beside the parts there may be *companions*: files that a framework looks for in a checkpoint's folder. They go with
-the last part. What they hold is in the objects too (`core.companions`), so losing one loses nothing.
+Beside the parts there may be *sidecar files*, which a framework looks for in a checkpoint's folder. They go with
+the last part. What they hold is in the objects too (`core.sidecars`), so losing one loses nothing.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def _remove(directory: Path, names: Sequence[str]) -> None:
     """Remove files, in this order, and the directory if no part is left in it then."""
     for name in names:
         (directory / name).unlink(missing_ok=True)
-    remove_remains(directory)
+    remove_version_folder(directory)
 
 
-def is_companion_name(name: str) -> bool:
-    """Whether a file of this name beside the parts may be a companion: no file of a part, and not hidden."""
+def is_sidecar_name(name: str) -> bool:
+    """Whether a file of this name beside the parts may be a sidecar: no file of a part, and not hidden."""
     return not name.startswith(".") and not _is_of_a_part(name)
 
 
@@ -131,10 +131,10 @@ def _is_of_a_part(name: str) -> bool:
     return parse_manifest_name(name) is not None or parse_object_name(name) is not None
 
 
-def remove_remains(directory: Path, names: Collection[str] = ()) -> None:
-    """Remove a version's directory with its companions, unless there is still something of a part in it.
+def remove_version_folder(directory: Path, names: Collection[str] = ()) -> None:
+    """Remove a version's directory with its sidecar files, unless there is still something of a part in it.
 
-    What neither :func:`write_companions` has written nor ``names`` has stays, and so does the directory then.
+    What neither :func:`write_sidecars` has written nor ``names`` has stays, and so does the directory then.
     """
     with contextlib.suppress(OSError):
         directory.rmdir()
@@ -162,16 +162,16 @@ def _without_temporary(name: str) -> str:
     return name[1:].rsplit(".", 2)[0] if name.startswith(".") and name.endswith(".tmp") else name
 
 
-def write_companions(base: Path, version: str, files: Mapping[str, bytes]) -> None:
-    """Put companions into a version's directory, which is made if need be. Each appears whole or not at all.
+def write_sidecars(base: Path, version: str, files: Mapping[str, bytes]) -> None:
+    """Put sidecar files into a version's directory, which is made if need be. Each appears whole or not at all.
 
     Raises:
-        InvalidNameError: a name is not one of a companion. Nothing was written.
+        InvalidNameError: a name is not one of a sidecar. Nothing was written.
         OSError: the filesystem refused.
     """
     directory = base / validate_segment(version)
     for name in files:
-        if not is_companion_name(validate_segment(name)):
+        if not is_sidecar_name(validate_segment(name)):
             raise InvalidNameError("it would pass for a file of a part, or is hidden", path=directory / name)
     make_tree(base, directory)
     folder = open_folder(directory)

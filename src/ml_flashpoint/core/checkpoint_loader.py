@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
-from ml_flashpoint.core.companions import carrier_of, companion_files
+from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.part_reader import (
@@ -30,6 +29,7 @@ from ml_flashpoint.core.part_reader import (
 )
 from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.recovery_run import RecoveryRun
+from ml_flashpoint.core.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.core.unloadable import HINT, why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -108,7 +108,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             self._source,
             verified=self._verified,
             discarded=self._discarded,
-            finish=lambda version: self._restore_companions(version, store),
+            finish=lambda version: self._restore_sidecars(version, store),
         )
         self._recovered = run.run()
         self.last_recovery = run.report()
@@ -122,8 +122,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             _log.warning("starting anew: the first save of this job was cut short, and no other was ever complete")
         return None
 
-    def _restore_companions(self, version: CompleteVersion, store: RankStore) -> None:
-        """Write the files that belong beside the parts of a version on this node: see `core.companions`."""
+    def _restore_sidecars(self, version: CompleteVersion, store: RankStore) -> None:
+        """Write the files that belong beside the parts of a version on this node: see `core.sidecars`."""
         self._recovered = version  # where holders are looked up
         path = CheckpointContainerId.create_child(store.base, version.version)
         own = find_local_manifest(store.base, version.version, store.rank, version.attempt)
@@ -132,10 +132,10 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             return
         manifest = self.read_manifest(path, carrier)
         try:
-            files = companion_files(self.open_object(path, manifest, manifest.objects[0]))
+            files = sidecar_files(self.open_object(path, manifest, manifest.objects[0]))
         finally:
             self.release()
-        write_companions(store.base, version.version, files)
+        write_sidecars(store.base, version.version, files)
 
     def discard(self, version: CheckpointContainerId) -> None:
         """See `MLFlashpointCheckpointLoader.discard`."""

@@ -28,13 +28,14 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankSto
 from ml_flashpoint.core.attempts import Numbering, SaveIdentity
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
 from ml_flashpoint.core.handing_off import ABANDONED_POLL_S, HandingOff
+from ml_flashpoint.core.mailbox import Mailbox
 from ml_flashpoint.core.object_writer import (
     ObjectWriter,
     StagedObject,
     TensorItem,
 )
 from ml_flashpoint.core.read_back import checked_mode
-from ml_flashpoint.core.save_ticket import NoticeBoard, SaveTicket
+from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -125,7 +126,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self._staged: list[SaveTicket] = []  # staged, not yet claimed by a write
         self._saves: list[SaveTicket] = []  # under way or held, oldest first
         self._handed_off: dict[str, SaveTicket] = {}
-        self._notices: NoticeBoard | None = None
+        self._mailbox: Mailbox | None = None
         self._largest = 0
         self._closed = False
         _live_savers.add(self)
@@ -470,8 +471,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         finished = self._commits.close(exit_deadline_s() if deadline_s is None else deadline_s)
         if not finished:
             _log.info("closed before the last saves were verified; they are sealed on this node")
-        if self._notices is not None:
-            self._notices.remove()
+        if self._mailbox is not None:
+            self._mailbox.remove()
 
 
 _live_savers: weakref.WeakSet[DefaultMLFlashpointCheckpointSaver] = weakref.WeakSet()

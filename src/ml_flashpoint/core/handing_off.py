@@ -1,7 +1,7 @@
 """The trainer's end of a save in another process: what is handed over, and how it is told what became of it.
 
-Owns which saves are away, and the notices that come back. The other end is `saving_process`; the saves themselves are
-`checkpoint_saver`'s.
+Owns which saves are away, and what to make of the completion records that come back. The other end is `saving_process`;
+the saves themselves are `checkpoint_saver`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import psutil
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, unpublish
 from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket, lost
+from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox, lost
+from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -38,7 +39,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
     _objects: CheckpointObjectManager
     _lock: threading.RLock
     _handed_off: dict[str, SaveTicket]
-    _notices: NoticeBoard | None
+    _mailbox: Mailbox | None
     _largest: int
     _taken_size = 0
     """Bytes of the object that came from another process last."""
@@ -76,62 +77,62 @@ class HandingOff(MLFlashpointCheckpointSaver):
             except FlashpointError as error:
                 ticket.error = error
         with self._lock:
-            if self._notices is None:
-                self._notices = NoticeBoard()
+            if self._mailbox is None:
+                self._mailbox = Mailbox()
             ticket.handed_off_at = time.monotonic()
             self._handed_off[ticket.key] = ticket
-            return HandOff(self.rank, self.world_size, self.node, ticket, self._notices)
+            return HandOff(self.rank, self.world_size, self.node, ticket, self._mailbox)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.hand_off().__reduce__()
 
     def _watch(self, pending: PendingSave) -> float | None:
-        """Called by the commit queue while it waits for ``pending``: look for the other process's notice."""
+        """Called by the commit queue while it waits for ``pending``: look for the other process's completion record."""
         for late in [t for t in list(self._handed_off.values()) if t.pending and t.pending.resolved.is_set()]:
-            self._look_for_notice(late)  # given up at its deadline; until now its process may have been writing
+            self._look_for_record(late)  # given up at its deadline; until now its process may have been writing
         ticket = next((t for t in list(self._handed_off.values()) if t.pending is pending), None)
         if ticket is None:
             self._fail_if_abandoned(pending)
             return ABANDONED_POLL_S
-        return self._look_for_notice(ticket)
+        return self._look_for_record(ticket)
 
-    def _look_for_notice(self, ticket: SaveTicket) -> float:
-        assert self._notices is not None
+    def _look_for_record(self, ticket: SaveTicket) -> float:
+        assert self._mailbox is not None
         answered = not self._is_worked_on(ticket)
-        pid = self._notices.process_of(ticket.key)
+        pid = self._mailbox.process_of(ticket.key)
         may_begin = time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
         alive = may_begin if pid is None else _is_alive(pid)
-        # Asked last: a notice posted just before the answer or the end is not missed.
-        notice = self._notices.take(ticket.key)
-        if notice is None and alive and not answered:
+        # Asked last: a record posted just before the answer or the end is not missed.
+        record = self._mailbox.take(ticket.key)
+        if record is None and alive and not answered:
             return _NOTICE_POLL_S
-        if notice is None and pid is None and not self._notices.revoke(ticket.key):
+        if record is None and pid is None and not self._mailbox.revoke(ticket.key):
             return _NOTICE_POLL_S  # it has signed just now
         self._handed_off.pop(ticket.key, None)
-        if (identity := self._notices.noted(ticket.key)) is not None:
+        if (identity := self._mailbox.noted(ticket.key)) is not None:
             self.adopt(ticket, identity)
-        if notice is None:
+        if record is None:
             if self._objects.store is not None:
                 self._objects.store.withdraw(ticket.attempt, sweep=not alive and not self._handed_off)
             why = "it failed before this rank's part was sealed" if alive else "its process is gone"
             self.fail(ticket, lost(ticket, why, self.rank))
         else:
-            self._take(ticket, notice)
+            self._take(ticket, record)
         return 0.0
 
-    def _take(self, ticket: SaveTicket, notice: Notice) -> None:
-        step = CheckpointContainerId.parse_version_container(notice.version)
-        ticket.others = None if notice.others is None else frozenset(notice.others)
+    def _take(self, ticket: SaveTicket, record: CompletionRecord) -> None:
+        step = CheckpointContainerId.parse_version_container(record.version)
+        ticket.others = None if record.others is None else frozenset(record.others)
         if ticket.pending is not None:
             ticket.pending.step = step
         try:
-            store = self._objects.open(notice.base, self.rank)
-            if notice.error is not None:
-                raise SaveError(notice.error, step=step, rank=self.rank)
-            manifest = read_manifest(store.base / notice.version / manifest_name(self.rank, ticket.attempt))
-            part = store.register(manifest, [store.arena_by_path(Path(p)) for p in notice.arenas])
+            store = self._objects.open(record.base, self.rank)
+            if record.error is not None:
+                raise SaveError(record.error, step=step, rank=self.rank)
+            manifest = read_manifest(store.base / record.version / manifest_name(self.rank, ticket.attempt))
+            part = store.register(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
         except (FlashpointError, OSError) as error:
-            self._disown(ticket, notice)
+            self._disown(ticket, record)
             self.fail(ticket, error)
             return
         self._taken_size = manifest.objects[0].size
@@ -139,13 +140,13 @@ class HandingOff(MLFlashpointCheckpointSaver):
             store.release(arena)
         self._resolve(ticket, part, store)
 
-    def _disown(self, ticket: SaveTicket, notice: Notice) -> None:
+    def _disown(self, ticket: SaveTicket, record: CompletionRecord) -> None:
         """Remove what the other process has published, whose arenas are about to be another save's. If that fails, the
         arenas stay as they are."""
-        if notice.version:
+        if record.version:
             name = object_name(self.rank, ticket.attempt)
-            unpublish(Path(notice.base), notice.version, self.rank, ticket.attempt, [name])
-        for path in set(map(Path, notice.arenas)) - {arena.path for arena in ticket.arenas}:
+            unpublish(Path(record.base), record.version, self.rank, ticket.attempt, [name])
+        for path in set(map(Path, record.arenas)) - {arena.path for arena in ticket.arenas}:
             path.unlink(missing_ok=True)  # made there, and not known here
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
-from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, block_count
@@ -324,7 +324,7 @@ class ObjectWriter:
             layout = _with_byte_items(layout, byte_items, filled.interior)
         arena = filled.arena
         if layout.size > arena.size:
-            arena.grow(with_slack(layout.size))
+            arena.grow(with_headroom(layout.size))
         # What is added at the end of a save is about as long the next time.
         self._extra_bytes = layout.size - filled.layout.size
         for entry, (_, data) in zip(layout.byte_items, byte_items, strict=True):
@@ -399,7 +399,7 @@ class ObjectWriter:
             except CapacityError as error:
                 raise _CannotNameError from error
         if layout.size > arena.size:
-            arena.grow(with_slack(layout.size))
+            arena.grow(with_headroom(layout.size))
         by_key = layout.by_key
         copy_all(
             [_view(arena, by_key[key]) for key, _ in appended],

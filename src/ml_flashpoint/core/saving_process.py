@@ -1,7 +1,7 @@
 """Saving in another process, to which a save travels by pickle.
 
 Owns the saver there. It has no store and no way to call the trainer: it fills the arena that came along, commits
-the part, and leaves a notice (`save_ticket`).
+the part, and leaves a completion record (`mailbox`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_pool import with_slack
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import publish
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.core.attempts import SaveIdentity, newest_of_other_runs
+from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
-from ml_flashpoint.core.save_ticket import Notice, NoticeBoard, SaveTicket
+from ml_flashpoint.core.save_ticket import SaveTicket
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError
@@ -35,32 +36,32 @@ class HandOff:
     world_size: int
     node: str
     ticket: SaveTicket
-    notices: NoticeBoard
+    mailbox: Mailbox
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HandedOffSaver, (self.rank, self.world_size, self.node, self.ticket, self.notices)
+        return HandedOffSaver, (self.rank, self.world_size, self.node, self.ticket, self.mailbox)
 
 
 class HandedOffSaver(MLFlashpointCheckpointSaver):
-    """A saver in another process: it writes and seals the one save that came with it, and posts a notice.
+    """A saver in another process: it writes and seals the one save that came with it, and posts a completion record.
 
     It owns no arenas: it fills the one that was staged, or makes a new one, which the trainer takes over.
     """
 
-    def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, notices: NoticeBoard) -> None:
+    def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, mailbox: Mailbox) -> None:
         self.rank, self.world_size, self.node = rank, world_size, node
         self._ticket: SaveTicket | None = ticket
         self._begun: SaveTicket | None = None
         self._spare = ticket.spare_path
         self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
-        self._notices = notices
+        self._mailbox = mailbox
         self._writer = _process_writer()
         self._hold: BinaryIO | None = None
         for path in self._lent:
             if path is not None:
                 self._begin_work(UnlockedStore(path.parents[2], rank))
         try:
-            notices.sign(ticket.key)
+            mailbox.sign(ticket.key)
         except SaveError:
             self._end_work()
             raise
@@ -102,7 +103,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
         """See the base class."""
         if not ticket.adopted:
-            self._notices.note(ticket.key, identity)
+            self._mailbox.note(ticket.key, identity)
         super().adopt(ticket, identity)
 
     def fail(self, ticket: SaveTicket, error: BaseException) -> None:
@@ -110,9 +111,9 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         base = str(ticket.version.parent) if ticket.version is not None else ""
         version = ticket.version.name if ticket.version is not None else ""
         others = None if ticket.others is None else tuple(ticket.others)
-        notice = Notice(base, version, others=others, error=f"{type(error).__name__}: {error}")
+        record = CompletionRecord(base, version, others=others, error=f"{type(error).__name__}: {error}")
         try:
-            self._notices.post(ticket.key, notice)
+            self._mailbox.post(ticket.key, record)
             if ticket.filled is not None and ticket.version is not None:
                 self._release(self._store(ticket.version.parent), ticket.filled.arena)
         finally:
@@ -128,7 +129,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             return store.acquire(size)
         arena = mapped_arena(path)
         if size > arena.size:
-            arena.grow(with_slack(size))
+            arena.grow(with_headroom(size))
         return arena
 
     def _release(self, store: ArenaSource, arena: Arena) -> None:
@@ -141,13 +142,13 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
         assert ticket.version is not None
         publish(Path(str(ticket.version.parent)), manifest, [arena.path])
-        notice = Notice(
+        record = CompletionRecord(
             str(ticket.version.parent),
             manifest.version,
             arenas=(str(arena.path),),
             others=None if ticket.others is None else tuple(ticket.others),
         )
-        self._notices.post(ticket.key, notice)
+        self._mailbox.post(ticket.key, record)
         self._end_work()
 
 

@@ -179,7 +179,7 @@ class Channel:
 
     def receive_reply(self, *, cancelled: Cancelled | None = None) -> Frame:
         """The server's answer, however long it says that it is working. Raises as `receive` does."""
-        while (frame := self.receive(cancelled=cancelled)).kind is FrameKind.WORKING:
+        while (frame := self.receive(cancelled=cancelled)).kind is FrameKind.KEEPALIVE:
             pass
         return frame
 
@@ -188,21 +188,21 @@ class Channel:
         """Tell the peer every `every_s`, for at most `limit_s`, that its request is being worked on."""
         finished = threading.Event()
 
-        def beat() -> None:
+        def keep_alive() -> None:
             until = time.monotonic() + limit_s
             while not finished.wait(every_s) and time.monotonic() < until:
                 try:
-                    self.send(Frame(FrameKind.WORKING))
+                    self.send(Frame(FrameKind.KEEPALIVE))
                 except FlashpointError:
                     return  # the owner of the channel meets the same error at its next send
 
-        beating = threading.Thread(target=beat, name="flashpoint-transfer-working", daemon=True)
-        beating.start()
+        keeping = threading.Thread(target=keep_alive, name="flashpoint-transfer-keepalive", daemon=True)
+        keeping.start()
         try:
             yield
         finally:
             finished.set()
-            beating.join()
+            keeping.join()
 
     # --- Payloads -------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Channel:
 
     def _send_all(self, view: memoryview, cancelled: Cancelled | None) -> None:
         sent = 0
-        patience = _Patience(self._slice_s)
+        idle = _IdleTimer(self._slice_s)
         while sent < len(view):
             with view[sent : sent + wire.SEND_CHUNK_BYTES] as piece:
                 try:
@@ -256,7 +256,7 @@ class Channel:
                 except OSError as exc:
                     raise self._lost(exc) from exc
             sent += count
-            if patience.silent_s(count) >= self._deadline_s - self._slice_s:
+            if idle.silent_s(count) >= self._deadline_s - self._slice_s:
                 raise DeadlineError(f"{self._peer} took nothing for {self._deadline_s:g} s")
             _check_cancelled(cancelled)
 
@@ -269,7 +269,7 @@ class Channel:
         cancelled: Cancelled | None = None,
     ) -> None:
         received = 0
-        patience = _Patience(self._slice_s)
+        idle = _IdleTimer(self._slice_s)
         while received < len(into):
             with into[received : received + wire.RECEIVE_CHUNK_BYTES] as piece:
                 try:
@@ -284,9 +284,9 @@ class Channel:
             received += count
             allowed_s = idle_s if idle_s is not None and received == 0 else self._deadline_s
             # One slice early, because bytes that came early in a slice were only counted at its end.
-            if patience.silent_s(count) >= allowed_s - self._slice_s:
+            if idle.silent_s(count) >= allowed_s - self._slice_s:
                 raise DeadlineError(f"{self._peer} sent nothing for {allowed_s:g} s")
-            # A handshake is bounded as a whole: a stranger could otherwise dribble it in, a byte a deadline.
+            # A handshake is bounded as a whole: an attacker could otherwise dribble it in, a byte a deadline.
             if until is not None and received < len(into) and time.monotonic() >= until:
                 raise DeadlineError(f"{self._peer} did not complete the handshake in time")
             _check_cancelled(cancelled)
@@ -297,7 +297,7 @@ class Channel:
         return ConnectionLostError(f"connection to {self._peer} broke: {exc.strerror or exc}")
 
 
-class _Patience:
+class _IdleTimer:
     """How long nothing has moved, as far as the peer is to blame: a process that was held up itself, between two calls,
     would otherwise blame a peer whose bytes have been there for long.
 
@@ -367,7 +367,7 @@ def _check_cancelled(cancelled: Cancelled | None) -> None:
 
 
 @contextlib.contextmanager
-def naming(*, step: int | None, rank: int | None = None, node: str | None = None) -> Iterator[None]:
+def error_context(*, step: int | None, rank: int | None = None, node: str | None = None) -> Iterator[None]:
     """Have the errors raised inside name the step, rank and node concerned, unless they name some already."""
     try:
         yield

@@ -1,8 +1,8 @@
 """Whoever connects, until it has proved that it knows the job's secret.
 
 Owns the handshakes of a listener: all of them in one thread, none of which is ever waited for, so that a flood of
-strangers costs an accept and a close each, and peers still get in. What an authenticated connection is for belongs to
-`transfer_service` and to DDict's `request_server`.
+unauthenticated clients costs an accept and a close each, and peers still get in. What an authenticated connection is
+for belongs to `transfer_service` and to DDict's `request_server`.
 """
 
 from __future__ import annotations

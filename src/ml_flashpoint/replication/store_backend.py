@@ -48,28 +48,28 @@ class StoreBackend:
         held = store.find(manifest.attempt, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:
             return None
-        return IncomingCopy(store, manifest, patience_s=ROOM_S)
+        return IncomingCopy(store, manifest, timeout_s=ROOM_S)
 
 
 class IncomingCopy:
     """Arenas being filled with a part from elsewhere; nothing is visible before :meth:`commit`.
 
     Args:
-        patience_s: see `RankStore.acquire_for_copy`.
+        timeout_s: see `RankStore.acquire_for_copy`.
 
     Raises:
         InvalidNameError: an object is not called like the part.
         CapacityError: no room.
     """
 
-    def __init__(self, store: RankStore, manifest: Manifest, *, patience_s: float = 0.0) -> None:
+    def __init__(self, store: RankStore, manifest: Manifest, *, timeout_s: float = 0.0) -> None:
         _check_names(manifest)
         self._store = store
         self._manifest = manifest
         self._arenas: list[Arena] = []
         try:
             for record in manifest.objects:
-                self._arenas.append(store.acquire_for_copy(record.file_size, manifest.rank, patience_s=patience_s))
+                self._arenas.append(store.acquire_for_copy(record.file_size, manifest.rank, timeout_s=timeout_s))
         except BaseException:
             self.abort()
             raise

@@ -34,7 +34,7 @@ from ml_flashpoint.replication.channel import (
     ConnectionLostError,
     TransferCancelledError,
     connect,
-    naming,
+    error_context,
 )
 from ml_flashpoint.replication.wire import Frame, FrameKind
 
@@ -95,7 +95,7 @@ class PeerConnection:
 
     def connect(self) -> None:
         """Connect and authenticate, unless that was done before."""
-        with naming(step=None, node=self._node):
+        with error_context(step=None, node=self._node):
             self._open_channel()
 
     def close(self) -> None:
@@ -112,12 +112,12 @@ class PeerConnection:
 
     def ping(self, *, cancelled: Cancelled | None = None) -> None:
         """Return once the peer has answered. `cancelled`: see `push`."""
-        with naming(step=None, node=self._node):
+        with error_context(step=None, node=self._node):
             self._ask(Frame(FrameKind.PING), FrameKind.PONG, cancelled=cancelled)
 
     def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
         """The encoded manifest of the part of `rank` saved in `attempt`, not checked in any way yet."""
-        with self._naming(version, rank):
+        with self._error_context(version, rank):
             request = Frame(FrameKind.GET_MANIFEST, {"version": version, "rank": rank, "attempt": attempt})
             return self._ask(request, FrameKind.MANIFEST)[1].body
 
@@ -147,9 +147,9 @@ class PeerConnection:
         """
         if [buffer.nbytes for buffer in buffers] != [record.size for record in manifest.objects]:
             raise InvalidArgumentError("buffers must have the sizes of the manifest's objects, in its order")
-        with naming(step=manifest.step, rank=manifest.rank, node=self._node):
-            patience_ms = int(self._deadline_s * 1000)
-            request = Frame(FrameKind.PUSH, {"patience_ms": patience_ms}, body=manifest_bytes)
+        with error_context(step=manifest.step, rank=manifest.rank, node=self._node):
+            timeout_ms = int(self._deadline_s * 1000)
+            request = Frame(FrameKind.PUSH, {"patience_ms": timeout_ms}, body=manifest_bytes)
             channel, reply = self._ask(request, FrameKind.READY, FrameKind.ACK, cancelled=cancelled)
             if reply.kind is FrameKind.ACK:
                 return False
@@ -178,7 +178,7 @@ class PeerConnection:
         """
         if into.readonly or not into.c_contiguous:
             raise InvalidArgumentError("the buffer to fetch into must be writable and contiguous")
-        with self._naming(version, None):
+        with self._error_context(version, None):
             channel = self._ask_for_bytes(version, name, offset, into.nbytes, cancelled)
             if into.nbytes:
                 with self._closing_on_error(), into.cast("B") as view:
@@ -207,7 +207,7 @@ class PeerConnection:
             FlashpointError: See the class.
         """
         with (
-            self._naming(version, rank),
+            self._error_context(version, rank),
             BlockTarget(record, into, f"{version}/{record.name}") as target,
             BlockVerifier() as verifier,
         ):
@@ -260,9 +260,9 @@ class PeerConnection:
             self.close()
             raise
 
-    def _naming(self, version: str, rank: int | None) -> AbstractContextManager[None]:
+    def _error_context(self, version: str, rank: int | None) -> AbstractContextManager[None]:
         step = CheckpointContainerId.parse_version_container(version)
-        return naming(step=step, rank=rank, node=self._node)
+        return error_context(step=step, rank=rank, node=self._node)
 
     def _open_channel(self) -> Channel:
         if self._closed:
@@ -352,7 +352,7 @@ def fetch_object_from_holders(
     already = len(failures)
     waiting = deque((holder, attempts) for holder in holders)
     step = CheckpointContainerId.parse_version_container(version)
-    with naming(step=step, rank=rank), BlockTarget(record, into, path) as target:
+    with error_context(step=step, rank=rank), BlockTarget(record, into, path) as target:
         while waiting and target.missing():
             holder, attempts_left = waiting.popleft()
             right_before = target.right_blocks

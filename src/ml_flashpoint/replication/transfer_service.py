@@ -30,7 +30,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.replication import wire
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
-from ml_flashpoint.replication.channel import Address, Channel, ConnectionLostError, naming, track
+from ml_flashpoint.replication.channel import Address, Channel, ConnectionLostError, error_context, track
 from ml_flashpoint.replication.reception import Reception
 from ml_flashpoint.replication.transfer_backend import IncomingPart, TransferBackend
 from ml_flashpoint.replication.wire import Frame, FrameKind
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
 _JOIN_S = 2.0
-_LEAST_BEAT_S, _MOST_BEAT_S = 0.02, 5.0
+_SHORTEST_KEEPALIVE_S, _LONGEST_KEEPALIVE_S = 0.02, 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +66,7 @@ class TransferService:
         advertise_host: Host in `address`, if that differs from `host`. By default a wildcard `host` is
             advertised as the address that this node reaches others from.
         deadline_s: A transfer without progress for so long is given up.
-        handshake_deadline_s: A stranger is dropped after so long.
+        handshake_deadline_s: An unauthenticated client is dropped after so long.
         idle_deadline_s: An authenticated connection without requests for so long is closed.
         work_limit_s: Longest that clients are asked to wait for the backend.
         max_connections: Authenticated connections served at once; more are refused.
@@ -308,7 +308,7 @@ class TransferService:
 
     def _take_part(self, channel: Channel, request: Frame) -> None:
         try:
-            every_s = min(_MOST_BEAT_S, max(_LEAST_BEAT_S, request.integer("patience_ms") / 4000))
+            every_s = min(_LONGEST_KEEPALIVE_S, max(_SHORTEST_KEEPALIVE_S, request.integer("patience_ms") / 4000))
             manifest = manifests.decode(request.body)
             with channel.working(every_s=every_s, limit_s=self._work_limit_s):
                 part = self._backend.begin_receive(manifest)
@@ -316,7 +316,7 @@ class TransferService:
             self._refuse(channel, exc)
             return
         if part is not None:
-            with naming(step=manifest.step, rank=manifest.rank, node=manifest.node):
+            with error_context(step=manifest.step, rank=manifest.rank, node=manifest.node):
                 try:
                     self._fill_part(channel, manifest, part, every_s)
                 except BaseException as exc:
@@ -357,7 +357,7 @@ class TransferService:
 
 
 class _SparingLog:
-    """Warnings that strangers or a failing backend can cause at will: each text once in 10 s.
+    """Warnings that unauthenticated clients or a failing backend can cause at will: each text once in 10 s.
 
     Without a lock: a race may count wrongly or let one more through, which is harmless.
     """

@@ -11,8 +11,8 @@ A connection begins with a mutual challenge-response over the job's secret::
     client -> server   proof      HMAC-SHA256(secret, "client proof" + both nonces)
     server -> client   proof      HMAC-SHA256(secret, "server proof" + both nonces)
 
-The client proves first, so a stranger learns nothing from a server. The role is part of what is signed, so a
-proof cannot be reflected, and both nonces are, so a recorded session cannot be replayed. Each direction then
+The client proves first, so an unauthenticated one learns nothing from a server. The role is part of what is signed,
+so a proof cannot be reflected, and both nonces are, so a recorded session cannot be replayed. Each direction then
 has a key of its own, derived from the secret and the nonces, and carries frames::
 
     preamble (24): magic, version, kind, reserved, header length, body length, payload length
@@ -122,7 +122,7 @@ class FrameKind(enum.IntEnum):
     READY = 8
     ACK = 9
     NACK = 10
-    WORKING = 11
+    KEEPALIVE = 11
 
 
 _WITH_BODY = frozenset({FrameKind.MANIFEST, FrameKind.PUSH})

@@ -30,10 +30,10 @@ from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common, state_to_save
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
-from ml_flashpoint.checkpoint_object_manager.version_files import remove_remains, write_companions
-from ml_flashpoint.core.companions import companion_items, companion_labels
+from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
 from ml_flashpoint.core.object_writer import BytesItem
 from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -170,7 +170,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         unless all ranks raise them."""
         for failed in self._failed:
             if failed != version:
-                remove_remains(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
+                remove_version_folder(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
         self._failed.clear()
         saver: Any = self._writer.saver
         ticket = saver.begin(exchanged=True)
@@ -190,7 +190,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
                 save.stage(self._plans.plan(state, failure))
         except UnaskedVersionsError as error:  # on all ranks, and no fault that will pass
             save.fail(error)
-            remove_remains(Path(str(version)), (CONFIG_FNAME, COMMON_STATE_FNAME))
+            remove_version_folder(Path(str(version)), (CONFIG_FNAME, COMMON_STATE_FNAME))
             raise
         except Exception as error:
             if isinstance(error, DivergedError) and error.highest_step is not None:
@@ -207,7 +207,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         if carried is None:  # `dist_checkpointing.save` has written the common state, on rank 0 only
             mine = (lambda: _content(save.version)) if self._group.rank == 0 else None
             carried = _Carried(0, mine)
-        save.labels.update(companion_labels(carried.carrier))
+        save.labels.update(sidecar_labels(carried.carrier))
         if carried.common is not None:
             config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
             common = carried.common()
@@ -253,7 +253,7 @@ class _Save:
 
     def stage(self, planned: PlannedSave) -> None:
         """Copy what the plan says, once. The copies are the object."""
-        self._extra = companion_items(self.files)
+        self._extra = sidecar_items(self.files)
         if planned.metadata is not None:
             self._extra.append((METADATA_KEY, planned.metadata))
             self.labels[METADATA_SCOPE] = "global"
@@ -301,7 +301,7 @@ class _Save:
             writer.take_on(self._ticket, extra=self._extra, labels=self.labels, safe_globals=object_types())
             writer.write_data(self._plan, self._data.planner())
             if self.files:
-                write_companions(Path(str(self.version.parent)), self.version.name, self.files)
+                write_sidecars(Path(str(self.version.parent)), self.version.name, self.files)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ml_flashpoint.core.companions import companion_items, companion_labels
+from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here
 
@@ -18,9 +18,9 @@ def save(report: Report, rank: int, steps: list[int], carrier: int) -> None:
     """Save these steps; ``carrier`` keeps the files for all."""
     engine = Rank(base_here(), replicate=True)
     for step in steps:
-        files = companion_items(FILES) if rank == carrier else []
+        files = sidecar_items(FILES) if rank == carrier else []
         engine.saver.save(
-            engine.version(step), [("w", torch.full((1000,), float(step)))], files, labels=companion_labels(carrier)
+            engine.version(step), [("w", torch.full((1000,), float(step)))], files, labels=sidecar_labels(carrier)
         )
     assert engine.saver.wait(30)
     report("done")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ml_flashpoint.checkpoint_object_manager.version_files import is_companion_name
+from ml_flashpoint.checkpoint_object_manager.version_files import is_sidecar_name
 from ml_flashpoint.core.object_writer import BytesItem
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
@@ -21,18 +21,18 @@ _LABEL = "companions"
 _KEY_PREFIX = "__file__/"
 
 
-def companion_items(files: Mapping[str, bytes]) -> list[BytesItem]:
+def sidecar_items(files: Mapping[str, bytes]) -> list[BytesItem]:
     """The items of an object that keep these files, by name.
 
     Raises:
-        InvalidNameError: a name that a companion cannot have.
+        InvalidNameError: a name that a sidecar cannot have.
     """
     for name in files:
         _check(name)
     return [(f"{_KEY_PREFIX}{name}", content) for name, content in files.items()]
 
 
-def companion_labels(carrier: int) -> dict[str, str]:
+def sidecar_labels(carrier: int) -> dict[str, str]:
     """What the manifest of a part says of the files that belong beside it: they are in the object of this rank."""
     return {_LABEL: str(carrier)}
 
@@ -51,11 +51,11 @@ def carrier_of(manifest: Manifest) -> int | None:
     return int(said)
 
 
-def companion_files(reader: ObjectReader) -> dict[str, bytes]:
+def sidecar_files(reader: ObjectReader) -> dict[str, bytes]:
     """The files that an object keeps, verified.
 
     Raises:
-        InvalidNameError: one has a name that no companion can have.
+        InvalidNameError: one has a name that no sidecar can have.
         FlashpointError: the object is damaged, or out of reach.
     """
     files = {}
@@ -67,6 +67,6 @@ def companion_files(reader: ObjectReader) -> dict[str, bytes]:
 
 
 def _check(name: str) -> str:
-    if not is_companion_name(validate_segment(name)):
+    if not is_sidecar_name(validate_segment(name)):
         raise InvalidNameError(f"no name for a file beside the parts: {name!a}")
     return name

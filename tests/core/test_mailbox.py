@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.core.save_ticket import Notice, NoticeBoard
+from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
 
 
 @pytest.fixture(autouse=True)
@@ -22,25 +22,25 @@ def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_notice_is_taken_once() -> None:
-    board = NoticeBoard()
-    posting = pickle.loads(pickle.dumps(board))
-    notice = Notice("/base", "step-1_ckpt", arenas=("/base/a",), others=("x",))
-    assert board.take("attempt") is None
+    mailbox = Mailbox()
+    posting = pickle.loads(pickle.dumps(mailbox))
+    record = CompletionRecord("/base", "step-1_ckpt", arenas=("/base/a",), others=("x",))
+    assert mailbox.take("attempt") is None
     posting.sign("attempt")
-    assert board.process_of("attempt") == os.getpid()
-    posting.post("attempt", notice)
-    assert board.take("attempt") == notice
-    assert board.take("attempt") is None
-    assert board.process_of("attempt") is None
+    assert mailbox.process_of("attempt") == os.getpid()
+    posting.post("attempt", record)
+    assert mailbox.take("attempt") == record
+    assert mailbox.take("attempt") is None
+    assert mailbox.process_of("attempt") is None
     posting.remove()
 
 
 @pytest.mark.slow
 def test_boards_of_killed_owners_are_swept_and_of_live_ones_kept(tmp_path: Path) -> None:
     script = """
-from ml_flashpoint.core.save_ticket import NoticeBoard
-board = NoticeBoard()
-print(board.directory, flush=True)
+from ml_flashpoint.core.mailbox import Mailbox
+mailbox = Mailbox()
+print(mailbox.directory, flush=True)
 input()
 """
     command = [sys.executable, "-c", script]
@@ -48,21 +48,21 @@ input()
         assert owner.stdout is not None
         theirs = Path(owner.stdout.readline().strip())
         assert theirs.is_relative_to(tmp_path)
-        mine = NoticeBoard()
+        mine = Mailbox()
         assert theirs.is_dir()
         owner.send_signal(signal.SIGKILL)
         owner.wait(30)
-    another = NoticeBoard()
+    another = Mailbox()
     assert not theirs.exists()
     assert mine.directory.is_dir()
-    for board in (mine, another):
-        board.remove()
+    for mailbox in (mine, another):
+        mailbox.remove()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_somebody_planted_is_not_waited_for_and_stays(tmp_path: Path) -> None:
-    board = NoticeBoard()
-    prefix = board.directory.name[: -len("12345678")]
+    mailbox = Mailbox()
+    prefix = mailbox.directory.name[: -len("12345678")]
     planted = tmp_path / f"{prefix}planted"
     planted.mkdir()
     os.mkfifo(planted / "owner")
@@ -70,19 +70,19 @@ def test_what_somebody_planted_is_not_waited_for_and_stays(tmp_path: Path) -> No
     victim.mkdir()
     (victim / "owner").touch()
     (tmp_path / f"{prefix}link").symlink_to(victim)
-    NoticeBoard().remove()  # opening the FIFO would wait for good
+    Mailbox().remove()  # opening the FIFO would wait for good
     assert (planted / "owner").is_fifo()
     assert (victim / "owner").exists()
-    board.remove()
+    mailbox.remove()
 
 
 def test_a_forked_child_leaves_its_parents_board() -> None:
-    board = NoticeBoard()
+    mailbox = Mailbox()
     child = os.fork()
     if not child:
-        board.remove()
+        mailbox.remove()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert board.directory.is_dir()
-    board.remove()
-    assert not board.directory.exists()
+    assert mailbox.directory.is_dir()
+    mailbox.remove()
+    assert not mailbox.directory.exists()

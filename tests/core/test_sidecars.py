@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.version_files import write_companions
+from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.companions import carrier_of, companion_items, companion_labels
+from ml_flashpoint.core.sidecars import carrier_of, sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError, NothingLoadableError
 from ml_flashpoint.format.manifest import object_name, read_manifest
 from tests.support.forked import Team
 from tests.support.tmpfs import remove_folder
-from tests.workers import companion_saves
-from tests.workers.companion_saves import FILES
+from tests.workers import sidecar_saves
+from tests.workers.sidecar_saves import FILES
 
 
 def version(base: Path, step: int) -> CheckpointContainerId:
@@ -40,15 +40,15 @@ def run(function: Any, root: Path, world_size: int, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("carrier", [0, 1])
 def test_a_replaced_node_has_them_again(tmpfs: Path, carrier: int) -> None:
-    run(companion_saves.save, tmpfs, 2, [1, 2], carrier)
+    run(sidecar_saves.save, tmpfs, 2, [1, 2], carrier)
     for node in (0, 1):
         remove_folder(tmpfs / f"node-{node}")
-        assert run(companion_saves.recover, tmpfs, 2) == [("step-2_ckpt", FILES)] * 2
+        assert run(sidecar_saves.recover, tmpfs, 2) == [("step-2_ckpt", FILES)] * 2
 
 
 def test_nodes_that_were_not_there_have_them_too(tmpfs: Path) -> None:
-    run(companion_saves.save, tmpfs, 2, [1], 1)
-    assert run(companion_saves.recover, tmpfs, 3) == [("step-1_ckpt", FILES)] * 3
+    run(sidecar_saves.save, tmpfs, 2, [1], 1)
+    assert run(sidecar_saves.recover, tmpfs, 3) == [("step-1_ckpt", FILES)] * 3
 
 
 class TestOneRank:
@@ -56,9 +56,9 @@ class TestOneRank:
         objects = CheckpointObjectManager()
         saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
         for step in steps:
-            items = companion_items(files)
-            saver.save(version(base, step), [("w", torch.ones(9))], items, labels=companion_labels(0))
-            write_companions(base, f"step-{step}_ckpt", files)
+            items = sidecar_items(files)
+            saver.save(version(base, step), [("w", torch.ones(9))], items, labels=sidecar_labels(0))
+            write_sidecars(base, f"step-{step}_ckpt", files)
         saver.wait(10)
         saver.close()
         objects.close()
@@ -91,7 +91,7 @@ class TestOneRank:
 
     def test_what_a_crash_left_without_a_part_is_swept(self, tmpfs: Path) -> None:
         for step, age_s in ((7, 1e6), (8, 0)):
-            write_companions(tmpfs, f"step-{step}_ckpt", FILES)
+            write_sidecars(tmpfs, f"step-{step}_ckpt", FILES)
             (tmpfs / f"step-{step}_ckpt" / ".common.pt.0f.tmp").write_bytes(b"cut short")
             if age_s:
                 os.utime(tmpfs / f"step-{step}_ckpt", (1e9, 1e9))
@@ -102,9 +102,9 @@ class TestOneRank:
     def test_a_name_that_could_be_a_part_s_is_refused(self, tmpfs: Path) -> None:
         for name in (object_name(0, "a1"), ".hidden", "up/down", ".."):
             with pytest.raises(InvalidNameError):
-                write_companions(tmpfs, "step-1_ckpt", {name: b""})
+                write_sidecars(tmpfs, "step-1_ckpt", {name: b""})
             with pytest.raises(InvalidNameError):
-                companion_items({name: b""})
+                sidecar_items({name: b""})
         assert list(tmpfs.iterdir()) == []
 
     def test_a_name_that_came_from_elsewhere_is_refused(self, tmpfs: Path) -> None:
@@ -112,7 +112,7 @@ class TestOneRank:
         saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
         for step, name in ((1, "fine"), (2, "../../escaped")):
             items = [(f"__file__/{name}", b"content")]
-            saver.save(version(tmpfs / "job", step), [], items, labels=companion_labels(0))
+            saver.save(version(tmpfs / "job", step), [], items, labels=sidecar_labels(0))
         assert saver.wait(10)
         saver.close()
         objects.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_remains, unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_version_folder, unpublish
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import (
     Manifest,
@@ -80,10 +80,10 @@ def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
         with contextlib.suppress(OSError):
             (base / version).rmdir()
         with contextlib.suppress(OSError):
-            # Companions come before the first part. Those that a rank of this run has begun to put there stay: all
+            # Sidecar files come before the first part. Those that a rank of this run has begun to put there stay: all
             # ranks were started before the first save.
             if os.stat(base / version).st_mtime < psutil.Process().create_time():
-                remove_remains(base / version)
+                remove_version_folder(base / version)
 
 
 def _adopt_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:

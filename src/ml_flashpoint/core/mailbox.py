@@ -1,0 +1,172 @@
+"""How a saving process, which cannot call the trainer, tells it what became of a save.
+
+Owns completion records, and the mailbox that they are left in: a private directory with a small file for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ml_flashpoint.core.attempts import SaveIdentity
+from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.format.errors import SaveError, UnsafePathError
+from ml_flashpoint.format.private_folders import open_folder, open_own
+
+_PREFIX = "flashpoint-mailbox-"
+_OWNER = ".owner"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """What a saving process reports.
+
+    Attributes:
+        base, version: where it saved.
+        arenas: files of the part's objects, in the manifest's order; empty if the save failed.
+        others: see :class:`SaveTicket`.
+        error: why it failed, or None.
+    """
+
+    base: str
+    version: str
+    arenas: tuple[str, ...] = ()
+    others: tuple[str, ...] | None = None
+    error: str | None = None
+
+
+class Mailbox:
+    """A private directory of completion records, one file a save, by its key. Picklable: the other process posts,
+    this one takes.
+
+    Args:
+        directory: of the mailbox of another process; by default a new one, which this process owns. Those whose owner
+            was killed are swept then.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._owned: BinaryIO | None = None
+        self._owner = os.getpid()
+        if directory is None:
+            _sweep_mailboxes()
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            # Under its name only once it is locked.
+            self._owned = open(directory / f"{_OWNER}.tmp", "wb")  # noqa: SIM115
+            fcntl.flock(self._owned, fcntl.LOCK_EX)
+            os.rename(self._owned.name, directory / _OWNER)
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mailbox, (self.directory,)
+
+    def remove(self) -> None:
+        """Remove the mailbox, if this process owns it. A forked child has its parent's, which that still needs."""
+        if self._owner != os.getpid():
+            return
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
+
+    def post(self, attempt: str, record: CompletionRecord) -> None:
+        """Publish a notice; it appears whole or not at all."""
+        fields = {name: getattr(record, name) for name in CompletionRecord.__slots__}
+        temporary = self.directory / f".{attempt}.tmp"
+        temporary.write_text(json.dumps(fields))
+        os.replace(temporary, self.directory / attempt)
+
+    def note(self, attempt: str, identity: SaveIdentity) -> None:
+        """Say what ranks have come to for a save that this process has taken on."""
+        temporary = self.directory / f".{attempt}.as.tmp"
+        temporary.write_text(json.dumps([identity.run_id, identity.sequence, identity.step]))
+        os.replace(temporary, self.directory / f".{attempt}.as")
+
+    def noted(self, attempt: str) -> SaveIdentity | None:
+        """What ranks have come to for a save, if they have; once."""
+        path = self.directory / f".{attempt}.as"
+        try:
+            run_id, sequence, step = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        path.unlink(missing_ok=True)
+        return SaveIdentity(str(run_id), int(sequence), int(step))
+
+    def sign(self, attempt: str) -> None:
+        """Say that this process has taken on a save.
+
+        Raises:
+            SaveError: too late: it was given up, and its arenas may be another save's.
+        """
+        try:
+            signed = self._claim(attempt, str(os.getpid())) or self.process_of(attempt) is not None
+        except FileNotFoundError:  # the mailbox is gone, with its owner
+            signed = False
+        if not signed:
+            raise SaveError(
+                f"the save {attempt} was given up before this process began", hint="the next save is not affected"
+            )
+
+    def revoke(self, attempt: str) -> bool:
+        """See to it that no process can sign for a save any more. Returns false if one has."""
+        try:
+            return self._claim(attempt, "") or self.process_of(attempt) is None
+        except FileNotFoundError:  # the mailbox was removed, and nobody can
+            return True
+
+    def _claim(self, attempt: str, signature: str) -> bool:
+        # A link, so that the file appears whole, and only once.
+        temporary = self.directory / f".{attempt}.{os.getpid()}.tmp"
+        temporary.write_text(signature)
+        try:
+            os.link(temporary, self.directory / f".{attempt}.pid")
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def process_of(self, attempt: str) -> int | None:
+        """Pid of the process that signed for a save, if any did."""
+        try:
+            return int((self.directory / f".{attempt}.pid").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def take(self, attempt: str) -> CompletionRecord | None:
+        """The record of a save, once; None while there is none."""
+        path = self.directory / attempt
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        path.unlink(missing_ok=True)
+        (self.directory / f".{attempt}.pid").unlink(missing_ok=True)
+        return CompletionRecord(
+            base=str(fields["base"]),
+            version=str(fields["version"]),
+            arenas=tuple(map(str, fields["arenas"])),
+            others=None if fields["others"] is None else tuple(map(str, fields["others"])),
+            error=fields["error"],
+        )
+
+
+def _sweep_mailboxes() -> None:
+    # Everybody may put something by such a name there: it is left alone, and not waited for.
+    for mailbox in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError, UnsafePathError):
+            os.close(open_folder(mailbox))
+            with open(open_own(mailbox / _OWNER, os.O_RDONLY), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(mailbox, ignore_errors=True)
+
+
+def lost(ticket: SaveTicket, why: str, rank: int) -> SaveError:
+    """The error of a save whose process is gone."""
+    return SaveError(f"the save {ticket.attempt} was lost: {why}", rank=rank, hint="the next save is not affected")

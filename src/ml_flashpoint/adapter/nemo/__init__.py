@@ -5,7 +5,7 @@ NeMo 3.0 has no `nemo.lightning` any more; this package is for 2.4 up to that.
 
 from __future__ import annotations
 
-from ml_flashpoint import DISTRIBUTION
+from ml_flashpoint.extras import DISTRIBUTION
 
 try:
     import nemo.lightning.io.pl

@@ -190,7 +190,7 @@ class TestPlan:
             (([("\ud800", "int8", ())],), "text"),
             (([(1, "int8", ())],), "text"),
             (([("a", "qint8", ())],), "cannot be stored"),
-            (([("a", "float32", ())],), "cannot be stored"),
+            (([("a", torch.float32, ())],), "cannot be stored"),
             (([("a", "int8", (2, -1))],), "shape"),
             (([("a", "int8", (2.5,))],), "shape"),
             (([("a", "int8", (2**62, 2))],), "shape"),

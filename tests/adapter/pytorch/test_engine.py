@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_refuses_to_bury_what_nobody_asked_about(tmpfs: Path, process_group: Non
 
 def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process_group: None) -> None:
     with Engine.open(tmpfs / "job") as engine, pytest.raises(CheckpointException) as refused:
-        dcp.save({"x": {Path("/a")}}, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+        dcp.save({"x": Fraction(1, 2)}, checkpoint_id=engine.version(1), storage_writer=engine.writer)
     assert isinstance(refused.value.failures[0][0], UnsafeContentError)
 
 

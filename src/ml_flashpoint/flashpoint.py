@@ -127,6 +127,7 @@ class Flashpoint:
         self._world = _default_group()
         self._open(replication, discard_existing, verify_saves)
         self._ranks = self._engine.ranks
+        self._unasked = self._engine.found_versions
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
         self._saves = SaveRunner(
@@ -249,7 +250,7 @@ class Flashpoint:
                 outcome.refuse_to_start_anew(self._ranks.rank)
                 step, source = 0, "nothing"
         self._steps = step
-        self._engine.unasked = False
+        self._unasked = False
         self._saves.align()
         self._check_capacity()
         self._last_recovery = Recovery(
@@ -400,7 +401,7 @@ class Flashpoint:
 
     def _check_asked(self) -> None:
         # Found out at construction, so that all ranks raise alike without having to agree at each save.
-        if self._engine.unasked:
+        if self._unasked:
             raise UnaskedVersionsError(
                 "there are checkpoints here that this run has not asked about, and saving would overwrite them",
                 rank=self._ranks.rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,20 +59,19 @@ def test_a_manifest_that_is_fetched_cannot_name_another_part(name: str) -> None:
 
 
 def test_a_rank_that_cannot_listen_is_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    votes: list[bool] = []
+    told: list[bytes] = []
     group: Any = SimpleNamespace(
         rank=0,
         node="a",
         secret=bytes(32),
         topology=Topology(("a", "b")),
-        gather=lambda blob: [blob, blob],
-        all_ok=lambda ok: votes.append(ok) or ok,
+        gather=lambda blob: told.append(blob) or [blob, blob],
     )
     monkeypatch.setattr(replication_manager, "rank_group", lambda: group)
     manager = ReplicationManager(advertise_host="192.0.2.1")  # no address of this host
     with pytest.raises(ReplicationError, match="cannot listen"):
         manager.initialize(CheckpointObjectManager())
-    assert votes == [False]
+    assert [json.loads(blob)[1] for blob in told] == [None]  # the others learn of it by the same message
     assert not manager.initialized
 
 

@@ -44,7 +44,7 @@ class CheckpointEngine:
         ranks: the ranks that use it together.
         store: what this rank keeps of it.
         objects, replication, saver, loader: the parts, as the guide for DCP users makes them one by one.
-        unasked: whether there were versions on some node when it was opened, so that saving would bury them.
+        found_versions: whether there were any on some node when it was opened.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -73,7 +73,7 @@ class CheckpointEngine:
             self.ranks.agree_on(discard_existing=discard_existing)
             if discard_existing:
                 discard_versions(self.store, self.ranks)
-            self.unasked = not self.ranks.all_ok(not holds_parts(self.store.base))
+            self.found_versions = not self.ranks.all_ok(not holds_parts(self.store.base))
             self.replication = ReplicationManager(strategy)
             undo.callback(self.replication.close)
             self.replication.initialize(self.objects)
@@ -103,9 +103,7 @@ class CheckpointEngine:
             FlashpointError: ranks lost each other.
         """
         self.loader.reconsider()
-        found = self.loader.get_latest_complete_checkpoint(self.base)
-        self.unasked = False
-        return found
+        return self.loader.get_latest_complete_checkpoint(self.base)
 
     def stop(self) -> None:
         """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way. Arenas stay mapped, for

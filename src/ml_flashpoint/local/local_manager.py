@@ -26,7 +26,10 @@ from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContain
 from ml_flashpoint.format.errors import (
     DivergedError,
     FlashpointError,
+    InvalidArgumentError,
     NothingLoadableError,
+    ReplicationError,
+    TopologyError,
 )
 from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
@@ -114,8 +117,16 @@ class LocalCheckpointManager:
         self._key = os.path.realpath(self._base.path)
         if (earlier := _managers.pop(self._key, None)) is not None:
             earlier.close()
-        self._engine = CheckpointEngine(self._base, replication=strategy)
+        try:
+            self._engine = CheckpointEngine(self._base, replication=strategy)
+        except (InvalidArgumentError, TopologyError, ReplicationError):
+            raise
+        except FlashpointError as error:
+            raise CheckpointingException(
+                f"the folder cannot be used: {error}", rank=self.rank, node=self._ranks.node, path=self._base
+            ) from error
         self._saver = self._engine.saver
+        self._unasked = not self._ranks.all_ok(self._saver.is_asked(self._base))
         self._parts = PartLoader(self._engine.loader, self._ranks, self._types, self._meshes)
         _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
@@ -154,7 +165,7 @@ class LocalCheckpointManager:
         self._check_open()
         if not self._looked:
             self._saver.wait()  # else a version might be pruned while it is looked at
-            self._engine.unasked = False
+            self._unasked = False
             try:
                 self._version = self._engine.loader.get_latest_complete_checkpoint(self._base)
             except NothingLoadableError as error:
@@ -242,7 +253,7 @@ class LocalCheckpointManager:
                 Asynchronously, finalizing the request raises this instead.
         """
         self._check_open()
-        if self._engine.unasked:  # found out at construction, so that all ranks raise alike
+        if self._unasked:  # found out at construction, so that all ranks raise alike
             raise unasked_versions(self.rank, self._ranks.node, str(self._base), call="find_latest()")
         # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
         ticket = self._saver.begin(exchanged=not is_async)

@@ -219,7 +219,7 @@ def test_no_field_of_the_metadata_executes(door: Door, tmp_path: Path, field: st
 )
 def test_places_that_are_none_are_refused(door: Door, places: Any) -> None:
     _crafted(door, _saved(1), metadata=lambda metadata: dataclasses.replace(metadata, storage_data=places))
-    with pytest.raises(CheckpointException, match=r"ml_flashpoint\.core\.errors\.\w+Error|metadata is not valid"):
+    with pytest.raises(CheckpointException, match=r"ml_flashpoint\.format\.errors\.\w+Error|metadata is not valid"):
         _load(door, {"x": None})
 
 

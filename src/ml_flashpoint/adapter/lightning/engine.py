@@ -130,11 +130,13 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             NothingLoadableError: there are versions, and none can be loaded.
         """
-        return self._engine.latest()
+        version = self._engine.latest()
+        self._unasked = False
+        return version
 
     def overwrite(self) -> None:
         """The program goes on from elsewhere, and knows of the versions here. Collective."""
-        self._engine.unasked = False
+        self._unasked = False
 
     def check_asked(self) -> None:
         """Raise on all ranks if training would overwrite versions that nobody has asked about.

@@ -77,7 +77,8 @@ class Flashpoint:
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many.
-        replication: who holds copies of whose parts; by default pairs of nodes, or nobody on a single node.
+        replication: who holds copies of whose parts: a strategy, or ``"pairwise"``, ``"ring"`` or ``"none"``. By default
+            pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
         handle_sigterm: on SIGTERM, give the save under way time to be sealed and copied before the handler that was
@@ -105,7 +106,7 @@ class Flashpoint:
         base: str | os.PathLike[str],
         *,
         every_n_steps: int = 1,
-        replication: ReplicationStrategy | None = None,
+        replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         handle_sigterm: bool = True,
         grace_s: float = 20.0,
@@ -116,7 +117,7 @@ class Flashpoint:
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
-        replication = checked_strategy(replication)
+        strategy = checked_strategy(replication)
         self._strict = checked_bool("strict", strict)
         handle_sigterm = checked_bool("handle_sigterm", handle_sigterm)
         self._grace_s = checked_seconds("grace_s", grace_s)
@@ -125,7 +126,7 @@ class Flashpoint:
         discard_existing = checked_bool("discard_existing", discard_existing)
 
         self._world = _default_group()
-        self._open(replication, discard_existing, verify_saves)
+        self._open(strategy, discard_existing, verify_saves)
         self._ranks = self._engine.ranks
         self._unasked = self._engine.found_versions
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)

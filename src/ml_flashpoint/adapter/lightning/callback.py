@@ -75,7 +75,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
         *,
-        replication: ReplicationStrategy | None = None,
+        replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,

@@ -77,7 +77,7 @@ class Flashpoint:
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many.
-        replication: who holds copies of whose parts: a strategy, or ``"pairwise"``, ``"ring"`` or ``"none"``. By default
+        replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
             pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ml_flashpoint.checkpoint_object_manager import version_files
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
@@ -98,6 +99,24 @@ class TestOneRank:
         self.save(tmpfs, [1], {})
         # The other one may be another rank's that is about to save there.
         assert sorted(p.name for p in tmpfs.iterdir() if p.name != ".flashpoint") == ["step-1_ckpt", "step-8_ckpt"]
+
+    @pytest.mark.parametrize("times", [1, 5])
+    def test_a_folder_that_goes_meanwhile_is_made_again(
+        self, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, times: int
+    ) -> None:
+        opened, gone = version_files.open_folder, []
+
+        def removed_at_once(directory: Path) -> int:
+            folder = opened(directory)
+            if len(gone) < times:
+                gone.append(directory)
+                directory.rmdir()
+            return folder
+
+        monkeypatch.setattr(version_files, "open_folder", removed_at_once)
+        write_sidecars(tmpfs, "step-1_ckpt", FILES)
+        assert len(gone) == times
+        assert {name: (tmpfs / "step-1_ckpt" / name).read_bytes() for name in FILES} == FILES
 
     def test_a_name_that_could_be_a_part_s_is_refused(self, tmpfs: Path) -> None:
         for name in (object_name(0, "a1"), ".hidden", "up/down", ".."):

@@ -173,7 +173,18 @@ def write_sidecars(base: Path, version: str, files: Mapping[str, bytes]) -> None
     for name in files:
         if not is_sidecar_name(validate_segment(name)):
             raise InvalidNameError("it would pass for a file of a part, or is hidden", path=directory / name)
-    make_tree(base, directory)
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            make_tree(base, directory)
+            _write_into(directory, files)
+            return
+        except FileNotFoundError:
+            # A rank of this node that prunes may remove the directory, seen empty, between two of these calls.
+            if not tries_left:
+                raise
+
+
+def _write_into(directory: Path, files: Mapping[str, bytes]) -> None:
     folder = open_folder(directory)
     try:
         # First of all, so that they are known for ours when they are to go.

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint import Engine
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.ranks.rank_group import RankGroup
 from tests.support.forked import Report, call_team
 
 
@@ -105,3 +106,31 @@ def on_two_nodes(report: Report, rank: int, replication: str) -> tuple[list[int]
 def test_strategies_by_name_on_two_nodes(tmpfs: Path, replication: str, copies: list[list[int]]) -> None:
     results = call_team(on_two_nodes, tmpfs, 2, replication)
     assert results == [(each, 2, 2.0) for each in copies]
+
+
+def collectives_of_opening_and_looking(report: Report, rank: int) -> tuple[int, int | None]:
+    run, calls = RankGroup._run, []
+
+    def counted(group: RankGroup, what: str, *args: Any) -> None:
+        calls.append(what)
+        run(group, what, *args)
+
+    RankGroup._run = counted  # type: ignore[method-assign]
+    base = Path(os.environ["FLASHPOINT_TEST_BASE"])
+    with Engine.open(base) as engine:
+        found = engine.latest()
+        if found is None:
+            dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+            assert engine.saver.wait(60)
+    return len(calls), found and found.step
+
+
+@pytest.mark.slow
+def test_starting_takes_no_more_collectives_with_more_ranks(tmpfs: Path) -> None:
+    counts = set()
+    for size in (2, 4):
+        for found in (None, 1):
+            for calls, step in call_team(collectives_of_opening_and_looking, tmpfs / str(size), size):
+                assert step == found
+                counts.add((found, calls))
+    assert len(counts) == 2, counts

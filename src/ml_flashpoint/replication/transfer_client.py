@@ -356,7 +356,6 @@ def fetch_object_from_holders(
         while waiting and target.missing():
             holder, attempts_left = waiting.popleft()
             right_before = target.right_blocks
-            failure: FlashpointError | None = None
             peer = PeerConnection(
                 holder.address,
                 secret,
@@ -364,20 +363,8 @@ def fetch_object_from_holders(
                 deadline_s=deadline_s,
                 connect_timeout_s=connect_timeout_s,
             )
-            with BlockVerifier() as verifier:
-                try:
-                    for count in peer.fetch_missing(version, target, verifier, cancelled=cancelled):
-                        received[holder.node] += count
-                except TransferCancelledError:
-                    raise
-                except FlashpointError as exc:
-                    failure = exc
-                finally:
-                    peer.close()
-                try:
-                    verifier.finish(deadline_s)  # what arrived before a failure counts as well
-                except (DigestMismatchError, DeadlineError) as exc:
-                    failure = exc
+            count, failure = _fetch_from(peer, version, target, deadline_s, cancelled)
+            received[holder.node] += count
             if failure is None:
                 continue
             failures.append((holder.node, failure))
@@ -387,6 +374,28 @@ def fetch_object_from_holders(
         if target.missing():
             raise _overall_failure(path, failures[already:])
     return FetchReport(received, tuple(failures[already:]))
+
+
+def _fetch_from(
+    peer: PeerConnection, version: str, target: BlockTarget, deadline_s: float, cancelled: Cancelled | None
+) -> tuple[int, FlashpointError | None]:
+    """Fetch what is missing of an object from one holder. Returns the bytes that came, and what ended it early."""
+    received, failure = 0, None
+    with BlockVerifier() as verifier:
+        try:
+            for count in peer.fetch_missing(version, target, verifier, cancelled=cancelled):
+                received += count
+        except TransferCancelledError:
+            raise
+        except FlashpointError as error:
+            failure = error
+        finally:
+            peer.close()
+        try:
+            verifier.finish(deadline_s)  # what arrived before a failure counts as well
+        except (DigestMismatchError, DeadlineError) as error:
+            failure = error
+    return received, failure
 
 
 def _overall_failure(path: str, failures: Sequence[tuple[str, FlashpointError]]) -> FlashpointError:

@@ -48,6 +48,15 @@ KEPT: list[Scenario] = [
     Scenario("local", _SMALL, (Life(_saves(2, awaited=(1, 2)), (replace(_NO_THREAD, step=2),), placement=(0,)),)),
     # A node is lost while another one, lost before, has not got its copies yet: nothing was promised.
     Scenario("facade", _SMALL, (Life(_saves(2), loses=0), Life(_saves(1), _KILLED_AT_ONCE, loses=1), Life(_saves(1)))),
+    # A node that fetches its part has no room for it just now.
+    Scenario(
+        "dcp",
+        _SMALL,
+        (
+            Life(_saves(1), placement=(0, 0)),
+            Life(_saves(1), (Fault(1, 0, "link", "enospc"),), placement=(0, 1)),
+        ),
+    ),
     # A node that was alone is lost before the first save with another one: nothing was promised.
     Scenario(
         "dcp",

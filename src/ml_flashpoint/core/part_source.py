@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.format.errors import FlashpointError, LoadError, ObjectNotFoundError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
@@ -152,7 +152,8 @@ class PartSource:
         manifest = self.manifest(version, rank, group, first=first, until=until, failures=failures)
         holders = self.holders(version, rank, group, first=first)
         with contextlib.ExitStack() as undo:
-            incoming = IncomingCopy(store, manifest)
+            what = f"{version.version}/{manifest.objects[0].name}"
+            incoming = retrying(lambda: IncomingCopy(store, manifest), until, f"making room for {what}", also=_FULL)
             undo.callback(incoming.abort)
             for record, buffer in zip(manifest.objects, incoming.buffers, strict=True):
 
@@ -169,7 +170,7 @@ class PartSource:
                     )
 
                 retrying(fetch, until, f"fetching {version.version}/{record.name}")
-            incoming.commit()
+            retrying(incoming.commit, until, f"committing {what}", also=_FULL)
             undo.pop_all()
         return manifest
 
@@ -203,3 +204,5 @@ def _ask_all(
 
 
 _OVER = object()
+# Of a filesystem or a process that is full just now, which says nothing about the version.
+_FULL = (CapacityError, SaveError)

@@ -1086,6 +1086,7 @@ def test_process_group_of_one(base: Path) -> None:
         *(("handle_sigterm", value) for value in (0, None)),
         *(("grace_s", value) for value in (0, -1.0, math.inf, math.nan, "5", True, None)),
         *(("deadline_s", value) for value in (0, -1, math.inf, "5", False)),
+        *(("on_world_size_change", value) for value in ("ignore", None, True, 3)),
         *(("safe_globals", value) for value in ("abc", [3], [("x", "y")], [(Custom, 3)], None, Custom)),
     ],
 )
@@ -1096,6 +1097,21 @@ def test_bad_arguments_are_named_with_their_value(base: Path, argument: str, val
     assert caught.value.argument == argument
     assert f"{argument}={caught.value.value}" in str(caught.value)
     assert not base.exists()
+
+
+@pytest.mark.parametrize(
+    ("reshard", "reason"),
+    [
+        (3, "must be a function"),
+        ({}, "must be a function"),
+        ({"stored": None}, "must be a function"),
+        ({"other": print}, "nothing is tracked here as 'other'"),
+        ({"model": print}, "modules are resharded by themselves"),
+    ],
+)
+def test_bad_reshard_functions(base: Path, reshard: Any, reason: str) -> None:
+    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match=f"{reason}.*reshard="):
+        fp.track(stored=Stored(), model=nn.Linear(2, 2), reshard=reshard)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", 10**30])

@@ -18,11 +18,12 @@ from ml_flashpoint.extras import DISTRIBUTION, require
 if TYPE_CHECKING:
     from ml_flashpoint.adapter.pytorch.engine import Engine
     from ml_flashpoint.core.open_version import open_version
+    from ml_flashpoint.facade.rest_of_epoch import rest_of_epoch
     from ml_flashpoint.flashpoint import Flashpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "Flashpoint", "__version__", "open_version"]
+__all__ = ["Engine", "Flashpoint", "__version__", "open_version", "rest_of_epoch"]
 
 
 def _others() -> list[str]:
@@ -68,6 +69,7 @@ _LAZY = {
     "Engine": "ml_flashpoint.adapter.pytorch.engine",
     "Flashpoint": "ml_flashpoint.flashpoint",
     "open_version": "ml_flashpoint.core.open_version",
+    "rest_of_epoch": "ml_flashpoint.facade.rest_of_epoch",
 }
 
 

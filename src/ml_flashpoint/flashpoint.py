@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
+    checked_choice,
     checked_fallback,
     checked_globals,
     checked_integer,
@@ -37,7 +38,7 @@ from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.state_loader import StateLoader
-from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.facade.tracked_state import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -92,6 +93,10 @@ class Flashpoint:
             for a script that is started again after a crash: it would remove what it should resume from.
         verify_saves: what is read back of each part, in the background: a ``"sample"`` (one block, another one each
             time), ``"all"`` or ``"none"``. A version that turns out damaged is withdrawn; the save has failed then.
+        on_world_size_change: what becomes, on another number of ranks, of what each rank has of its own and no
+            ``reshard`` function of `track` is for. ``"raise"``: random number generators of new ranks are seeded anew,
+            what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
+            that of rank r modulo the old number, random numbers and place in the data included.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -114,6 +119,7 @@ class Flashpoint:
         deadline_s: float | None = None,
         discard_existing: bool = False,
         verify_saves: str = "sample",
+        on_world_size_change: str = "raise",
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -124,9 +130,10 @@ class Flashpoint:
         allowed = checked_globals(safe_globals)
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         discard_existing = checked_bool("discard_existing", discard_existing)
+        change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
 
         self._world = _default_group()
-        self._open(strategy, discard_existing, verify_saves)
+        self._open(strategy, discard_existing, verify_saves, every_n_steps=self._every, on_world_size_change=change)
         self._ranks = self._engine.ranks
         self._unasked = self._engine.found_versions
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
@@ -139,7 +146,14 @@ class Flashpoint:
             safe_globals=allowed,
             deadline_s=self._deadline_s,
         )
-        self._states = StateLoader(self._tracked, self._engine.loader, self._ranks, self._group, safe_globals=allowed)
+        self._states = StateLoader(
+            self._tracked,
+            self._engine.loader,
+            self._ranks,
+            self._group,
+            safe_globals=allowed,
+            on_world_size_change=change,
+        )
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
@@ -151,12 +165,14 @@ class Flashpoint:
         if handle_sigterm:
             self._guard.install()
 
-    def _open(self, replication: ReplicationStrategy | None, discard_existing: bool, verify_saves: str) -> None:
-        """Take the base container and open the engine, on all ranks or on none."""
+    def _open(
+        self, replication: ReplicationStrategy | None, discard_existing: bool, verify_saves: str, **alike: object
+    ) -> None:
+        """Take the base container and open the engine, on all ranks or on none; ``alike`` is the same on all."""
         with contextlib.ExitStack() as undo:
             self._key = claim(self, os.path.realpath(self._base), rank_group().rank)
             undo.callback(release, self, self._key)
-            rank_group().agree_on(every_n_steps=self._every)
+            rank_group().agree_on(**alike)
             self._engine = undo.enter_context(
                 CheckpointEngine(
                     self._base, replication=replication, verify_saves=verify_saves, discard_existing=discard_existing
@@ -174,21 +190,28 @@ class Flashpoint:
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
-    def track(self, /, **named: object) -> Flashpoint:
+    def track(self, /, *, reshard: Reshard | Mapping[str, Reshard] | None = None, **named: object) -> Flashpoint:
         """Say what to save and restore, before `resume` and the first save.
 
         Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
-        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back; on another
-        number of ranks, rank r takes that of rank r modulo the old number.
+        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back. On another
+        number of ranks, a state that was the same on all of them is everybody's. One that was not, and the place of a
+        loader in the data, which means something else then, need a ``reshard`` function.
 
         Args:
+            reshard: by name, or one for all of this call that are neither modules nor optimizers:
+                ``reshard(states, rank, world_size)``, called on each rank when the number of ranks is another one,
+                whether or not the states differ. ``states`` is what ``state_dict()`` gave on each rank that saved, by
+                rank, in new copies; None where this name was not tracked. What it returns goes to
+                ``load_state_dict()`` on this rank, which is ``rank`` of ``world_size`` now. `rest_of_epoch` is one for
+                data loaders.
             named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
 
         Returns:
             This object.
 
         Raises:
-            InvalidArgumentError: a name is taken or no identifier, or an object has no state.
+            InvalidArgumentError: a name is taken or no identifier, an object has no state, or ``reshard`` is unusable.
             FlashpointError: it is too late.
         """
         self._check_open()
@@ -198,8 +221,9 @@ class Flashpoint:
                 rank=self._ranks.rank,
                 hint="call track() before resume()",
             )
+        functions = checked_reshard(reshard, named)
         for name, value in named.items():
-            self._tracked.add(name, value)
+            self._tracked.add(name, value, functions.get(name))
         return self
 
     # ---- recovery -----------------------------------------------------------------------------------------
@@ -220,6 +244,8 @@ class Flashpoint:
             from there.
 
         Raises:
+            ReshardError: the newest version is of another number of ranks, and nothing says what becomes of what
+                each of them had of its own. Names it, on all ranks; nothing older is loaded, nor the fallback called.
             LoadError: there are versions, and none could be loaded (`NothingLoadableError`) or they do not fit the
                 tracked objects, and no fallback. Going on from step 0 would in the end overwrite them. May be called
                 again: nothing is remembered of what failed.
@@ -243,6 +269,7 @@ class Flashpoint:
             for each in fresh:
                 each.forget()
             restore_rng_state(generators)
+            outcome.refuse_to_decide(self._ranks.rank)
             if fallback is not None:
                 if (why := outcome.why()) is not None:
                     _log.error("falling back, and what is in memory will be overwritten: %s", why)

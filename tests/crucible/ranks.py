@@ -109,7 +109,7 @@ class FacadeDoor(Door):
         if self.fp is not None:
             self.fp.close()
         self.make(variant)
-        self.fp = Flashpoint(self.order.base, deadline_s=DEADLINE_S, handle_sigterm=False)
+        self.fp = Flashpoint(self.order.base, deadline_s=DEADLINE_S, handle_sigterm=False, on_world_size_change="keep")
         tracked: dict[str, Any] = {"model": self.holder.model, "notes": self.holder.notes}
         if self.holder.optimizer is not None:
             tracked["optimizer"] = self.holder.optimizer

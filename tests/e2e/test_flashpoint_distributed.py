@@ -22,10 +22,16 @@ KINDS = ["fsdp2", "ddp"]
 
 
 def train(
-    root: Path, kind: str, steps: int, placement: tuple[int, ...] = TWO_NODES, seed: int = 0, width: int = 24
+    root: Path,
+    kind: str,
+    steps: int,
+    placement: tuple[int, ...] = TWO_NODES,
+    seed: int = 0,
+    width: int = 24,
+    change: str = "raise",
 ) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = call_team(
-        worker.train, root, len(placement), kind, steps, seed, width, placement=placement
+        worker.train, root, len(placement), kind, steps, seed, width, change, placement=placement
     )
     return results
 
@@ -105,13 +111,14 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
 
 
 # ---- another number of ranks ----------------------------------------------------------------------------------
+# What ranks have of their own, the data's order here, is kept; tests/e2e/test_world_size_change.py is about that.
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_and_more_ranks(tmpfs: Path, kind: str) -> None:
     before = train(tmpfs, kind, 3)
     for placement in ((0, 1), (0, 0, 1, 1), (0,), (1, 0, 1)):
-        after = train(tmpfs, kind, 0, placement, seed=3)
+        after = train(tmpfs, kind, 0, placement, seed=3, change="keep")
         assert {r["recovery"]["step"] for r in after} == {3}
         for result in after:
             assert result["found"] == before[0]["shared"]
@@ -119,9 +126,9 @@ def test_fewer_and_more_ranks(tmpfs: Path, kind: str) -> None:
 
 def test_fewer_ranks_save_and_more_go_on(tmpfs: Path) -> None:
     train(tmpfs, "fsdp2", 3)
-    two = train(tmpfs, "fsdp2", 6, (0, 1), seed=4)
+    two = train(tmpfs, "fsdp2", 6, (0, 1), seed=4, change="keep")
     assert [r["replicated"] for r in two] == [6, 6]
-    four = train(tmpfs, "fsdp2", 9, seed=5)
+    four = train(tmpfs, "fsdp2", 9, seed=5, change="keep")
     assert [r["found"] for r in four] == [two[0]["shared"]] * 4
     assert [r["replicated"] for r in four] == [9] * 4
 
@@ -130,7 +137,7 @@ def test_fewer_ranks_save_and_more_go_on(tmpfs: Path) -> None:
 def test_lost_node_without_a_spare(tmpfs: Path, kind: str) -> None:
     before = train(tmpfs, kind, 3)
     shutil.rmtree(tmpfs / "node-1")
-    after = train(tmpfs, kind, 5, (0, 0), seed=2)
+    after = train(tmpfs, kind, 5, (0, 0), seed=2, change="keep")
     assert [r["found"] for r in after] == [before[0]["shared"]] * 2
     assert {r["recovery"]["step"] for r in after} == {3}
 
@@ -173,8 +180,9 @@ def test_structure_that_changes_on_one_rank(tmpfs: Path) -> None:
 
 
 def test_arguments_that_differ(tmpfs: Path) -> None:
-    said = call_team(worker.construct, tmpfs, 2, {1: {"every_n_steps": 5}})
-    assert all("InvalidArgumentError: differs between ranks: [1, 5]" in each for each in said)
+    for options, values in (({"every_n_steps": 5}, "[1, 5]"), ({"on_world_size_change": "keep"}, "['keep', 'raise']")):
+        said = call_team(worker.construct, tmpfs, 2, {1: options})
+        assert all(f"InvalidArgumentError: differs between ranks: {values}" in each for each in said)
 
 
 def test_base_that_one_rank_cannot_use(tmpfs: Path) -> None:

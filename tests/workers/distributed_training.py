@@ -40,11 +40,13 @@ def undisturbed(report: Report, rank: int, kind: str, steps: int) -> dict[str, s
     return training.undisturbed(steps, kind)
 
 
-def train(report: Report, rank: int, kind: str, steps: int, seed: int = 0, width: int = 24) -> dict[str, Any]:
+def train(
+    report: Report, rank: int, kind: str, steps: int, seed: int = 0, width: int = 24, change: str = "raise"
+) -> dict[str, Any]:
     """Resumes, trains up to `steps`, and tells what was found and what came of it."""
     torch.set_num_threads(1)
     job = Job(kind, seed, width)
-    with Flashpoint(base(), strict=True, deadline_s=60) as fp:
+    with Flashpoint(base(), strict=True, deadline_s=60, on_world_size_change=change) as fp:
         step = fp.track(**job.tracked).resume()
         recovery = fp.last_recovery
         assert recovery is not None

@@ -52,6 +52,13 @@ def checked_bool(argument: str, value: bool) -> bool:
     return value
 
 
+def checked_choice(argument: str, value: str, *choices: str) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgumentError(f"must be {' or '.join(map(repr, choices))}", argument=argument, value=value)
+    return value
+
+
 def checked_seconds(argument: str, value: float) -> float:
     """A positive, finite duration."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:

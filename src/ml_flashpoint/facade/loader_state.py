@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ml_flashpoint.facade.loader_workers import GoingOn, Reporting, Tagged
+from ml_flashpoint.facade.rest_of_epoch import deal, dealing_of
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 
@@ -101,7 +102,13 @@ class LoaderState:
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
         epoch = self._epoch
-        state: dict[str, Any] = {"number": epoch.number, "ended": epoch.ended, "position": epoch.position}
+        state: dict[str, Any] = {
+            "number": epoch.number,
+            "ended": epoch.ended,
+            "position": epoch.position,
+            "set_epoch": self._set_epoch(),
+            "dealing": dealing_of(self.loader),
+        }
         if self._stateful:
             return state | {"own": self.loader.state_dict()}  # type: ignore[attr-defined]
         return state | {
@@ -109,7 +116,6 @@ class LoaderState:
             "checksum": epoch.checksum,
             "generators": [each.get_state() for each in self._generators()],
             "workers": [_as_tensor(each) for each in epoch.workers],
-            "set_epoch": self._set_epoch(),
             "replicas": self._replicas(),
         }
 
@@ -121,21 +127,26 @@ class LoaderState:
         else:
             position, checksum = state["position"], state["checksum"]
             before, now = state["replicas"], self._replicas()
-            if before != now:  # ranks take turns in the samples: go on after as many as all of them have had
+            if before not in (
+                now,
+                None,
+            ):  # ranks take turns in the samples: go on after as many as all of them have had
                 position, checksum = position * before // now, None
             workers = [each.numpy().tobytes() for each in state["workers"]]
             self._epoch = _Epoch(state["number"], state["start"], position, state["ended"], checksum, workers)
             self._put_back(state["generators"])
-            for sampler in self._samplers():
-                if state["set_epoch"] is not None and hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(state["set_epoch"])
-            self._loaded_set_epoch = state["set_epoch"]
+        said = self._loaded_set_epoch = state.get("set_epoch")
+        for sampler in self._samplers():
+            if said is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(said)
+        deal(self.loader, state.get("dealing") if self._epoch.under_way else None)
         self._resumed = True
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
         if self._resumed:
             self._epoch, self._resumed = _Epoch(), False
+            deal(self.loader)
 
     def _samplers(self) -> list[Any]:
         loader = self.loader
@@ -191,11 +202,15 @@ class LoaderState:
             return self._begin_stateful(make, resumed)
         loader, before, now = self.loader, self._epoch, self.capture()
         goes_on = resumed and before.under_way and not self._is_next_epoch(before)
+        dealt_anew = goes_on and not before.start  # by other ranks, whose generators and workers mean nothing here
+        if not goes_on:
+            deal(self.loader)
+        goes_on = goes_on and not dealt_anew
         if goes_on:
             epoch = self._epoch = dataclasses.replace(before, drawn=deque())
         else:
             samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
-            epoch = self._epoch = _Epoch(before.number + 1, {**now, "samplers": samplers})
+            epoch = self._epoch = _Epoch(before.number + (not dealt_anew), {**now, "samplers": samplers})
         # Persistent workers are not seeded again for their second epoch: whoever takes their place leaves the seed out.
         persistent = loader.num_workers > 0 and loader.persistent_workers
         anew = persistent and (resumed or self._workers_shifted)
@@ -204,7 +219,8 @@ class LoaderState:
         if persistent:
             epoch.workers = list(before.workers)
         self._workers_shifted = persistent and goes_on
-        pass_ = _Pass(self, epoch, epoch.position, late=anew and epoch.number > 1, goes_on=goes_on)
+        late = anew and epoch.number > 1 and not dealt_anew
+        pass_ = _Pass(self, epoch, epoch.position, late=late, goes_on=goes_on)
         with self._in_place(pass_, resumed=goes_on or anew):
             if goes_on:
                 self.to_start(epoch)
@@ -221,6 +237,7 @@ class LoaderState:
     def _begin_stateful(self, make: Callable[[], Iterator[Any]], resumed: bool) -> Iterator[Any]:
         goes_on = resumed and self._epoch.under_way
         if not goes_on:
+            deal(self.loader)
             self._epoch = _Epoch(self._epoch.number + 1)
         now = capture_rng_state() if goes_on else None
         inner = make()

@@ -1,11 +1,13 @@
 """The random number generators that a training loop draws from: their state, taken and put back.
 
-Owns Python's `random`, NumPy's global generator, torch's CPU generator and those of all CUDA devices. Generators
-that a program makes for itself are tracked by name, a `torch.Generator` by `GeneratorState`.
+Owns Python's `random`, NumPy's global generator, torch's CPU generator and those of all CUDA devices, and states for
+ranks that are new. Generators that a program makes for itself are tracked by name, a `torch.Generator` by
+`GeneratorState`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -19,23 +21,71 @@ def capture_rng_state() -> dict[str, Any]:
 
     CUDA generators are left out while CUDA is not in use by this process: nothing was drawn from them.
     """
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = _cuda_in_use()
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if in_use else [],
+        "device": torch.cuda.current_device() if in_use else None,
     }
 
 
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_rng_state` took. States of CUDA devices that this machine lacks are left out."""
+    """Put back what :func:`capture_rng_state` took. States of CUDA devices that this machine lacks are left out.
+
+    A rank that has moved to another device goes on there with the numbers of the one that it had.
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
+        before = state.get("device") if _cuda_in_use() else None
+        if before is not None and before != (now := torch.cuda.current_device()) and state["cuda"]:
+            torch.cuda.set_rng_state(state["cuda"][before], now)
+            return
         for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(saved, device)
+
+
+def new_seed(saved: int, rank: int, step: int, what: str) -> int:
+    """A seed for a rank that there was none of when the state was saved, the same whenever it is made.
+
+    Args:
+        saved: the seed that rank 0 had.
+        what: which generator it is for: no two of a rank are to give the same numbers.
+    """
+    digest = hashlib.sha256(f"{saved}/{rank}/{step}/{what}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def seed_of(state: Mapping[str, Any]) -> int:
+    """What torch's CPU generator was seeded with, by a state that :func:`capture_rng_state` took."""
+    return _seed_in(state["torch"], torch.device("cpu"))
+
+
+def seeded_rng_state(saved: int, rank: int, step: int) -> dict[str, Any]:
+    """A state for :func:`restore_rng_state`: of all global generators, seeded anew. See :func:`new_seed`."""
+    seeds = {what: new_seed(saved, rank, step, what) for what in ("python", "numpy", "torch", "cuda")}
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    numpy = np.random.RandomState(np.random.MT19937(seeds["numpy"]))
+    return {
+        "python": random.Random(seeds["python"]).getstate(),
+        "numpy": numpy.get_state(legacy=False),
+        "torch": torch.Generator().manual_seed(seeds["torch"]).get_state(),
+        "cuda": [torch.Generator(f"cuda:{each}").manual_seed(seeds["cuda"]).get_state() for each in devices],
+        "device": None,
+    }
+
+
+def _seed_in(state: torch.Tensor, device: torch.device) -> int:
+    generator = torch.Generator(device)
+    generator.set_state(state.cpu())
+    return generator.initial_seed()
 
 
 class GeneratorState:
@@ -55,3 +105,11 @@ class GeneratorState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the state back."""
         self._generator.set_state(state["state"].cpu())
+
+    def seed_of(self, state: Mapping[str, Any]) -> int:
+        """What the generator was seeded with that had this state."""
+        return _seed_in(state["state"], self._generator.device)
+
+    def seeded(self, seed: int) -> dict[str, Any]:
+        """The state of such a generator that is seeded anew."""
+        return {"state": torch.Generator(self._generator.device).manual_seed(seed).get_state()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.facade.failures import causes_of, is_misfit, text_of
-from ml_flashpoint.facade.planners import FacadeLoadPlanner
-from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.facade.planners import PACKED, FacadeLoadPlanner
+from ml_flashpoint.facade.resharding import Resharding
+from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DeadlineError, LoadError, NothingLoadableError, TopologyError
+from ml_flashpoint.format.errors import DeadlineError, LoadError, NothingLoadableError, ReshardError, TopologyError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -43,6 +45,7 @@ class LoadFailure:
         misfit: whether, on some rank, the program differs from the one that was saved.
         touched: whether tensors may have been written to, on some rank.
         lost: whether ranks lost each other meanwhile, which says nothing about the version.
+        undecided: whether it is of another number of ranks, and nothing says what becomes of some of it.
     """
 
     version: str
@@ -50,6 +53,7 @@ class LoadFailure:
     misfit: bool
     touched: bool
     lost: bool
+    undecided: bool
 
 
 @dataclass(slots=True)
@@ -69,6 +73,16 @@ class LoadOutcome:
     def discarded(self) -> tuple[str, ...]:
         """Names of the versions that could not be loaded, newest first."""
         return tuple(failure.version for failure in self.failures)
+
+    def refuse_to_decide(self, rank: int) -> None:
+        """Called when nothing was loaded, before anything else is: the user has to decide first.
+
+        Raises:
+            ReshardError: ranks have saved state of their own, and nothing says what becomes of it.
+        """
+        for failure in self.failures:
+            if failure.undecided:
+                raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=rank)
 
     def refuse_to_start_anew(self, rank: int) -> None:
         """Called when nothing was loaded and training would start from nothing.
@@ -110,7 +124,7 @@ class StateLoader:
         loader: the engine's loader.
         ranks: who votes.
         group: processes that load together; None without torch.distributed.
-        safe_globals: see `Flashpoint`.
+        safe_globals, on_world_size_change: see `Flashpoint`.
     """
 
     def __init__(
@@ -121,12 +135,14 @@ class StateLoader:
         group: LastingGroup | None,
         *,
         safe_globals: tuple[SafeGlobal, ...],
+        on_world_size_change: str,
     ) -> None:
         self._tracked = tracked
         self._loader = loader
         self._ranks = ranks
         self._group = group
         self._safe_globals = safe_globals
+        self._keep = on_world_size_change == "keep"
 
     def load_newest(self, base: CheckpointContainerId) -> LoadOutcome:
         """Load the newest version of a base container that all ranks can load. Collective.
@@ -144,6 +160,9 @@ class StateLoader:
             outcome.load_s += time.perf_counter() - began
             if failure is None:
                 outcome.version = version
+                break
+            if failure.undecided:  # an older one may be of this number of ranks, and is not what is asked for
+                outcome.failures.append(failure)
                 break
             if failure.lost:
                 lost += 1
@@ -186,14 +205,11 @@ class StateLoader:
             error = caught
         if (failure := self._vote(version, error, touched=False)) is not None:
             return failure
+        resharded: dict[str, Any] = {}
         if target.saved_by != self._ranks.world_size:
-            _log.warning(
-                "saved by %d ranks, loaded by %d: what each rank has of its own (position in the data, random numbers) "
-                "is that of rank %d here",
-                target.saved_by,
-                self._ranks.world_size,
-                target.source_rank,
-            )
+            resharded, failure = self._reshard(version, reader, target)
+            if failure is not None:
+                return failure
         group = None
         planner = FacadeLoadPlanner(
             target.structured,
@@ -205,7 +221,8 @@ class StateLoader:
             group = None if self._group is None else self._group.await_group()
             load(target.state, storage_reader=reader, planner=planner, process_group=group)
             group = None
-            self._tracked.apply(target, planner.packed)
+            own = {f"{PACKED}.{rank_key(target.source_rank)}.{name}": state for name, state in resharded.items()}
+            self._tracked.apply(target, {**planner.packed, **own})
         except (Exception, CheckpointException) as caught:
             error = caught
             if self._group is not None and not isinstance(caught, CheckpointException):  # which tells all ranks
@@ -214,6 +231,28 @@ class StateLoader:
                 group = None
                 error = self._group.failure("the load", caught) if lost else caught
         return self._vote(version, error, touched=planner.touched)
+
+    def _reshard(
+        self, version: CheckpointContainerId, reader: MemoryStorageReader, target: LoadTarget
+    ) -> tuple[dict[str, Any], LoadFailure | None]:
+        """On another number of ranks: what this rank gets, by name, other than the state of the source rank."""
+        change = Resharding(self._tracked, target, version, safe_globals=self._safe_globals, keep=self._keep)
+        failure = self._tried(version, lambda: change.read(reader))
+        if failure is None:
+            told = self._ranks.gather(change.told)
+            failure = self._tried(version, lambda: change.decide(told))
+        if failure is None and change.handed is not None:
+            handed = self._ranks.gather(change.handed)
+            failure = self._tried(version, lambda: change.take(handed))
+        return change.states, failure
+
+    def _tried(self, version: CheckpointContainerId, action: Callable[[], None]) -> LoadFailure | None:
+        error = None
+        try:
+            action()
+        except Exception as caught:
+            error = caught
+        return self._vote(version, error, touched=False)
 
     def _vote(
         self, version: CheckpointContainerId, error: BaseException | None, *, touched: bool
@@ -224,11 +263,12 @@ class StateLoader:
             self._loader.release()
             causes = causes_of(error)
             lost = isinstance(error, (TopologyError, DeadlineError))
-            mine = json.dumps([text_of(causes), is_misfit(causes), touched, lost]).encode()
+            undecided = isinstance(error, ReshardError)
+            mine = json.dumps([text_of(causes), is_misfit(causes), touched, lost, undecided]).encode()
         said = [json.loads(blob) for blob in self._ranks.gather(mine) if blob]
         if not said:
             return None
-        return LoadFailure(version.name, str(said[0][0]), *(any(each[i] for each in said) for i in (1, 2, 3)))
+        return LoadFailure(version.name, str(said[0][0]), *(any(each[i] for each in said) for i in (1, 2, 3, 4)))
 
 
 class _Reader(MemoryStorageReader):

@@ -1,7 +1,8 @@
 """What a façade tracks: from named objects to one state dict for DCP, and back.
 
 Owns the names, which object is saved how, and the packed items: the state of everything that is neither module
-nor optimizer belongs to one rank, which gets its own back. Saving and loading are DCP's and the engine's.
+nor optimizer belongs to one rank, which gets its own back. Saving and loading are DCP's and the engine's; what becomes
+of packed items on another number of ranks is `resharding`'s.
 
 ::
 
@@ -17,8 +18,8 @@ import heapq
 import io
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -40,7 +41,12 @@ from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
 
 _log = logging.getLogger(__name__)
 
-_RNG = "_rng"
+RNG = "_rng"
+"""Name of the packed random number generators."""
+
+Reshard = Callable[[list[Any], int, int], Any]
+"""``reshard(states, rank, world_size)``: this rank's state, of those of all ranks that saved, by rank."""
+
 _PACKED_KEY = re.compile(rf"{PACKED}\.rank-(\d{{5,}})\.(\w+)")
 _LARGE_PACKED = 64 << 20
 
@@ -64,12 +70,14 @@ class LoadTarget:
         structured: names of the objects whose state is in it by tensors; the others' is packed.
         saved_by: number of ranks that saved it.
         source_rank: the one whose packed state this rank takes.
+        packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
     """
 
     state: dict[str, Any]
     structured: frozenset[str]
     saved_by: int
     source_rank: int
+    packed_by: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
 
 class TrackedState:
@@ -77,15 +85,19 @@ class TrackedState:
 
     Args:
         rank, world_size: of this process.
+
+    Attributes:
+        rank, world_size: the same.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self._modules: dict[str, nn.Module] = {}
         self._module_states: dict[str, ModuleState] = {}
         self._optimizers: dict[str, OptimizerState] = {}
         self._others: dict[str, Stateful] = {}
+        self._reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
         self._warned_large: set[str] = set()
 
@@ -94,8 +106,11 @@ class TrackedState:
         """Names of everything tracked."""
         return (*self._modules, *self._optimizers, *self._others)
 
-    def add(self, name: str, value: object) -> None:
+    def add(self, name: str, value: object, reshard: Reshard | None = None) -> None:
         """Track one more object.
+
+        Args:
+            reshard: makes a rank's state on another number of ranks.
 
         Raises:
             InvalidArgumentError: the name is taken or unusable, or the object has no state or another name.
@@ -118,6 +133,10 @@ class TrackedState:
             )
         if any(given is other for other in self._given):
             raise InvalidArgumentError("this object is tracked already, under another name", argument=name, value=given)
+        if reshard is not None:
+            if isinstance(value, nn.Module):
+                raise InvalidArgumentError("modules are resharded by themselves", argument="reshard", value=name)
+            self._reshards[name] = reshard
         self._given.append(given)
         if isinstance(value, nn.Module):
             self._modules[name] = value
@@ -126,6 +145,21 @@ class TrackedState:
             self._optimizers[name] = OptimizerState(name, value, self._modules)
         else:
             self._others[name] = cast(Stateful, value)
+
+    def reshard(self, name: str) -> Reshard | None:
+        """The function that makes an object's state on another number of ranks, if there is one."""
+        return self._reshards.get(name)
+
+    def generator(self, name: str) -> GeneratorState | None:
+        """The tracked generator of a name; None if it is of something else."""
+        other = self._others.get(name)
+        return other if isinstance(other, GeneratorState) else None
+
+    def is_place(self, name: str, value: Any) -> bool:
+        """Whether a state is, or has in it, a place in the data: of a loader, or anything else one can loop over."""
+        other = self._others.get(name)
+        says = getattr(other, "has_place", None)
+        return isinstance(other, LoaderState) or hasattr(type(other), "__iter__") or (says is not None and says(value))
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -148,8 +182,8 @@ class TrackedState:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
         for name, other in self._others.items():
             packed[name] = self._pack(name, other.state_dict)
-        packed[_RNG] = self._pack(_RNG, capture_rng_state)
-        state[PACKED] = {_rank_key(self._rank): packed}
+        packed[RNG] = self._pack(RNG, capture_rng_state)
+        state[PACKED] = {rank_key(self.rank): packed}
         return state
 
     @property
@@ -165,7 +199,7 @@ class TrackedState:
         except Exception as error:
             where = place_of(value, name, cannot_be_pickled)
             raise SaveError(
-                f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}", rank=self._rank
+                f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}", rank=self.rank
             ) from error
         data = PackedState(stream.getbuffer())
         data.made_of = value
@@ -185,7 +219,7 @@ class TrackedState:
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
         own = [_sharded_bytes(tensor) for tensor in tensors]
         alike = (held_bytes(tensor) for tensor, nbytes in zip(tensors, own, strict=True) if nbytes is None)
-        return sum(nbytes or 0 for nbytes in own) + largest_share(alike, self._world_size)
+        return sum(nbytes or 0 for nbytes in own) + largest_share(alike, self.world_size)
 
     # ---- loading ------------------------------------------------------------------------------------------
 
@@ -199,11 +233,15 @@ class TrackedState:
         packed = [(int(match[1]), match[2]) for match in map(_PACKED_KEY.fullmatch, keys) if match is not None]
         saved_by = len({rank for rank, _ in packed})
         if not saved_by:
-            raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self._rank)
-        source_rank = self._rank % saved_by
+            raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self.rank)
+        source_rank = self.rank % saved_by
         packed_names = {name for rank, name in packed if rank == source_rank}
         structured = {key.partition(".")[0] for key in keys} - {PACKED}
-        self._compare(packed_names | structured)
+        packed_by: dict[int, set[str]] = {}
+        if saved_by != self.world_size:
+            for rank, name in packed:
+                packed_by.setdefault(rank, set()).add(name)
+        self._compare(packed_names.union(structured, *packed_by.values()))
         state: dict[str, Any] = {}
         for name, module in self._module_states.items():
             if tensors := module.current():
@@ -211,9 +249,26 @@ class TrackedState:
         for name, optimizer in self._optimizers.items():
             if name in structured:
                 state[name] = optimizer.current(keys)
-        wanted = packed_names & {_RNG, *self._optimizers, *self._others}
-        state[PACKED] = {_rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
-        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank)
+        wanted = packed_names & {RNG, *self._optimizers, *self._others}
+        state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
+        by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
+        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank)
+
+    def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
+        """What the packed states of some ranks are loaded into, and whatever tensors go with them.
+
+        Args:
+            names: of the states, by rank.
+        """
+        return {PACKED: {rank_key(rank): dict.fromkeys(some, PackedState()) for rank, some in names.items()}}
+
+    def whole(self, name: str, value: Any, state: Mapping[str, Any], rank: int) -> Any:
+        """The packed state of an object with the tensors that go with it, to be compared.
+
+        Args:
+            state: from :meth:`of_ranks`, loaded.
+        """
+        return value
 
     def _compare(self, saved: set[str]) -> None:
         # A module without any parameter or buffer leaves no trace in a checkpoint.
@@ -224,10 +279,10 @@ class TrackedState:
         if lacking:
             raise LoadError(
                 f"the checkpoint has no state of {', '.join(map(repr, lacking))}",
-                rank=self._rank,
+                rank=self.rank,
                 hint="track what was tracked when it was saved",
             )
-        if extra := sorted(saved - {*self.names, _RNG}):
+        if extra := sorted(saved - {*self.names, RNG}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
 
     def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
@@ -239,7 +294,7 @@ class TrackedState:
         Raises:
             Exception: an object refuses its state. Others may have theirs.
         """
-        prefix = f"{PACKED}.{_rank_key(target.source_rank)}."
+        prefix = f"{PACKED}.{rank_key(target.source_rank)}."
         states = {key.removeprefix(prefix): value for key, value in packed.items()}
         for name, module in self._module_states.items():
             module.load(target.state.get(name, {}))
@@ -250,11 +305,11 @@ class TrackedState:
                 optimizer.optimizer.load_state_dict(states[name])
         for name, other in self._others.items():
             other.load_state_dict(states[name])
-        restore_rng_state(states[_RNG])
+        restore_rng_state(states[RNG])
 
     def device_of(self, target: LoadTarget) -> Callable[[str], torch.device]:
         """Where tensors in packed state are loaded to, by the name of the device that they were on."""
-        return _as_it_was if target.source_rank == self._rank else _on_this_device
+        return _as_it_was if target.saved_by == self.world_size else on_this_device
 
     def fresh(self) -> list[OptimizerState | LoaderState]:
         """Optimizers that have not stepped, and loaders: what a failed load must leave as they are."""
@@ -262,7 +317,33 @@ class TrackedState:
         return [*(each for each in self._optimizers.values() if not each.optimizer.state), *loaders]
 
 
-def _rank_key(rank: int) -> str:
+def checked_reshard(
+    value: Reshard | Mapping[str, Reshard] | None, named: Mapping[str, object]
+) -> Mapping[str, Reshard]:
+    """The functions for what is tracked by these names, by name.
+
+    Raises:
+        InvalidArgumentError: they are none, or for something else.
+    """
+    if value is None:
+        return {}
+    by_name = value
+    if callable(value):
+        by_name = {name: value for name, each in named.items() if not isinstance(each, (nn.Module, Optimizer))}
+    if not isinstance(by_name, Mapping) or not by_name or not all(map(callable, by_name.values())):
+        raise InvalidArgumentError(
+            "must be a function of all saved states, the rank and the number of ranks, or a dict of such by the names"
+            " of what is tracked in the same call",
+            argument="reshard",
+            value=value,
+        )
+    if others := [name for name in by_name if name not in named]:
+        raise InvalidArgumentError(f"nothing is tracked here as {others[0]!r}", argument="reshard", value=value)
+    return by_name
+
+
+def rank_key(rank: int) -> str:
+    """The key of what belongs to a rank."""
     return f"rank-{rank:05d}"
 
 
@@ -270,8 +351,8 @@ def _as_it_was(location: str) -> torch.device:
     return torch.device(location if torch.cuda.is_available() else "cpu")
 
 
-def _on_this_device(location: str) -> torch.device:
-    # Another rank's devices mean nothing here.
+def on_this_device(location: str) -> torch.device:
+    """Where tensors of other ranks are loaded to, whose devices mean nothing here."""
     if location.startswith("cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

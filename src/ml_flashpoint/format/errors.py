@@ -166,6 +166,10 @@ class NothingLoadableError(LoadError):
     """There are versions, and none of them can be loaded. To start from nothing would in the end overwrite them."""
 
 
+class ReshardError(LoadError):
+    """Ranks saved state of their own, there is another number of ranks now, and nothing says what becomes of it."""
+
+
 class UnaskedVersionsError(FlashpointError):
     """A program saves where there are versions that it has not asked about: it would overwrite them unseen."""
 

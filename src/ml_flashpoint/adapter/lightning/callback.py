@@ -22,6 +22,7 @@ from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_shard
 from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
+    checked_choice,
     checked_globals,
     checked_integer,
     checked_seconds,
@@ -60,7 +61,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: how often to save.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves: see
+        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change: see
             `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
 
@@ -81,6 +82,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         deadline_s: float | None = None,
         discard_existing: bool = False,
         verify_saves: str = "sample",
+        on_world_size_change: str = "raise",
         grace_s: float = 20.0,
     ) -> None:
         super().__init__()
@@ -97,6 +99,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             "safe_globals": checked_globals(safe_globals),
             "discard_existing": checked_bool("discard_existing", discard_existing),
             "verify_saves": checked_mode(verify_saves),
+            "on_world_size_change": checked_choice("on_world_size_change", on_world_size_change, "raise", "keep"),
             "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None

@@ -13,6 +13,7 @@ and putting it together again. What is in the dictionary is Lightning's business
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, largest_share
+from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, largest_share, rank_key
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
@@ -120,6 +121,13 @@ class Slot:
         """Keep what was loaded."""
         self.loaded = state_dict
 
+    @staticmethod
+    def has_place(state: Any) -> bool:
+        """Whether a dictionary has the places of loaders, which Lightning saves of those that have a state."""
+        for key in ("loops", "fit_loop", "state_dict", "combined_loader"):
+            state = state.get(key) if isinstance(state, dict) else None
+        return bool(state)
+
 
 class DictionaryState(TrackedState):
     """Tracks one checkpoint dictionary; nothing else needs to be added.
@@ -154,12 +162,12 @@ class DictionaryState(TrackedState):
             self._marked = None
         shared = {path: tensor for path, tensor in tensors.items() if path.startswith(_ALIKE)}
         own = {path: tensor for path, tensor in tensors.items() if path not in shared}
-        if self.parameters is not None and self._rank != 0:
+        if self.parameters is not None and self.rank != 0:
             shared = {path: tensor for path, tensor in shared.items() if self._is_parameter(path)}
         if shared:
             state[SHARED] = shared
         if own:
-            state[OWN] = {_of_rank(self._rank): own}
+            state[OWN] = {rank_key(self.rank): own}
         return state
 
     def _is_parameter(self, path: str) -> bool:
@@ -168,22 +176,32 @@ class DictionaryState(TrackedState):
 
     def expected_bytes(self) -> int:
         """See `TrackedState.expected_bytes`."""
-        return largest_share((tensor.nbytes for tensor in self.sizes()), self._world_size)
+        return largest_share((tensor.nbytes for tensor in self.sizes()), self.world_size)
 
     def target(self, metadata: Metadata) -> LoadTarget:
         """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""
         target = super().target(metadata)
         shared = _empty(metadata, f"{SHARED}.")
-        own = _empty(metadata, f"{OWN}.{_of_rank(target.source_rank)}.")
+        own = _empty(metadata, f"{OWN}.{rank_key(target.source_rank)}.")
         state = {**target.state, **({SHARED: shared} if shared else {})}
         if own:
-            state[OWN] = {_of_rank(target.source_rank): own}
-        return LoadTarget(state, frozenset({SHARED}), target.saved_by, target.source_rank)
+            state[OWN] = {rank_key(target.source_rank): own}
+        return dataclasses.replace(target, state=state, structured=frozenset({SHARED}))
+
+    def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
+        """See `TrackedState.of_ranks`."""
+        own = {rank_key(rank): _empty(metadata, f"{OWN}.{rank_key(rank)}.") for rank in names}
+        own = {rank: tensors for rank, tensors in own.items() if tensors}
+        return {**super().of_ranks(metadata, names), **({OWN: own} if own else {})}
+
+    def whole(self, name: str, value: Any, state: Mapping[str, Any], rank: int) -> Any:
+        """See `TrackedState.whole`."""
+        return value, state.get(OWN, {}).get(rank_key(rank), {})
 
     def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
         """See `TrackedState.apply`."""
         super().apply(target, packed)
-        own = target.state.get(OWN, {}).get(_of_rank(target.source_rank), {})
+        own = target.state.get(OWN, {}).get(rank_key(target.source_rank), {})
         self._rest.loaded = put_together(self._rest.loaded, {**target.state.get(SHARED, {}), **own})
 
     def take(self) -> Checkpoint | None:
@@ -191,10 +209,6 @@ class DictionaryState(TrackedState):
         loaded, self._rest.loaded = self._rest.loaded, None
         taken: Checkpoint | None = loaded
         return taken
-
-
-def _of_rank(rank: int) -> str:
-    return f"rank-{rank:05d}"
 
 
 def _empty(metadata: Metadata, prefix: str) -> dict[str, torch.Tensor]:

@@ -66,8 +66,8 @@ class TrainerFlashpoint(Flashpoint):
                 tracked.parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             return
         self._rest = Slot(lambda: self._without_tensors(trainer))
-        optimizers = {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
-        self.track(model=trainer.strategy.model, **optimizers, **{REST: self._rest})
+        parts: dict[str, Any] = {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
+        self.track(model=trainer.strategy.model, **parts | {REST: self._rest})
 
     @property
     def world_size(self) -> int:

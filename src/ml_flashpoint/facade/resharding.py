@@ -1,0 +1,286 @@
+"""What ranks have of their own, on another number of ranks: who takes whose state, and what is made anew.
+
+Owns the rule, and its three steps, which all ranks take together (`state_loader` votes after each):
+
+1. Each rank reads its share of what the ranks that saved had of their own, and tells a digest of each state.
+2. State that was the same on all of them is everybody's. Generators go on where their rank is still there, and are
+   seeded anew where it is new. Anything else is for a ``reshard`` function, or for the user: a `ReshardError`.
+3. Ranks hand each other the states that the functions are to be given.
+
+No tensor of a model or an optimizer is touched before that is decided. On the same number of ranks none of it is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.facade.planners import PACKED
+from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
+from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, on_this_device, rank_key
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import ReshardError
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided
+from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
+
+_log = logging.getLogger(__name__)
+
+
+class Resharding:
+    """The decision about one version, on one rank. Its methods are called in order, each once.
+
+    Args:
+        tracked: what is loaded into.
+        target: see `TrackedState.target`; of another number of ranks.
+        version: what is loaded.
+        safe_globals: see `Flashpoint`.
+        keep: whether rank r takes what rank r modulo the old number had, whatever it is.
+
+    Attributes:
+        told: after :meth:`read`, what the other ranks are to be told.
+        handed: after :meth:`decide`, what they are to be handed; None if no rank wants anything.
+        states: after :meth:`take`, what this rank gets instead of the states of ``target.source_rank``, by name.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedState,
+        target: LoadTarget,
+        version: CheckpointContainerId,
+        *,
+        safe_globals: Sequence[SafeGlobal],
+        keep: bool,
+    ) -> None:
+        self._tracked = tracked
+        self._target = target
+        self._version = version
+        self._safe_globals = tuple(safe_globals)
+        self._keep = keep
+        self._raw: dict[str, dict[int, bytes]] = {}
+        self._for_functions: list[str] = []
+        self.told = b""
+        self.handed: bytes | None = None
+        self.states: dict[str, Any] = {}
+
+    # ---- each rank by itself ------------------------------------------------------------------------------
+
+    def read(self, reader: MemoryStorageReader) -> None:
+        """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more."""
+        tracked, target = self._tracked, self._target
+        share = range(tracked.rank, target.saved_by, tracked.world_size)
+        wanted = {rank: [name for name in target.packed_by[rank] if self._is_wanted(name, rank)] for rank in share}
+        metadata = reader.read_metadata()
+        state = tracked.of_ranks(metadata, wanted)
+        planner = _RawPlanner()
+        if share:
+            planner.set_up_planner(state, metadata, False)
+            reader.set_up_storage_reader(metadata, False)
+            reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        digests: dict[str, dict[int, str]] = {}
+        seeds: dict[str, int] = {}
+        places = set()
+        for rank, names in wanted.items():
+            for name in names:
+                raw = planner.raw[f"{PACKED}.{rank_key(rank)}.{name}"]
+                value = self._load(name, raw)
+                if rank == 0 and (generator := tracked.generator(name)) is not None:
+                    seeds[name] = generator.seed_of(value)
+                if name == RNG:
+                    seeds[name] = seed_of(value)
+                    continue
+                self._raw.setdefault(name, {})[rank] = raw
+                if tracked.is_place(name, value):
+                    places.add(name)
+                digests.setdefault(name, {})[rank] = _digest(tracked.whole(name, value, state, rank)).hex()
+        functions = [name for name in tracked.names if tracked.reshard(name) is not None]
+        self.told = json.dumps([digests, seeds, sorted(places), functions]).encode()
+
+    def _is_wanted(self, name: str, rank: int) -> bool:
+        if name == RNG:
+            return rank == 0  # of which new ranks get their seeds; the others have theirs
+        return name in self._tracked.names and name not in self._target.structured
+
+    def _load(self, name: str, raw: bytes, device_of: Callable[[str], torch.device] | None = None) -> Any:
+        return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
+
+    # ---- with what all ranks have told --------------------------------------------------------------------
+
+    def decide(self, told: Sequence[bytes]) -> None:
+        """Decide, as every rank does.
+
+        Raises:
+            ReshardError: there is state of which nobody says what becomes of it.
+        """
+        digests: dict[str, dict[int, str]] = {}
+        seeds: dict[str, int] = {}
+        places: set[str] = set()
+        functions: set[str] | None = None
+        for blob in told:
+            some, more, there, known = json.loads(blob)
+            for name, by_rank in some.items():
+                digests.setdefault(name, {}).update({int(rank): digest for rank, digest in by_rank.items()})
+            seeds.update(more)
+            places.update(there)
+            functions = set(known) if functions is None else functions & set(known)
+        saved = range(self._target.saved_by)
+        differ = [name for name, by_rank in digests.items() if len({by_rank.get(rank) for rank in saved}) > 1]
+        generators = [name for name in differ if self._tracked.generator(name) and len(digests[name]) == len(saved)]
+        if self._keep:
+            self._check_kept(digests)
+        else:
+            self._for_functions = sorted((functions or set()) & digests.keys())
+            self._check_decided(digests.keys() - {*self._for_functions, *generators}, places, differ)
+            if self._target.source_rank != self._tracked.rank:
+                self._seed_anew(seeds, [name for name in generators if name not in self._for_functions])
+        if self._tracked.rank == 0:
+            self._tell(sorted(differ), seeds)
+        if self._for_functions:
+            self.handed = _joined({name: self._raw.get(name, {}) for name in self._for_functions})
+
+    def _check_kept(self, digests: Mapping[str, Mapping[int, str]]) -> None:
+        source = self._target.source_rank
+        if lacking := sorted(name for name, by_rank in digests.items() if source not in by_rank):
+            raise ReshardError(f"rank {source} had no state of {_listed(lacking)}", rank=self._tracked.rank)
+
+    def _check_decided(self, names: Iterable[str], places: Collection[str], differ: Collection[str]) -> None:
+        undecided = {}
+        for name in sorted(names):
+            if name in places:
+                undecided[name] = "whose place in the data means something else now"
+            elif name in differ:
+                undecided[name] = "which differs between the ranks that saved it"
+        if undecided:
+            before, now = self._target.saved_by, self._tracked.world_size
+            named = "; of ".join(f"{name!r}, {why}" for name, why in undecided.items())
+            functions = ", ".join(f"{name!r}: function" for name in undecided)
+            raise ReshardError(
+                f"saved by {before} ranks, loaded by {now}, and nothing says what becomes of {named}",
+                hint=f"track(..., reshard={{{functions}}}) with what makes a rank's state of those of all ranks, or"
+                f' construct with on_world_size_change="keep", to give rank r what rank r modulo {before} had',
+            )
+
+    def _seed_anew(self, seeds: Mapping[str, int], generators: Iterable[str]) -> None:
+        rank, step = self._tracked.rank, self._version.step or 0
+        self.states[RNG] = seeded_rng_state(seeds[RNG], rank, step)
+        for name in generators:
+            generator = self._tracked.generator(name)
+            assert generator is not None
+            self.states[name] = generator.seeded(new_seed(seeds.get(name, seeds[RNG]), rank, step, name))
+
+    def _tell(self, differ: Sequence[str], seeds: Mapping[str, int]) -> None:
+        before, now = self._target.saved_by, self._tracked.world_size
+        said = []
+        if self._keep:
+            said.append(f"rank r takes the random numbers and the own state of rank r modulo {before}")
+        elif now > before:
+            said.append(
+                f"{_ranks(before, now)} new, with random number generators seeded anew from the seed {seeds[RNG]} of"
+                " rank 0, the rank and the step"
+            )
+        if self._for_functions:
+            said.append(f"{_listed(self._for_functions)} as reshard functions make of what all ranks had")
+        if now < before:
+            rest = [name for name in differ if name not in self._for_functions]
+            lost = "random numbers" + (f" and {_listed(rest)}" if rest else "")
+            said.append(f"{_ranks(now, before)} gone: their {lost} are not used any more")
+        if said:
+            _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(said))
+
+    # ---- with what they have handed over ------------------------------------------------------------------
+
+    def take(self, handed: Sequence[bytes]) -> None:
+        """Call the functions.
+
+        Raises:
+            ReshardError: one failed.
+        """
+        raw: dict[str, dict[int, bytes]] = {}
+        for blob in handed:
+            for name, rank, content in _parted(blob):
+                raw.setdefault(name, {})[rank] = content
+        for name in self._for_functions:
+            function, by_rank = self._tracked.reshard(name), raw.get(name, {})
+            assert function is not None
+            states = [
+                self._load(name, by_rank[rank], on_this_device) if rank in by_rank else None
+                for rank in range(self._target.saved_by)
+            ]
+            try:
+                self.states[name] = function(states, self._tracked.rank, self._tracked.world_size)
+            except Exception as error:
+                raise ReshardError(
+                    f"the reshard function of {name!r} failed: {type(error).__name__}: {error}", rank=self._tracked.rank
+                ) from error
+
+
+class _RawPlanner(DefaultLoadPlanner):
+    """Leaves packed items as they are.
+
+    Attributes:
+        raw: the archives, by key.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw: dict[str, bytes] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep one."""
+        self.raw[read_item.dest_index.fqn] = value.getvalue()
+
+
+def _joined(raw: Mapping[str, Mapping[int, bytes]]) -> bytes:
+    """Archives of several names and ranks as one message."""
+    items = [(name, rank, content) for name, by_rank in raw.items() for rank, content in by_rank.items()]
+    head = json.dumps([(name, rank, len(content)) for name, rank, content in items]).encode()
+    return b"".join([len(head).to_bytes(8, "big"), head, *(content for _, _, content in items)])
+
+
+def _parted(blob: bytes) -> Iterator[tuple[str, int, bytes]]:
+    at = 8 + int.from_bytes(blob[:8], "big")
+    for name, rank, size in json.loads(blob[8:at]):
+        yield name, rank, blob[at : at + size]
+        at += size
+
+
+def _digest(value: Any) -> bytes:
+    """The same for equal states, whichever objects they consist of and wherever their tensors are."""
+    if isinstance(value, Mapping):
+        parts = sorted(_digest(key) + _digest(item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        parts = [_digest(item) for item in value]
+    elif isinstance(value, (set, frozenset)):
+        parts = sorted(map(_digest, value))
+    elif isinstance(value, torch.Tensor) and is_plain_strided(value):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        parts = [f"{value.dtype} {tuple(value.shape)}".encode(), content.numpy().tobytes()]
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        parts = [f"{value.dtype.str} {value.shape}".encode(), value.tobytes()]
+    elif isinstance(value, (str, bytes, int, float, complex, type(None))):
+        parts = [repr(value).encode()]
+    else:
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        parts = [stream.getvalue()]
+    whole = hashlib.sha256(f"{type(value).__qualname__} {len(parts)}".encode())
+    for part in parts:
+        whole.update(hashlib.sha256(part).digest())
+    return whole.digest()
+
+
+def _ranks(begin: int, end: int) -> str:
+    return f"rank {begin} is" if end == begin + 1 else f"ranks {begin} to {end - 1} are"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

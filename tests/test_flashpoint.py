@@ -1081,7 +1081,7 @@ def test_process_group_of_one(base: Path) -> None:
     [
         *(("base", value) for value in ("relative/path", "", "/tmp/../etc", 3, None)),
         *(("every_n_steps", value) for value in (0, -1, 1.5, True, "1", None)),
-        *(("replication", value) for value in ("pairwise", RingReplicationStrategy)),
+        *(("replication", value) for value in ("pairs", RingReplicationStrategy)),
         *(("strict", value) for value in (1, None, "yes")),
         *(("handle_sigterm", value) for value in (0, None)),
         *(("grace_s", value) for value in (0, -1.0, math.inf, math.nan, "5", True, None)),

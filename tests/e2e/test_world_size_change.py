@@ -35,30 +35,7 @@ def on_ranks(root: Path, world_size: int, *calls: Call, one_node: bool = False) 
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-# ---- random numbers -------------------------------------------------------------------------------------------
-
-
-def test_new_ranks_have_random_numbers_of_their_own(tmpfs: Path) -> None:
-    (before,) = on_ranks(tmpfs, 2, ("save", "job", ({},)))
-    after, again = on_ranks(tmpfs, 4, *[("load", "job", ({},))] * 2)
-    assert [(each["step"], each["error"]) for each in after] == [(3, None)] * 4
-    drawn = [each["drawn"] for each in after]
-    assert drawn[:2] == before
-    for one, other in combinations(drawn, 2):
-        assert not set(one[OF_RANKS]) & set(other[OF_RANKS])
-        assert one[OF_ALL] == other[OF_ALL]
-    assert [each["drawn"] for each in again] == drawn
-    assert [len(each["told"]) for each in after] == [1, 0, 0, 0]
-    assert "saved by 2 ranks, loaded by 4: ranks 2 to 3 are new" in after[0]["told"][0]
-    assert len({tuple(each["weight"]) for each in after}) == 1
-
-
-def test_ranks_that_are_left_keep_their_random_numbers(tmpfs: Path) -> None:
-    (before,) = on_ranks(tmpfs, 3, ("save", "job", ({},)))
-    (after,) = on_ranks(tmpfs, 2, ("load", "job", ({},)))
-    assert [each["drawn"] for each in after] == before[:2]
-    assert [len(each["told"]) for each in after] == [1, 0]
-    assert "rank 2 is gone: their random numbers and 'noise' are not used any more" in after[0]["told"][0]
+# ---- what ranks have of their own -----------------------------------------------------------------------------
 
 
 def test_on_the_same_number_of_ranks_each_gets_its_own(tmpfs: Path) -> None:
@@ -71,18 +48,16 @@ def test_on_the_same_number_of_ranks_each_gets_its_own(tmpfs: Path) -> None:
     assert [each["told"] for each in after] == [[], []]
 
 
-# ---- what ranks have of their own -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_what_ranks_have_of_their_own(tmpfs: Path, world_size: int) -> None:
     alike = {"epoch": [{"now": 7, "seen": {3, 5}}], "best": [float("inf")]}
-    before, _ = on_ranks(tmpfs, 2, ("save", "job", (MIXED,)), ("save", "alike", (alike,)))
+    before, before_alike = on_ranks(tmpfs, 2, ("save", "job", (MIXED,)), ("save", "alike", (alike,)))
     by_name = {"counter": "summed", "looped": "summed"}
-    found, raised, fell_back, summed, all_summed, failing, kept = on_ranks(
+    found, again, raised, fell_back, summed, all_summed, failing, kept = on_ranks(
         tmpfs,
         world_size,
-        ("load", "alike", ({"epoch": [0], "best": [0]},)),
+        *[("load", "alike", ({"epoch": [0], "best": [0]},))] * 2,
         ("load", "job", (NONE,)),
         ("load", "job", (NONE, None, "raise", True)),
         ("load", "job", (NONE, by_name)),
@@ -93,6 +68,9 @@ def test_what_ranks_have_of_their_own(tmpfs: Path, world_size: int) -> None:
     ranks = range(world_size)
     # What all had alike is everybody's.
     assert [each["values"] for each in found] == [{name: values[0] for name, values in alike.items()}] * world_size
+    assert [(each["step"], each["weight"]) for each in found] == [(3, found[0]["weight"])] * world_size
+    check_random_numbers(before_alike, found)
+    assert [each["drawn"] for each in again] == [each["drawn"] for each in found], "new ones are the same again"
     # What differs is named on all ranks, and nothing is touched, nor loaded from elsewhere.
     for each in (*raised, *fell_back):
         check_undecided(each, world_size)
@@ -109,10 +87,24 @@ def test_what_ranks_have_of_their_own(tmpfs: Path, world_size: int) -> None:
         assert f"the reshard function of 'counter' failed: KeyError: 'rank {world_size - 1}'" in each["error"]
         assert not each["touched"]
     # Or all is as it was of the rank modulo the old number.
-    assert [each["values"]["counter"] for each in kept] == [1, 2, 1][:world_size]
-    assert [each["drawn"] for each in kept] == [*before, before[0]][:world_size]
+    assert [each["values"]["counter"] for each in kept] == [1, 2, 1, 2][:world_size]
+    assert [each["drawn"] for each in kept] == [*before, *before][:world_size]
     assert "rank r takes the random numbers and the own state of rank r modulo 2" in kept[0]["told"][0]
     assert ("rank 1 is gone: their random numbers and 'counter', 'noise'" in kept[0]["told"][0]) == (world_size == 1)
+
+
+def check_random_numbers(before: list[list[float]], found: list[dict[str, Any]]) -> None:
+    """Ranks that were there have what would have come next; new ones have numbers of their own."""
+    drawn, there = [each["drawn"] for each in found], min(len(before), len(found))
+    assert drawn[:there] == before[:there]
+    for one, other in combinations(drawn, 2):
+        assert not set(one[OF_RANKS]) & set(other[OF_RANKS])
+        assert one[OF_ALL] == other[OF_ALL]
+    assert [len(each["told"]) for each in found] == [1, *[0] * (len(found) - 1)]
+    if len(found) > len(before):
+        assert "saved by 2 ranks, loaded by 4: ranks 2 to 3 are new" in found[0]["told"][0]
+    else:
+        assert "rank 1 is gone: their random numbers and 'noise' are not used any more" in found[0]["told"][0]
 
 
 def check_undecided(each: dict[str, Any], world_size: int) -> None:
@@ -126,6 +118,7 @@ def check_undecided(each: dict[str, Any], world_size: int) -> None:
     assert (each["touched"], each["stepped"], each["trains"], each["fell back"]) == (False, False, True, [])
 
 
+@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_an_older_version_of_this_number_of_ranks_is_not_taken_instead(tmpfs: Path) -> None:
     states = {"counter": [1, 2, 3]}
@@ -185,6 +178,7 @@ RANKS = (2, 3, 3, 1)
 UNTIL: list[int | None] = [2, 2, 1, None]
 
 
+@pytest.mark.slow
 def test_every_sample_is_given_once(tmpfs: Path) -> None:
     plain, stateful, whole, padded, dropped = lives(
         tmpfs,
@@ -231,6 +225,7 @@ def test_every_sample_is_given_once_by_torchdata(tmpfs: Path) -> None:
         assert times_given(job, epoch) == given_once(37)
 
 
+@pytest.mark.slow
 def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
     on_ranks(tmpfs, 2, ("epochs", "dealt", ("plain", 20, 2)), ("other_loader", "undealt", (20, False)))
     undecided, kept, undealt, longer, from_undealt = on_ranks(

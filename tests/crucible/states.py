@@ -84,6 +84,8 @@ def content(name: str, shape: tuple[int, ...], dtype: torch.dtype, step: int, li
     """The whole tensor of a name at a step of a life."""
     count = math.prod(shape) * dtype.itemsize
     octets = np.random.Generator(np.random.SFC64(zlib.crc32(f"{name} {step} {life}".encode()))).bytes(count)
+    if not octets:  # NumPy's empty arrays share an address, and torch.save refuses two dtypes at one
+        return torch.empty(shape, dtype=dtype)
     values = np.frombuffer(bytearray(octets), np.uint8)
     return torch.from_numpy(values & 1 if dtype is torch.bool else values).view(dtype).view(shape)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,9 +60,13 @@ def test_refuses_to_bury_what_nobody_asked_about(tmpfs: Path, process_group: Non
             dcp.save(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
 
 
+class Unknown:
+    """Nothing that anybody has allowed."""
+
+
 def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process_group: None) -> None:
     with Engine.open(tmpfs / "job") as engine, pytest.raises(CheckpointException) as refused:
-        dcp.save({"x": SimpleNamespace(a=1)}, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+        dcp.save({"x": Unknown()}, checkpoint_id=engine.version(1), storage_writer=engine.writer)
     assert isinstance(refused.value.failures[0][0], UnsafeContentError)
 
 

@@ -37,7 +37,7 @@ from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
-from ml_flashpoint.facade.state_loader import StateLoader
+from ml_flashpoint.facade.state_loader import LoadOutcome, StateLoader
 from ml_flashpoint.facade.tracked_state import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
@@ -259,24 +259,17 @@ class Flashpoint:
         began = time.perf_counter()
         if not self._saves.await_current(self._deadline_s):
             raise DeadlineError("a save is still under way", rank=self._ranks.rank)
-        fresh, generators = self._tracked.fresh(), capture_rng_state()
-        outcome = self._states.load_newest(self._base)
+        outcome = self._load_newest()
         source: Literal["memory", "fallback", "nothing"] = "memory"
         if outcome.version is not None:
             step = self._resumed_from = outcome.version.step or 0
+        elif fallback is not None:
+            if (why := outcome.why()) is not None:
+                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+            step, source = fall_back(self._ranks, fallback), "fallback"
         else:
-            # What the tries left behind must not show in a training that starts anew.
-            for each in fresh:
-                each.forget()
-            restore_rng_state(generators)
-            outcome.refuse_to_decide(self._ranks.rank)
-            if fallback is not None:
-                if (why := outcome.why()) is not None:
-                    _log.error("falling back, and what is in memory will be overwritten: %s", why)
-                step, source = fall_back(self._ranks, fallback), "fallback"
-            else:
-                outcome.refuse_to_start_anew(self._ranks.rank)
-                step, source = 0, "nothing"
+            outcome.refuse_to_start_anew(self._ranks.rank)
+            step, source = 0, "nothing"
         self._steps = step
         self._unasked = False
         self._saves.align()
@@ -295,6 +288,19 @@ class Flashpoint:
         )
         tell(_log, self._ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
         return step
+
+    def _load_newest(self) -> LoadOutcome:
+        fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), False
+        try:
+            outcome = self._states.load_newest(self._base)
+            loaded = outcome.version is not None
+        finally:
+            if not loaded:  # what the tries left behind must not show in a training that starts anew
+                for each in fresh:
+                    each.forget()
+                restore_rng_state(generators)
+        outcome.refuse_to_decide(self._ranks.rank)
+        return outcome
 
     def _check_capacity(self) -> None:
         check_capacity(self._ranks, self._tracked.expected_bytes(), self._engine.store, self._engine.replication)

@@ -85,11 +85,7 @@ class CheckpointEngine:
             )
             undo.callback(self.saver.close)
             self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
-            self._opened()
             undo.pop_all()
-
-    def _opened(self) -> None:
-        """For what is built on top: called last, while whatever fails still undoes everything."""
 
     def version(self, step: int) -> CheckpointContainerId:
         """The name of the version of a step, whether there is one or not."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ml_flashpoint.core.commit_queue import CommitQueue, PendingSave
+from ml_flashpoint.core.attempts import SaveIdentity
+from ml_flashpoint.core.commit_queue import CommitQueue
+from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from tests.support.injector import Fault, Injector
 
 
@@ -36,38 +39,32 @@ class TwoRanks:
 def test_a_rank_votes_whatever_goes_wrong_before() -> None:
     group: Any = TwoRanks()
 
-    def watch(pending: PendingSave) -> float | None:
+    def watch(save: Save) -> float | None:
         raise OSError("the notices are gone")
 
     queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=watch)
-    broken = PendingSave("a-1", 1)
+    broken = Save(SaveIdentity("a", 1))
     queue.submit(broken)
-    assert broken.settled.wait(10)
+    assert broken.finished.wait(10)
     assert [vote[:2] for vote in group.votes] == [(0, 1)]
     assert isinstance(broken.error, OSError)
 
     part, store = SimpleNamespace(), SimpleNamespace(base="/job", advance=lambda attempt: None)
-    later = PendingSave("a-2", 2, step=2)
-    later.resolve(part, store)  # type: ignore[arg-type]
+    later = Save(SaveIdentity("a", 2))
+    later.version = CheckpointContainerId("/job/step-2_ckpt")
+    later.commit(part, store)  # type: ignore[arg-type]
     queue.submit(later)
-    assert later.settled.wait(10)
-    assert later.verified
+    assert later.finished.wait(10)
+    assert later.state is SaveState.VERIFIED
     queue.close(5)
-
-
-def test_only_the_first_outcome_of_a_save_counts() -> None:
-    pending = PendingSave("a-1", 1)
-    assert pending.resolve(None, None, OSError("first"))
-    assert not pending.resolve(None, None, OSError("second"))
-    assert str(pending.error) == "first"
 
 
 def test_a_thread_that_cannot_be_started_is_started_later() -> None:
     group: Any = TwoRanks()
-    queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=lambda pending: 0.1)
-    one, other = PendingSave("a-1", 1), PendingSave("a-2", 2)
-    for pending in (one, other):
-        pending.resolve(None, None, OSError("lost"))
+    queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=lambda save: 0.1)
+    one, other = Save(SaveIdentity("a", 1)), Save(SaveIdentity("a", 2))
+    for save in (one, other):
+        save.fail(OSError("lost"))
     with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread")]) as injector:
         queue.submit(one)
         assert len(injector.fired) == 1

@@ -14,8 +14,8 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
 from ml_flashpoint.core import handing_off
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.mailbox import Mailbox
+from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError, UnreadableError
@@ -37,15 +37,14 @@ def saver() -> Iterator[DefaultMLFlashpointCheckpointSaver]:
     saver._objects.close()
 
 
-def save_elsewhere(saver: DefaultMLFlashpointCheckpointSaver, base: Path, step: int) -> PendingSave:
+def save_elsewhere(saver: DefaultMLFlashpointCheckpointSaver, base: Path, step: int) -> Save:
     """As a saving process does, in a thread: what comes with pickle is all that it has."""
     handed_off = saver.hand_off()
-    pending = handed_off.ticket.pending
-    assert pending is not None
+    save = handed_off.save
     there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
     there.save(version(base, step), TENSORS)
-    assert pending.settled.wait(20)
-    return pending
+    assert save.finished.wait(20)
+    return save
 
 
 def arenas(base: Path) -> list[Path]:
@@ -74,7 +73,7 @@ def test_a_part_that_cannot_be_taken_over_is_withdrawn(
         assert save_elsewhere(saver, tmpfs, 2).error is not None
     assert "step-2_ckpt" not in list_versions(tmpfs)
     for step in range(3, 6):
-        assert save_elsewhere(saver, tmpfs, step).verified
+        assert save_elsewhere(saver, tmpfs, step).state is SaveState.VERIFIED
     assert list_versions(tmpfs) == ["step-5_ckpt"]
     assert len(arenas(tmpfs)) <= 3
 
@@ -97,14 +96,14 @@ def test_a_notice_that_cannot_be_posted_leaves_nothing(
     assert saver.wait(20)
     assert len(posted) == 2
     assert list_versions(tmpfs) == ["step-1_ckpt"]
-    assert save_elsewhere(saver, tmpfs, 3).verified
+    assert save_elsewhere(saver, tmpfs, 3).state is SaveState.VERIFIED
     assert list_versions(tmpfs) == ["step-3_ckpt"]
 
 
 def test_arenas_of_a_saving_process_do_not_pile_up(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:
     """Where nothing is ever staged, all come from there."""
     for step in range(1, 12):
-        assert save_elsewhere(saver, tmpfs, step).verified
+        assert save_elsewhere(saver, tmpfs, step).state is SaveState.VERIFIED
         assert len(arenas(tmpfs)) <= 3, step
 
 
@@ -122,4 +121,4 @@ def test_a_hand_off_without_an_arena_fails_in_its_turn(saver: DefaultMLFlashpoin
     with pytest.raises(SaveError, match="staging failed"):
         there.save(version(tmpfs, 2), TENSORS)
     assert saver.wait(20)
-    assert save_elsewhere(saver, tmpfs, 3).verified
+    assert save_elsewhere(saver, tmpfs, 3).state is SaveState.VERIFIED

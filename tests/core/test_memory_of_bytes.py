@@ -29,14 +29,14 @@ def saver() -> Iterator[DefaultMLFlashpointCheckpointSaver]:
 def save(saver: DefaultMLFlashpointCheckpointSaver, base: Path, step: int, payload: bytes) -> None:
     """As the doors of asynchronous saving do: tensors first, bytes when the plan is known."""
     version = CheckpointContainerId.create_child(CheckpointContainerId(base), f"step-{step}_ckpt")
-    ticket = saver.begin()
+    save = saver.begin()
     try:
-        saver.stage(ticket, TENSORS, base=CheckpointContainerId(base))
-        assert ticket.staged is not None
-        saver.write(ticket, version, list(zip(["weight"], ticket.staged.views, strict=True)), [("packed", payload)])
-        saver.seal(ticket)
+        saver.stage(save, TENSORS, base=CheckpointContainerId(base))
+        assert save.staged is not None
+        saver.write(save, version, list(zip(["weight"], save.staged.views, strict=True)), [("packed", payload)])
+        saver.seal(save)
     except BaseException as error:
-        saver.fail(ticket, error)
+        saver.fail(save, error)
         raise
 
 

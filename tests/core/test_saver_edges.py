@@ -92,16 +92,16 @@ def test_the_oldest_save_finds_an_arena_where_later_ones_hold_all(
 ) -> None:
     saver.save(version(tmpfs, 1), TENSORS)
     oldest, *later = [saver.begin() for _ in range(5)]  # the oldest is not staged
-    for ticket in later[:3]:
-        saver.stage(ticket, TENSORS)
+    for save in later[:3]:
+        saver.stage(save, TENSORS)
     with monkeypatch.context() as only_here:
         only_here.setattr(checkpoint_saver, "seal_deadline_s", lambda: 0.3)  # for an arena, not for the saves to end
         with pytest.raises(SaveError, match="4 earlier saves are still under way"):
             saver.stage(later[3], TENSORS)
     saver.fail(later[3], SaveError("given up"))
-    for step, ticket in enumerate([oldest, *later[:3]], 2):
-        saver.write(ticket, version(tmpfs, step), TENSORS)
-        saver.seal(ticket)
+    for step, save in enumerate([oldest, *later[:3]], 2):
+        saver.write(save, version(tmpfs, step), TENSORS)
+        saver.seal(save)
     assert saver.wait(10)
     assert saver.stats.last_verified == 5
 
@@ -142,19 +142,19 @@ def test_the_arena_of_a_save_whose_thread_is_gone_is_taken_back_before_its_turn(
     first = saver.begin()  # nobody resolves it, so the queue comes to no later one
 
     def write_and_die() -> None:
-        ticket = saver.begin()
-        ticket.worker = threading.current_thread()
-        saver.write(ticket, version(tmpfs, 2), TENSORS)
+        save = saver.begin()
+        save.worker = threading.current_thread()
+        saver.write(save, version(tmpfs, 2), TENSORS)
 
     for _ in range(5):  # more than there are arenas
         dying = threading.Thread(target=write_and_die)
         dying.start()
         dying.join(30)
         assert not dying.is_alive()
-    ticket = saver.begin()
-    saver.write(ticket, version(tmpfs, 3), TENSORS)
+    save = saver.begin()
+    saver.write(save, version(tmpfs, 3), TENSORS)
     saver.fail(first, SaveError("given up"))
-    saver.seal(ticket)
+    saver.seal(save)
     assert saver.wait(10)
     assert (saver.stats.last_verified, saver.stats.failed) == (3, 6)
 
@@ -163,39 +163,37 @@ def test_a_save_sealed_after_its_deadline_gives_its_arena_back(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
-    ticket = saver.begin()
-    assert ticket.pending is not None
-    saver.write(ticket, version(tmpfs, 1), TENSORS)
-    assert ticket.pending.settled.wait(10)
+    save = saver.begin()
+    saver.write(save, version(tmpfs, 1), TENSORS)
+    assert save.finished.wait(10)
     monkeypatch.delenv("FLASHPOINT_SEAL_DEADLINE_S")
     in_use, _ = store_of(saver).resident_bytes()
     assert in_use  # whoever writes may still be at it
     with pytest.raises(SaveError, match="given up") as caught:
-        saver.seal(ticket)
-    saver.fail(ticket, caught.value)
+        saver.seal(save)
+    saver.fail(save, caught.value)
     assert store_of(saver).resident_bytes() == (0, in_use)
     saver.save(version(tmpfs, 2), TENSORS)
-    saver.fail(ticket, caught.value)  # once more: the arena is another save's now
+    saver.fail(save, caught.value)  # once more: the arena is another save's now
     assert store_of(saver).resident_bytes()[0] == in_use
 
 
 def test_a_save_given_up_while_it_commits_leaves_nothing(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticket = saver.begin()
-    saver.write(ticket, version(tmpfs, 1), TENSORS)
+    save = saver.begin()
+    saver.write(save, version(tmpfs, 1), TENSORS)
     commit = store_of(saver).commit
 
     def slow_commit(manifest: Manifest, arenas: list[Arena]) -> HeldPart:
         part = commit(manifest, arenas)
-        assert ticket.pending is not None
-        ticket.pending.resolve(None, None, DeadlineError("not sealed in time"))
+        save.fail(DeadlineError("not sealed in time"))
         return part
 
     monkeypatch.setattr(store_of(saver), "commit", slow_commit)
     with pytest.raises(SaveError, match="too late") as caught:
-        saver.seal(ticket)
-    saver.fail(ticket, caught.value)
+        saver.seal(save)
+    saver.fail(save, caught.value)
     assert list_versions(tmpfs) == []
     assert store_of(saver).resident_bytes()[0] == 0
 
@@ -213,14 +211,13 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
     monkeypatch.setattr(Mailbox, "process_of", noting)
     saver.save(version(tmpfs, 1), TENSORS)
     handed_off = saver.hand_off()
-    pending = handed_off.ticket.pending
-    assert pending is not None
+    save = handed_off.save
     for _ in range(3):
         assert looked.acquire(timeout=10)
-    assert not pending.resolved.is_set()
+    assert not save.decided.is_set()
     monkeypatch.setattr(handing_off, "_TAKE_UP_S", 0.0)
-    assert pending.settled.wait(10)
-    assert "its process is gone" in str(pending.error)
+    assert save.finished.wait(10)
+    assert "its process is gone" in str(save.error)
     with pytest.raises(SaveError, match="given up"):
         pickle.loads(pickle.dumps(handed_off))  # late: what it would write to may be another save's
     with pytest.raises(SaveError, match="given up"):
@@ -241,10 +238,9 @@ def test_what_a_saving_process_published_before_it_died_is_withdrawn(
     stray = list(store_of(saver).directory.glob("arena-*"))
     assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-2_ckpt"]
     monkeypatch.setattr(Mailbox, "process_of", lambda *_: 2**22 + 1)
-    pending = handed_off.ticket.pending
-    assert pending is not None
-    assert pending.settled.wait(10)
-    assert pending.error is not None
+    save = handed_off.save
+    assert save.finished.wait(10)
+    assert save.error is not None
     assert list_versions(tmpfs) == ["step-1_ckpt"]
     assert len(list(store_of(saver).directory.glob("arena-*"))) == len(stray) - 1
 
@@ -253,11 +249,11 @@ def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writ
     before = DefaultMLFlashpointCheckpointSaver()
     before.save(version(tmpfs, 1), TENSORS)
     handed_off = before.hand_off()
-    assert handed_off.ticket.spare is not None
-    lent = handed_off.ticket.spare.path
+    assert handed_off.spare is not None
+    lent = handed_off.spare
     orphan: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
-    ticket = orphan.begin()
-    orphan.write(ticket, version(tmpfs, 2), TENSORS)
+    save = orphan.begin()
+    orphan.write(save, version(tmpfs, 2), TENSORS)
     before.close(0.1)
     before._objects.close()
 
@@ -266,9 +262,9 @@ def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writ
         after.save(version(tmpfs, 3), TENSORS)
         assert not lent.exists()
         with pytest.raises((SaveError, OSError)) as caught:
-            orphan.seal(ticket)  # too late: it must not show up beside what the new trainer saves
+            orphan.seal(save)  # too late: it must not show up beside what the new trainer saves
         with contextlib.suppress(OSError):  # its notices are gone with the old trainer
-            orphan.fail(ticket, caught.value)
+            orphan.fail(save, caught.value)
         assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt"] or list_versions(tmpfs) == ["step-3_ckpt"]
     finally:
         after.close(0.1)
@@ -279,15 +275,15 @@ def test_staged_copies_stay_the_object_with_many_byte_items(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
 ) -> None:
     items = [(f"layers.{i}.self_attention.linear_qkv._extra_state/shard_{i}_2000", b"") for i in range(2000)]
-    ticket = saver.begin()
+    save = saver.begin()
     base = CheckpointContainerId(tmpfs)
-    (copy,) = saver.stage(ticket, TENSORS, base=base, byte_keys=[key for key, _ in items]) or [None]
+    (copy,) = saver.stage(save, TENSORS, base=base, byte_keys=[key for key, _ in items]) or [None]
     assert copy is not None, "staged nothing, although the base container was named"
-    saver.write(ticket, version(tmpfs, 1), [("weight", copy)], items)
-    assert ticket.staged is not None
-    assert ticket.filled is not None
-    assert ticket.filled.arena is ticket.staged.arena
-    saver.seal(ticket)
+    saver.write(save, version(tmpfs, 1), [("weight", copy)], items)
+    assert save.staged is not None
+    assert save.filled is not None
+    assert save.filled.arena is save.staged.arena
+    saver.seal(save)
 
 
 def test_a_child_forked_while_locks_are_held_ends(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:

@@ -304,8 +304,7 @@ def test_a_save_given_up_for_newer_ones_says_so(
     agree = commits._agree
     monkeypatch.setattr(commits, "_agree", lambda *args: verdict.wait(60) and agree(*args))  # whatever is the oldest
     requests = [manager.save(state(iteration), iteration, is_async=True) for iteration in range(1, 7)]
-    sealed = [ticket.pending.resolved for ticket in manager._under_way if ticket.pending is not None]
-    assert all(each.wait(60) for each in sealed)
+    assert all(save.decided.wait(60) for save in manager._under_way)
     verdict.set()
     failures = []
     for request in requests:

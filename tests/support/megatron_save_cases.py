@@ -35,9 +35,9 @@ def the_staged_copies_are_the_object(door: Door, other: TorchDist) -> None:
     layout = some_layout()
     write, writes = door.saver.write, list[Any]()
 
-    def noted(ticket: Any, *args: Any, **options: Any) -> None:
-        write(ticket, *args, **options)
-        writes.append(ticket)
+    def noted(save: Any, *args: Any, **options: Any) -> None:
+        write(save, *args, **options)
+        writes.append(save)
 
     door.saver.write = noted  # type: ignore[method-assign]
     for step in (1, 2, 3):
@@ -51,8 +51,8 @@ def the_staged_copies_are_the_object(door: Door, other: TorchDist) -> None:
         assert door.save_strategy.last_error is None
         check_load(door, layout, step)
     assert len(writes) == 3
-    for ticket in writes:
-        assert ticket.filled.arena is ticket.staged.arena, "what was staged was copied once more"
+    for save in writes:
+        assert save.filled.arena is save.staged.arena, "what was staged was copied once more"
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ for which arena may be taken when all are in use. Copying and layout are `object
 (copies, agreement, pruning) is `commit_queue`'s.
 
 A save may be staged in one place and sealed in another: later, on another thread, or in another process, to
-which saver and ticket travel by pickle and where the saver is a :class:`HandedOffSaver`.
+which saver and save travel by pickle and where the saver is a :class:`HandedOffSaver`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, prefl
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.attempts import Numbering, SaveIdentity
-from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats, PendingSave
-from ml_flashpoint.core.handing_off import ABANDONED_POLL_S, HandingOff
-from ml_flashpoint.core.mailbox import Mailbox
+from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
+from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_writer import (
     ObjectWriter,
     StagedObject,
     TensorItem,
 )
 from ml_flashpoint.core.read_back import checked_mode
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -97,9 +96,10 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 argument="initial_buffer_size_bytes",
                 value=initial_buffer_size_bytes,
             )
+        super().__init__()
         self._verify_saves = checked_mode(verify_saves)
         # Called when a save that was sealed turns out damaged; on a background thread.
-        self.on_withdrawn: Callable[[PendingSave], None] = lambda save: None
+        self.on_withdrawn: Callable[[Save], None] = lambda save: None
         self._expected_bytes = initial_buffer_size_bytes
         self._cache = cache_staged_state_dict
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
@@ -123,37 +123,31 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self._lock = threading.RLock()
         self._begun = 0
         self._process = os.getpid()
-        self._staged: list[SaveTicket] = []  # staged, not yet claimed by a write
-        self._saves: list[SaveTicket] = []  # under way or held, oldest first
-        self._handed_off: dict[str, SaveTicket] = {}
-        self._mailbox: Mailbox | None = None
+        self._saves: list[Save] = []  # under way or held, oldest first
+        self._taking: set[Save] = set()  # about to take an arena, or filling one
         self._largest = 0
         self._closed = False
         _live_savers.add(self)
 
     # ---- the calls of one save ----------------------------------------------------------------------------
 
-    def begin(self, *, exchanged: bool = False) -> SaveTicket:
+    def begin(self, *, exchanged: bool = False) -> Save:
         """Start a save; see the base class."""
         with self._lock:
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
             mine = self._numbering.begin()
             self._begun += 1
-            ticket = SaveTicket(mine.attempt, mine.sequence, self._begun, mine.attempt)
-            known = not (exchanged and self._group.distributed)
-            ticket.pending = PendingSave(mine.attempt, mine.sequence, known=known)
-            self._saves = [
-                t for t in self._saves if t.pending and (not t.pending.settled.is_set() or t.holds_arena)
-            ] + [ticket]
-            self._commits.submit(ticket.pending)
-        return ticket
+            save = Save(mine, number=self._begun, exchanged=exchanged and self._group.distributed)
+            self._saves = [*(s for s in self._saves if not s.finished.is_set() or self._holds_arena(s)), save]
+            self._commits.submit(save)
+        return save
 
-    def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
+    def propose(self, version: CheckpointContainerId | None, save: Save | None = None) -> SaveIdentity:
         """See the base class."""
         if version is not None and not self.is_asked(version.parent):
             raise unasked_versions(self.rank, self.node, str(version.parent))
-        return self._numbering.propose(version, None if ticket is None else ticket.sequence)
+        return self._numbering.propose(version, None if save is None else save.sequence)
 
     def is_asked(self, base: CheckpointContainerId) -> bool:
         """Whether this run knows what earlier ones have left in a base container here: nothing, or it has looked."""
@@ -162,14 +156,12 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             self._group.asked.add(path)
         return path in self._group.asked
 
-    def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
+    def adopt(self, save: Save, identity: SaveIdentity) -> None:
         """See the base class."""
         self._numbering.adopt(identity)
-        if ticket.pending is not None:
-            ticket.pending.take_name(identity.attempt, identity.sequence)
-        super().adopt(ticket, identity)
+        super().adopt(save, identity)
 
-    def agree(self, ticket: SaveTicket, version: CheckpointContainerId | None) -> None:
+    def agree(self, save: Save, version: CheckpointContainerId | None) -> None:
         """Collective, in the foreground: let ranks come to the identity of a save that all of them have begun, for
         doors that exchange nothing else. A rank that cannot save takes part without a version.
 
@@ -178,21 +170,21 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             UnaskedVersionsError: a rank has found what nobody has asked about; on all ranks.
             FlashpointError: a rank is gone.
         """
-        asked, proposal = True, self._numbering.propose(None, ticket.sequence)
+        asked, proposal = True, self._numbering.propose(None, save.sequence)
         try:
             asked = version is None or self.is_asked(version.parent)
-            proposal = self._numbering.propose(version, ticket.sequence)
+            proposal = self._numbering.propose(version, save.sequence)
         except (FlashpointError, OSError) as error:  # told by the write: the others wait in the agreement
-            ticket.error = error
+            save.staging_error = error
         identity = self._numbering.agree(proposal, asked=asked)
         if identity is None:
             base = None if version is None else str(version.parent)
             raise unasked_versions(self.rank, None if asked else self.node, base)
-        self.adopt(ticket, identity)
+        self.adopt(save, identity)
 
     def stage(
         self,
-        ticket: SaveTicket,
+        save: Save,
         tensors: Sequence[TensorItem],
         *,
         base: CheckpointContainerId | None = None,
@@ -214,77 +206,74 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         store = self._objects.store if base is None else self._store(base)
         if store is None:
             return None
-        staged = self._writer.stage(lambda size: self._acquire(ticket, store, size), store.release, tensors, byte_keys)
-        ticket.staged = staged
+        staged = self._writer.stage(
+            lambda size: self._acquire(save, store, size),
+            lambda arena: self._release(save, store, arena),
+            tensors,
+            byte_keys,
+        )
+        save.stage(staged)
         return staged.views
 
-    def offer(self, ticket: SaveTicket) -> None:
+    def offer(self, save: Save) -> None:
         """Leave a staged save to whoever claims it: another thread, or the process it is handed off to."""
-        with self._lock:
-            self._staged.append(ticket)
+        save.offered = True
 
-    def claim(self, ticket: SaveTicket) -> SaveTicket:
+    def claim(self, save: Save) -> Save:
         """Take on a save that was offered.
 
         Raises:
             SaveError: it was claimed before, or given up; what was staged for it may be gone.
         """
         with self._lock:
-            if ticket not in self._staged:
+            if not save.offered:
                 raise SaveError("what was staged was saved or given up before, and is not kept", rank=self.rank)
-            self._staged.remove(ticket)
-            return ticket
+            save.offered = False
+            return save
 
-    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+    def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up; see the base class."""
-        pending = ticket.pending
         store = self._objects.store
         with self._lock:
             # One that was given up at its deadline keeps its arenas until who filled them says that it is over.
-            if pending is None or ticket.given_back or pending.part is not None:
+            if save.part is not None:
                 return
-            pending.resolve(None, store, error)
-            ticket.given_back = True
-            if ticket in self._staged:
-                self._staged.remove(ticket)
+            save.fail(error)
+            save.offered = False
+            arenas = save.release()
         self._commits.go_on()
-        for object_ in (ticket.staged, ticket.filled):
+        for object_ in (save.staged, save.filled):
             if object_ is not None:
                 object_.discard()
         if store is None or store.closed:
             return
-        for arena in ticket.arenas:
+        for arena in arenas:
             arena.refresh()  # a saving process may have made it larger
             store.release(arena)
 
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
-        assert ticket.pending is not None
-        assert ticket.version is not None
-        store = self._store(ticket.version.parent)
-        if ticket.pending.resolved.is_set():
-            raise SaveError(f"the save was given up: {ticket.pending.error}", step=manifest.step, rank=self.rank)
-        part = store.commit(manifest, [arena])
-        # What was staged and then had to be copied once more.
-        for left in ticket.arenas - {arena}:
-            store.release(left)
-        if not self._resolve(ticket, part, store):
-            raise SaveError("sealed too late: the save was given up", step=manifest.step, rank=self.rank)
+    def _commit(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+        assert save.version is not None
+        store = self._store(save.version.parent)
+        if save.decided.is_set():
+            raise SaveError(f"the save was given up: {save.error}", step=manifest.step, rank=self.rank)
+        if not self._committed(save, store.commit(manifest, [arena]), store):
+            raise SaveError("committed too late: the save was given up", step=manifest.step, rank=self.rank)
 
-    def _resolve(self, ticket: SaveTicket, part: HeldPart, store: RankStore) -> bool:
+    def _committed(self, save: Save, part: HeldPart, store: RankStore) -> bool:
         """Hand a committed part over to the queue. Returns whether in time; the part is gone if not."""
-        assert ticket.pending is not None
-        with self._lock:  # as `fail`, which must not give back an arena that is free already
-            if not ticket.pending.resolve(part, store):
+        with self._lock:  # as `fail`, which must not release an arena that is free already
+            for left in save.release() - set(part.arenas):
+                store.release(left)  # what was staged and then had to be copied once more; a spare that was too small
+            if not save.commit(part, store):
                 store.drop(part)
-                ticket.given_back = True
                 return False
         self._commits.go_on()
-        if ticket.staged is not None and part.manifest is not None:
-            self._writer.learn(ticket.staged, part.manifest.objects[0].size)
+        if save.staged is not None and part.manifest is not None:
+            self._writer.learn(save.staged, part.manifest.objects[0].size)
         quick = not self._group.distributed and self._verify_saves != "all"
         if quick and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
-            ticket.pending.settled.wait(1.0)
+            save.finished.wait(1.0)
         if len(self._own_arenas()) < 2 and part.manifest is not None:
             # For the object, not its arena: else each spare would be larger than the last, without end.
             store.prepare_spare(part.manifest.objects[0].size)
@@ -299,23 +288,28 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         assert staged.arena is not None
         return staged.arena
 
-    def _own_arenas(self) -> list[SaveTicket]:
+    def _holds_arena(self, save: Save) -> bool:
+        if save.part is not None:
+            return save.store is not None and save.store.find(save.attempt, save.part.rank) is not None
+        return not save.decided.is_set() and (save in self._taking or bool(save.arenas))
+
+    def _own_arenas(self) -> list[Save]:
         with self._lock:
-            return [t for t in self._saves if t.holds_arena]
+            return [save for save in self._saves if self._holds_arena(save)]
 
     def _adopted(self, store: RankStore) -> list[HeldPart]:
         """Versions of this rank that no save of this saver has made: what was recovered, say."""
         with self._lock:
-            mine = {t.attempt for t in self._saves}
+            mine = {save.attempt for save in self._saves}
         return [part for part in store.held() if part.rank == self.rank and part.attempt not in mine]
 
     def _missing_for_copies(self, store: RankStore) -> int:
         own = [arena for part in store.held() if part.rank == self.rank for arena in part.arenas]
         with self._lock:
-            under_way = [arena for t in self._saves if not t.given_back for arena in t.arenas]
+            under_way = [arena for save in self._saves for arena in save.arenas]
         return store.missing_for_copies({*own, *under_way})
 
-    def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
+    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
         """An arena for a save: a free one if there is, else a new one while few are in use and there is room, else
         one taken from an older save that is not verified. What copies of peers need is left to them."""
         assert isinstance(store, RankStore)
@@ -334,58 +328,59 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             hint="save less often, or wait for a save before the next one",
         )
         while True:
-            preceded = self._is_preceded(ticket)
+            preceded = self._is_preceded(save)
             with self._lock:  # saves of several threads must not all take the last one
                 # There is always one for the oldest under way: later ones that hold all the others wait for it.
-                others = sum(held is not ticket for held in self._own_arenas()) + len(self._adopted(store))
-                ticket.taking = others < MOST_OWN_VERSIONS + (not preceded)
+                others = sum(held is not save for held in self._own_arenas()) + len(self._adopted(store))
+                may_take = others < MOST_OWN_VERSIONS + (not preceded)
+                if may_take:
+                    self._taking.add(save)
             full = False
-            if ticket.taking:
+            if may_take:
                 try:
                     due = others < OWN_VERSIONS or others >= MOST_OWN_VERSIONS  # the latter: the oldest under way
                     if due or store.ensure_free(1 + self._missing_for_copies(store), size):
-                        return store.acquire(size)
+                        return save.take(store.acquire(size))
                     error = CapacityError("no room for a further version beside the copies", path=store.base)
                 except CapacityError as caught:
                     error, full = caught, True
-                ticket.taking = False
-            if self._drop_one(ticket, full=full, adopted=len(self._adopted(store))) or self._fail_abandoned():
+                finally:
+                    self._taking.discard(save)
+            if self._evict_one(save, full=full, adopted=len(self._adopted(store))) or self._fail_deserted():
                 continue
             if not preceded and not full:
                 # Nothing is under way that could free something, and what is left is what a crash goes back to: one
                 # beyond what is due is better than no version any more. A copy that then lacks room makes way itself.
-                ticket.taking = True
                 try:
-                    return store.acquire(size)
+                    return save.take(store.acquire(size))
                 except CapacityError as caught:
-                    error, ticket.taking = caught, False
-                if self._drop_one(ticket, full=True, adopted=len(self._adopted(store))):
+                    error = caught
+                if self._evict_one(save, full=True, adopted=len(self._adopted(store))):
                     continue
-            # Nothing to take back now; an earlier save that is under way may free something when it settles, or when
+            # Nothing to take back now; an earlier save that is under way may free something when it ends, or when
             # it turns out that nobody goes on with it.
-            settled = self._commits.settled_count
+            finished = self._commits.finished_count
             left = give_up - time.monotonic()
             if left <= 0 or not preceded:
                 raise error
             self._commits.wait_for_change(
-                lambda seen=settled: self._commits.settled_count > seen,  # type: ignore[misc]
-                min(left, ABANDONED_POLL_S),
+                lambda seen=finished: self._commits.finished_count > seen,  # type: ignore[misc]
+                min(left, DESERTED_POLL_S),
             )
 
-    def _is_preceded(self, ticket: SaveTicket) -> bool:
-        """Whether an earlier save than this one is under way. Saves settle in order, so later ones do not count."""
+    def _is_preceded(self, save: Save) -> bool:
+        """Whether an earlier save than this one is under way. Saves finish in order, so later ones do not count."""
         with self._lock:
-            earlier = [t.pending for t in self._saves if t.number < ticket.number]
-        return any(pending is not None and not pending.settled.is_set() for pending in earlier)
+            return any(each.number < save.number and not each.finished.is_set() for each in self._saves)
 
-    def _drop_one(self, ticket: SaveTicket | None, *, full: bool, adopted: int = 0) -> bool:
-        """Give up the oldest save (before this one) that is sealed, but neither verified nor being copied, if a newer
-        one is sealed; without room on the filesystem, if any other is."""
-        held = [t for t in self._own_arenas() if t.pending is not None and t.pending.part is not None]
+    def _evict_one(self, save: Save | None, *, full: bool, adopted: int = 0) -> bool:
+        """Evict the oldest save (before this one) that is committed, but neither verified nor being copied, if a newer
+        one is committed; without room on the filesystem, if any other is."""
+        held = [each for each in self._own_arenas() if each.part is not None]
         if len(held) + adopted < 2:
             return False
-        earlier = [t for t in held[: None if full else -1] if ticket is None or t.number < ticket.number]
-        return any(t.pending is not None and self._commits.drop(t.pending) for t in earlier)
+        earlier = [each for each in held[: None if full else -1] if save is None or each.number < save.number]
+        return any(self._commits.evict(each) for each in earlier)
 
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:
@@ -398,7 +393,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         here = self._group.topology.ranks_of(self._group.node)
         neighbours = tuple(store.directory_of(rank) for rank in here if rank != self.rank)
         store.keep_to(Budget(store.directory, neighbours, copies))
-        store.evict = lambda: self._drop_one(None, full=False)
+        store.evict = lambda: self._evict_one(None, full=False)
         self._largest = size
 
     def _replicates(self) -> bool:
@@ -406,46 +401,36 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     # ---- saves that nobody goes on with ---------------------------------------------------------------------
 
-    def _is_worked_on(self, ticket: SaveTicket) -> bool:
+    def _is_worked_on(self, save: Save) -> bool:
         """Whether its worker may still go on with it: it lives, and has not begun a later save."""
-        worker = ticket.worker
+        worker = save.worker
         with self._lock:
             # Only looking at a staged state, as any thread may do, is not beginning to save it.
-            begun = ticket not in self._staged
-            moved_on = begun and any(t.worker is worker and t.number > ticket.number for t in self._saves)
+            begun = not save.offered
+            moved_on = begun and any(each.worker is worker and each.number > save.number for each in self._saves)
         return worker is None or (worker.is_alive() and not moved_on)
 
-    def _fail_if_abandoned(self, pending: PendingSave) -> bool:
+    def _fail_if_deserted(self, save: Save) -> bool:
         """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""
-        with self._lock:
-            ticket = next((t for t in self._saves if t.pending is pending), None)
-            offered = ticket in self._staged
-        if ticket is None:
+        if self._is_worked_on(save) and not save.deserted:
             return False
-        left = ticket.deserted or (offered and ticket.abandoned)
-        if self._is_worked_on(ticket) and not left:
-            return False
-        self.fail(ticket, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
+        self.fail(save, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
         return True
 
-    def _fail_abandoned(self) -> bool:
+    def _fail_deserted(self) -> bool:
         """The same for all saves of this process, without waiting for the queue to come to them. Returns whether
         there were any."""
         with self._lock:
-            unresolved = [
-                t.pending
-                for t in self._saves
-                if t.pending and not t.pending.resolved.is_set() and t.key not in self._handed_off
-            ]
-        return any(self._fail_if_abandoned(pending) for pending in unresolved)
+            undecided = [s for s in self._saves if not s.decided.is_set() and s.key not in self._handed_off]
+        return any(self._fail_if_deserted(save) for save in undecided)
 
     def _desert_own(self) -> None:
         """Take note that the calling thread goes on with no save: it is here instead. A synchronous ``dcp.save`` that
-        failed on another rank leaves the coordinator's save unsealed, and does not say so."""
+        failed on another rank leaves the coordinator's save uncommitted, and does not say so."""
         with self._lock:
-            for ticket in self._saves:
-                if ticket.worker is threading.current_thread():
-                    ticket.deserted = True
+            for save in self._saves:
+                if save.worker is threading.current_thread():
+                    save.deserted = True
 
     # ---- reading and ending -------------------------------------------------------------------------------
 
@@ -455,7 +440,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         return self._commits.stats
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun so far is settled: verified everywhere, or lost. Returns whether in time."""
+        """Wait until every save begun so far is finished: verified everywhere, or lost. Returns whether in time."""
         self._desert_own()
         return self._commits.wait_for_change(lambda: self._commits.idle, deadline_s or seal_deadline_s())
 

@@ -1,7 +1,7 @@
 """What happens to a save after its bytes are final: replicate, agree, advance; in the order of the saves.
 
 Owns the background thread of a saver and the rule by which older versions may go: a version is *verified* once
-every rank has sealed it and every copy that the strategy asks for was acknowledged, which the ranks learn from
+every rank has committed it and every copy that the strategy asks for was acknowledged, which the ranks learn from
 one small all-reduce a save. A rank whose save failed takes part too, voting no. Ranks may come to such a vote with
 different saves, because one of them has begun fewer: then the newer ones are held back until all have come to them,
 and the others make no version. Nothing here can delay or fail a save; what goes wrong is logged once and counted.
@@ -9,17 +9,18 @@ and the others make no version. Nothing here can delay or fail a save; what goes
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
 from ml_flashpoint.core.attempts import Numbering
 from ml_flashpoint.core.read_back import read_back
+from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
 from ml_flashpoint.ranks.rank_group import Agreement, RankGroup
 from ml_flashpoint.replication.replication_manager import ReplicationManager
@@ -27,46 +28,6 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = 2**63 - 1
-
-
-@dataclass(slots=True, eq=False)
-class PendingSave:
-    """One save, from its begin until it is verified or lost.
-
-    ``outcome`` is set exactly once, by :meth:`resolve`; ``verified`` may follow.
-    """
-
-    attempt: str
-    sequence: int
-    known: bool = True
-    """Whether name and number are those that the other ranks have for it."""
-    step: int | None = None
-    part: HeldPart | None = None
-    store: RankStore | None = None
-    error: BaseException | None = None
-    resolved: threading.Event = field(default_factory=threading.Event)
-    settled: threading.Event = field(default_factory=threading.Event)
-    """Set when the queue is done with it, verified or not."""
-    verified: bool = False
-    verified_elsewhere: bool = False
-    """Set while the agreement on it has broken off: others may have learned that it is verified, and have pruned."""
-    dropped: bool = False
-    withdrawn: bool = False
-    """Set when it was sealed and then found damaged, here or on another rank."""
-    _resolving: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def take_name(self, attempt: str, sequence: int) -> None:
-        """Say what all ranks call the save."""
-        self.attempt, self.sequence, self.known = attempt, sequence, True
-
-    def resolve(self, part: HeldPart | None, store: RankStore | None, error: BaseException | None = None) -> bool:
-        """Say what became of the save: a committed part, or an error. Returns whether that was not said before."""
-        with self._resolving:
-            if self.resolved.is_set():
-                return False
-            self.part, self.store, self.error = part, store, error
-            self.resolved.set()
-            return True
 
 
 @dataclass
@@ -97,8 +58,8 @@ class CommitQueue:
         replication: who makes the copies, or None for none.
         verify: how what was sealed is read back before it counts: see `read_back`.
         on_withdrawn: called when a save that was sealed turns out damaged, on whatever rank; on the queue's thread.
-        seal_deadline_s: seconds that a save may take to be resolved once it is the oldest one.
-        watch: called while an unresolved save is waited for; may resolve it (a save in another process).
+        seal_deadline_s: seconds that a save may take to be committed once it is the oldest one.
+        watch: called while that is waited for; may commit it (a save in another process) or fail it.
     """
 
     def __init__(
@@ -109,9 +70,9 @@ class CommitQueue:
         replication: ReplicationManager | None,
         *,
         verify: str = "none",
-        on_withdrawn: Callable[[PendingSave], None] = lambda save: None,
+        on_withdrawn: Callable[[Save], None] = lambda save: None,
         seal_deadline_s: Callable[[], float],
-        watch: Callable[[PendingSave], float | None],
+        watch: Callable[[Save], float | None],
     ) -> None:
         self._group = group
         self._agreement = agreement
@@ -121,18 +82,18 @@ class CommitQueue:
         self._on_withdrawn = on_withdrawn
         self._seal_deadline_s = seal_deadline_s
         self._watch = watch
-        self._queue: deque[PendingSave] = deque()
+        self._queue: deque[Save] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._current: PendingSave | None = None
+        self._current: Save | None = None
         self._closing = False
         self._swept = False
         self._verified = -1
-        self._uncertain: list[PendingSave] = []
+        self._uncertain: list[Save] = []
         self.stats = CommitStats()
-        self.settled_count = 0
+        self.finished_count = 0
 
-    def submit(self, save: PendingSave) -> None:
+    def submit(self, save: Save) -> None:
         """Queue a save that has begun."""
         with self._changed:
             self._queue.append(save)
@@ -140,7 +101,7 @@ class CommitQueue:
             self._changed.notify_all()
 
     def go_on(self) -> None:
-        """Have what is queued settled, if no thread could be started for that when it was queued."""
+        """Have what is queued finished, if no thread could be started for that when it was queued."""
         with self._changed:
             if self._queue:
                 self._ensure_thread()
@@ -153,18 +114,15 @@ class CommitQueue:
         try:
             thread.start()
         except RuntimeError as error:
-            _log.warning("saves are not settled until a thread can be started: %s", error)
+            _log.warning("saves are not finished until a thread can be started: %s", error)
         else:
             self._thread = thread
 
-    def drop(self, save: PendingSave) -> bool:
-        """Give up a resolved save that is not being replicated now, to reuse its arena. Returns whether it was."""
+    def evict(self, save: Save) -> bool:
+        """Give up a committed save that is not being replicated now, to reuse its arena. Returns whether it was."""
         with self._changed:
-            if save is self._current or save.dropped or not save.resolved.is_set():
+            if save is self._current or not save.evict():
                 return False
-            if save.verified or save.verified_elsewhere:
-                return False
-            save.dropped = True
         if save.part is not None and save.store is not None:
             save.store.drop(save.part)
         return True
@@ -174,7 +132,7 @@ class CommitQueue:
         return threading.current_thread() is self._thread
 
     def wait_for_change(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        """Wait until ``done()``, asked again after every save that settles."""
+        """Wait until ``done()``, asked again after every save that ends."""
         with self._changed:
             if self._queue:
                 self._ensure_thread()
@@ -203,83 +161,87 @@ class CommitQueue:
                     return
                 save = self._current = self._queue.popleft()
             try:
-                self._settle(save)
+                self._finish(save)
             except Exception:
-                _log.exception("settling the save of step %s failed", save.step)
+                _log.exception("finishing the save of step %s failed", save.step)
             finally:
                 with self._changed:
                     self._current = None
-                    self.settled_count += 1
-                    save.settled.set()
+                    self.finished_count += 1
+                    save.finished.set()
                     self._changed.notify_all()
 
-    def _settle(self, save: PendingSave) -> None:
+    def _finish(self, save: Save) -> None:
         try:
             ready = self._make_ready(save)
         except Exception as error:
             # Whatever it is, the other ranks wait for this one's vote.
             _log.exception("the save of step %s is not verified", save.step)
-            save.resolve(None, None, error)
+            save.fail(error)
             ready = False
         if save.part is None and not save.known:
             return  # the other ranks do not wait for it: they have not come to a name for it
-        agreed = self._agree(save, ready)
-        if save.withdrawn:
-            self._withdraw(save)
-        elif agreed is None:
-            save.verified_elsewhere = True
-            self._uncertain.append(save)
-            return
-        if agreed:
-            self._verified, save.verified = save.sequence, True
-            self.stats.last_verified = save.step
+        match self._agree(save, ready):
+            case _Outcome.VERIFIED:
+                self._verify_save(save)
+            case _Outcome.NOT_VERIFIED:
+                if save.store is not None:
+                    save.store.reject(save.attempt)
+            case _Outcome.UNCERTAIN:
+                save.uncertain = True
+                self._uncertain.append(save)
+            case _Outcome.DAMAGED:
+                self._withdraw(save)
+
+    def _verify_save(self, save: Save) -> None:
+        save.verify()
+        self._verified = save.sequence
+        self.stats.last_verified = save.step
         if save.store is None:
-            return
-        if not agreed:
-            save.store.reject(save.attempt)
             return
         save.store.advance(save.attempt)
         if not self._swept and self._group.is_node_leader:
             here = self._group.topology.ranks_of(self._group.node)
             self._swept = sweep_departed(save.store, here, save.attempt)
 
-    def _make_ready(self, save: PendingSave) -> bool:
-        """Whether this rank has sealed the save and has all copies of it."""
-        self._await_seal(save)
-        if save.part is not None and not save.dropped:
+    def _make_ready(self, save: Save) -> bool:
+        """Whether this rank has committed the save and has all copies of it."""
+        self._await_commit(save)
+        if save.state is SaveState.COMMITTED:
             self.stats.sealed += 1
             self.stats.last_sealed = save.step
-            self._read_back(save)
-            return not save.withdrawn and self._replicate(save)
-        if save.error is not None:
+            if self._read_back(save) and self._copy(save):
+                save.replicate()
+        elif save.state is SaveState.FAILED:
             self.stats.failed += 1
-        return False
+        return save.state is SaveState.REPLICATED
 
-    def _await_seal(self, save: PendingSave) -> None:
+    def _await_commit(self, save: Save) -> None:
         give_up = time.monotonic() + self._seal_deadline_s()
-        while not save.resolved.is_set():
+        while not save.decided.is_set():
             poll_s = self._watch(save)
             left = give_up - time.monotonic()
             if left <= 0:
-                message = f"the save was not sealed within {self._seal_deadline_s():.0f} s"
-                save.resolve(None, None, DeadlineError(message, step=save.step, rank=self._group.rank))
+                message = f"the save was not committed within {self._seal_deadline_s():.0f} s"
+                save.fail(DeadlineError(message, step=save.step, rank=self._group.rank))
                 _log.error("%s", save.error)
                 return
-            save.resolved.wait(min(left, poll_s if poll_s is not None else left))
+            save.decided.wait(min(left, poll_s if poll_s is not None else left))
 
-    def _read_back(self, save: PendingSave) -> None:
+    def _read_back(self, save: Save) -> bool:
         assert save.part is not None
         try:
             read_back(save.part, self._verify, save.sequence)
         except DigestMismatchError as error:
             _log.error("a save that passed for good is damaged, and is withdrawn on all ranks: %s", error)
-            save.error, save.withdrawn = error, True
+            save.withdraw(error)
+            return False
+        return True
 
-    def _withdraw(self, save: PendingSave) -> None:
+    def _withdraw(self, save: Save) -> None:
         """See to it that a save of which a part is damaged cannot be loaded: nothing of it stays on any rank."""
         text = "the part of another rank was damaged when it was read back, so the version is withdrawn"
-        save.error = save.error or DamagedError(text, step=save.step, rank=self._group.rank)
-        save.withdrawn = True
+        save.withdraw(DamagedError(text, step=save.step, rank=self._group.rank))
         self.stats.withdrawn += 1
         if save.store is not None:
             for part in save.store.held():
@@ -287,7 +249,8 @@ class CommitQueue:
                     save.store.drop(part)
         self._on_withdrawn(save)
 
-    def _replicate(self, save: PendingSave) -> bool:
+    def _copy(self, save: Save) -> bool:
+        """Have all copies made. Returns whether they are."""
         if self._replication is None or not self._replication.initialized:
             return True
         part = save.part
@@ -311,10 +274,10 @@ class CommitQueue:
             self.stats.replicated_bytes += part.manifest.total_size
         return True
 
-    def _agree(self, save: PendingSave, ready: bool) -> bool | None:
-        """Whether this save is verified on all ranks; None if only others can know."""
+    def _agree(self, save: Save, ready: bool) -> _Outcome:
+        damaged = save.state is SaveState.WITHDRAWN
         if not self._group.distributed:
-            return ready
+            return _Outcome.DAMAGED if damaged else _Outcome.of(ready)
         while True:
             try:
                 vote = self._vote(save, ready)
@@ -323,48 +286,47 @@ class CommitQueue:
                 log = _log.debug if self._closing or self.stats.agreement_error is not None else _log.error
                 log("ranks cannot agree on the save of step %s, older versions are kept: %s", save.step, error)
                 self.stats.agreement_error = str(error)
+                if damaged:
+                    return _Outcome.DAMAGED
                 # If this rank has not voted, it is certain that nothing is verified.
-                return None if self._agreement.was_asked else False
+                return _Outcome.UNCERTAIN if self._agreement.was_asked else _Outcome.NOT_VERIFIED
             self._clear_up(vote.verified)
             if vote.is_one_save:
-                save.withdrawn = not vote.intact
                 if self.stats.agreement_error is not None:
                     _log.warning("ranks agree on saves again from step %s on", save.step)
                     self.stats.agreement_error = None
-                return vote.ready
+                return _Outcome.of(vote.ready) if vote.intact else _Outcome.DAMAGED
             self._diverged(save, vote)
             if save.sequence < vote.newest or vote.oldest == vote.newest:
-                return False
+                return _Outcome.DAMAGED if damaged else _Outcome.NOT_VERIFIED
 
-    def _vote(self, save: PendingSave, ready: bool) -> _Vote:
+    def _vote(self, save: Save, ready: bool) -> _Vote:
         # Of ranks that are not ready the step is unknown, and nothing depends on it.
         step = save.step if ready and save.step is not None else None
         low, negated = (_UNKNOWN, _UNKNOWN) if step is None else (step, -step)
         newest_ms = self._numbering.newest_ms(str(save.store.base)) if save.store is not None else -1
-        said = self._agreement.minimum(
+        reported = self._agreement.minimum(
             (
                 *(int(ready), save.sequence, -save.sequence, low, negated),
-                *(-self._numbering.highest, -newest_ms, -self._verified, int(not save.withdrawn)),
+                *(-self._numbering.highest, -newest_ms, -self._verified, int(save.state is not SaveState.WITHDRAWN)),
             )
         )
-        same_step = said[3] == _UNKNOWN or said[3] == -said[4]
-        return _Vote(bool(said[0]), said[1], -said[2], same_step, -said[5], -said[6], -said[7], bool(said[8]))
+        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, intact = reported
+        same_step = lowest in (_UNKNOWN, -highest)
+        return _Vote(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified, bool(intact))
 
     def _clear_up(self, verified: int) -> None:
-        """Settle the saves of which only other ranks could know, now that all have said which one is verified."""
+        """Finish the saves of which only other ranks could know, now that all have said which one is verified."""
         uncertain, self._uncertain = self._uncertain, []
         for save in uncertain:
-            save.verified_elsewhere = False
-            if save.store is None:
-                continue
+            save.uncertain = False
             if save.sequence == verified:
-                self._verified, save.verified = verified, True
-                self.stats.last_verified = save.step
-                save.store.advance(save.attempt)
-            elif save.sequence > verified:  # it never will be: its copies must not keep the room of later ones
+                self._verify_save(save)
+            elif save.sequence > verified and save.store is not None:
+                # It never will be: its copies must not keep the room of later ones.
                 save.store.reject(save.attempt)
 
-    def _diverged(self, save: PendingSave, vote: _Vote) -> None:
+    def _diverged(self, save: Save, vote: _Vote) -> None:
         """Ranks came with different saves. Doors that exchange a save's name are in step again by themselves; those
         that count alone go on above all that was counted."""
         self._numbering.jump(vote.highest, vote.newest_ms)
@@ -377,6 +339,21 @@ class CommitQueue:
         if self.stats.agreement_error is None:
             _log.error("%s; later saves are not affected", text)
         self.stats.agreement_error = text
+
+
+class _Outcome(enum.Enum):
+    """What ranks have come to about a save."""
+
+    VERIFIED = enum.auto()
+    NOT_VERIFIED = enum.auto()
+    UNCERTAIN = enum.auto()
+    """Only others can know."""
+    DAMAGED = enum.auto()
+    """A part of it is, on some rank."""
+
+    @classmethod
+    def of(cls, ready: bool) -> _Outcome:
+        return cls.VERIFIED if ready else cls.NOT_VERIFIED
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ import psutil
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, unpublish
-from ml_flashpoint.core.commit_queue import PendingSave
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox, lost
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -27,10 +27,18 @@ from ml_flashpoint.format.manifest import manifest_name, object_name, read_manif
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 _NOTICE_POLL_S = 0.002
-ABANDONED_POLL_S = 0.1
+DESERTED_POLL_S = 0.1
 _TAKE_UP_S = 30.0
 """Seconds that a process may need from the hand-off of a save until it signs for it: it may be started for that, and
 import much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedOff:
+    """A save in another process, and when it was handed over, in seconds of the monotonic clock."""
+
+    save: Save
+    since: float
 
 
 class HandingOff(MLFlashpointCheckpointSaver):
@@ -38,115 +46,115 @@ class HandingOff(MLFlashpointCheckpointSaver):
 
     _objects: CheckpointObjectManager
     _lock: threading.RLock
-    _handed_off: dict[str, SaveTicket]
-    _mailbox: Mailbox | None
     _largest: int
     _taken_size = 0
     """Bytes of the object that came from another process last."""
     _group: RankGroup
 
+    def __init__(self) -> None:
+        self._handed_off: dict[str, _HandedOff] = {}
+        self._mailbox: Mailbox | None = None
+
     @abstractmethod
-    def claim(self, ticket: SaveTicket) -> SaveTicket:
+    def claim(self, save: Save) -> Save:
         """Take on a save that was offered."""
 
     @abstractmethod
-    def _resolve(self, ticket: SaveTicket, part: HeldPart, store: RankStore) -> bool: ...
+    def _committed(self, save: Save, part: HeldPart, store: RankStore) -> bool: ...
 
     @abstractmethod
-    def _is_worked_on(self, ticket: SaveTicket) -> bool: ...
+    def _is_worked_on(self, save: Save) -> bool: ...
 
     @abstractmethod
-    def _fail_if_abandoned(self, pending: PendingSave) -> bool: ...
+    def _fail_if_deserted(self, save: Save) -> bool: ...
 
-    def hand_off(self, ticket: SaveTicket | None = None) -> HandOff:
+    def hand_off(self, save: Save | None = None) -> HandOff:
         """What to pickle in place of this saver, for a process that is to write a save: the one offered as
-        ``ticket``, or a new one.
+        ``save``, or a new one.
 
         Raises:
             SaveError: see :meth:`claim`.
         """
-        ticket = self.claim(ticket) if ticket is not None else self.begin(exchanged=True)
-        ticket.worker = threading.current_thread()
+        save = self.claim(save) if save is not None else self.begin(exchanged=True)
+        save.worker = threading.current_thread()
         store = self._objects.store
-        ticket.asked = store is not None and store.base in self._group.asked
+        asked = store is not None and store.base in self._group.asked
+        spare: Path | None = None
         size = max(self._largest, self._taken_size)
-        if ticket.staged is None and store is not None and size:
+        if save.staged is None and store is not None and size:
             try:
                 # Not under the lock: it may wait for an earlier save, which cannot settle without that.
-                ticket.spare = self._acquire(ticket, store, size)
+                spare = self._acquire(save, store, size).path
             except FlashpointError as error:
-                ticket.error = error
+                save.staging_error = error
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = Mailbox()
-            ticket.handed_off_at = time.monotonic()
-            self._handed_off[ticket.key] = ticket
-            return HandOff(self.rank, self.world_size, self.node, ticket, self._mailbox)
+            self._handed_off[save.key] = _HandedOff(save, time.monotonic())
+            return HandOff(self.rank, self.world_size, self.node, save, self._mailbox, asked, spare)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.hand_off().__reduce__()
 
-    def _watch(self, pending: PendingSave) -> float | None:
-        """Called by the commit queue while it waits for ``pending``: look for the other process's completion record."""
-        for late in [t for t in list(self._handed_off.values()) if t.pending and t.pending.resolved.is_set()]:
+    def _watch(self, save: Save) -> float | None:
+        """Called by the commit queue while it waits for a save: look for the other process's completion record."""
+        for late in [each for each in list(self._handed_off.values()) if each.save.decided.is_set()]:
             self._look_for_record(late)  # given up at its deadline; until now its process may have been writing
-        ticket = next((t for t in list(self._handed_off.values()) if t.pending is pending), None)
-        if ticket is None:
-            self._fail_if_abandoned(pending)
-            return ABANDONED_POLL_S
-        return self._look_for_record(ticket)
+        away = self._handed_off.get(save.key)
+        if away is None:
+            self._fail_if_deserted(save)
+            return DESERTED_POLL_S
+        return self._look_for_record(away)
 
-    def _look_for_record(self, ticket: SaveTicket) -> float:
+    def _look_for_record(self, away: _HandedOff) -> float:
         assert self._mailbox is not None
-        answered = not self._is_worked_on(ticket)
-        pid = self._mailbox.process_of(ticket.key)
-        may_begin = time.monotonic() < ticket.handed_off_at + _TAKE_UP_S
+        save = away.save
+        answered = not self._is_worked_on(save)
+        pid = self._mailbox.process_of(save.key)
+        may_begin = time.monotonic() < away.since + _TAKE_UP_S
         alive = may_begin if pid is None else _is_alive(pid)
         # Asked last: a record posted just before the answer or the end is not missed.
-        record = self._mailbox.take(ticket.key)
+        record = self._mailbox.take(save.key)
         if record is None and alive and not answered:
             return _NOTICE_POLL_S
-        if record is None and pid is None and not self._mailbox.revoke(ticket.key):
+        if record is None and pid is None and not self._mailbox.revoke(save.key):
             return _NOTICE_POLL_S  # it has signed just now
-        self._handed_off.pop(ticket.key, None)
-        if (identity := self._mailbox.noted(ticket.key)) is not None:
-            self.adopt(ticket, identity)
+        self._handed_off.pop(save.key, None)
+        if (identity := self._mailbox.noted(save.key)) is not None:
+            self.adopt(save, identity)
         if record is None:
             if self._objects.store is not None:
-                self._objects.store.withdraw(ticket.attempt, sweep=not alive and not self._handed_off)
+                self._objects.store.withdraw(save.attempt, sweep=not alive and not self._handed_off)
             why = "it failed before this rank's part was sealed" if alive else "its process is gone"
-            self.fail(ticket, lost(ticket, why, self.rank))
+            self.fail(save, lost(save, why, self.rank))
         else:
-            self._take(ticket, record)
+            self._take(save, record)
         return 0.0
 
-    def _take(self, ticket: SaveTicket, record: CompletionRecord) -> None:
-        step = CheckpointContainerId.parse_version_container(record.version)
-        ticket.others = None if record.others is None else frozenset(record.others)
-        if ticket.pending is not None:
-            ticket.pending.step = step
+    def _take(self, save: Save, record: CompletionRecord) -> None:
+        save.others = None if record.others is None else frozenset(record.others)
         try:
+            if record.version:
+                save.version = CheckpointContainerId.create_child(record.base, record.version)
             store = self._objects.open(record.base, self.rank)
             if record.error is not None:
-                raise SaveError(record.error, step=step, rank=self.rank)
-            manifest = read_manifest(store.base / record.version / manifest_name(self.rank, ticket.attempt))
+                raise SaveError(record.error, step=save.step, rank=self.rank)
+            manifest = read_manifest(store.base / record.version / manifest_name(self.rank, save.attempt))
             part = store.register(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
         except (FlashpointError, OSError) as error:
-            self._disown(ticket, record)
-            self.fail(ticket, error)
+            self._disown(save, record)
+            self.fail(save, error)
             return
         self._taken_size = manifest.objects[0].size
-        for arena in ticket.arenas - set(part.arenas):
-            store.release(arena)
-        self._resolve(ticket, part, store)
+        self._committed(save, part, store)
 
-    def _disown(self, ticket: SaveTicket, record: CompletionRecord) -> None:
+    def _disown(self, save: Save, record: CompletionRecord) -> None:
         """Remove what the other process has published, whose arenas are about to be another save's. If that fails, the
         arenas stay as they are."""
         if record.version:
-            name = object_name(self.rank, ticket.attempt)
-            unpublish(Path(record.base), record.version, self.rank, ticket.attempt, [name])
-        for path in set(map(Path, record.arenas)) - {arena.path for arena in ticket.arenas}:
+            name = object_name(self.rank, save.attempt)
+            unpublish(Path(record.base), record.version, self.rank, save.attempt, [name])
+        for path in set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}:
             path.unlink(missing_ok=True)  # made there, and not known here
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ml_flashpoint.core.attempts import SaveIdentity
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.errors import SaveError, UnsafePathError
 from ml_flashpoint.format.private_folders import open_folder, open_own
 
@@ -31,7 +31,7 @@ class CompletionRecord:
     Attributes:
         base, version: where it saved.
         arenas: files of the part's objects, in the manifest's order; empty if the save failed.
-        others: see :class:`SaveTicket`.
+        others: see :class:`Save`.
         error: why it failed, or None.
     """
 
@@ -167,6 +167,6 @@ def _sweep_mailboxes() -> None:
                 shutil.rmtree(mailbox, ignore_errors=True)
 
 
-def lost(ticket: SaveTicket, why: str, rank: int) -> SaveError:
+def lost(save: Save, why: str, rank: int) -> SaveError:
     """The error of a save whose process is gone."""
-    return SaveError(f"the save {ticket.attempt} was lost: {why}", rank=rank, hint="the next save is not affected")
+    return SaveError(f"the save {save.attempt} was lost: {why}", rank=rank, hint="the next save is not affected")

@@ -14,7 +14,7 @@ from typing import Protocol
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.attempts import SaveIdentity, later_than
 from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, StagedObject, TensorItem
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
 from ml_flashpoint.format.manifest import Manifest, object_name
@@ -51,7 +51,7 @@ class MLFlashpointCheckpointSaver(ABC):
     _writer: ObjectWriter
 
     @abstractmethod
-    def begin(self, *, exchanged: bool = False) -> SaveTicket:
+    def begin(self, *, exchanged: bool = False) -> Save:
         """Start a save. Every rank must begin the same saves in the same order.
 
         Args:
@@ -60,7 +60,7 @@ class MLFlashpointCheckpointSaver(ABC):
         """
 
     @abstractmethod
-    def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
+    def propose(self, version: CheckpointContainerId | None, save: Save | None = None) -> SaveIdentity:
         """What this rank proposes as the identity of a save, begun here or not, to a door that lets ranks exchange
         it; `attempts.common_identity` is what comes of all proposals.
 
@@ -69,32 +69,33 @@ class MLFlashpointCheckpointSaver(ABC):
                 first save that is verified would remove them.
         """
 
-    def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
+    def adopt(self, save: Save, identity: SaveIdentity) -> None:
         """Take over what ranks have come to, before the write. Idempotent."""
-        ticket.attempt, ticket.sequence, ticket.adopted = identity.attempt, identity.sequence, True
+        save.adopt(identity)
 
     @abstractmethod
-    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+    def fail(self, save: Save, error: BaseException) -> None:
         """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
 
     @abstractmethod
     def _store(self, base: CheckpointContainerId) -> ArenaSource: ...
 
     @abstractmethod
-    def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena: ...
+    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena: ...
 
-    def _release(self, store: ArenaSource, arena: Arena) -> None:
-        store.release(arena)
+    def _release(self, save: Save, store: ArenaSource, arena: Arena) -> None:
+        for released in save.release(arena):
+            store.release(released)
 
     @abstractmethod
     def _arena_of(self, staged: StagedObject) -> Arena: ...
 
     @abstractmethod
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None: ...
+    def _commit(self, save: Save, manifest: Manifest, arena: Arena) -> None: ...
 
     def write(
         self,
-        ticket: SaveTicket,
+        save: Save,
         version: CheckpointContainerId,
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem] = (),
@@ -113,8 +114,8 @@ class MLFlashpointCheckpointSaver(ABC):
             CapacityError: no room.
             SaveError: staging failed earlier, or a tensor of the plan was not staged.
         """
-        if ticket.error is not None:
-            raise SaveError(f"staging failed: {ticket.error}", step=version.step, rank=self.rank) from ticket.error
+        if (failure := save.staging_error) is not None:
+            raise SaveError(f"staging failed: {failure}", step=version.step, rank=self.rank) from failure
         if version.step is None:
             raise InvalidArgumentError(
                 "must end in step-<n>_ckpt",
@@ -122,13 +123,11 @@ class MLFlashpointCheckpointSaver(ABC):
                 value=str(version),
                 hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
             )
-        ticket.version = version
-        if ticket.pending is not None:
-            ticket.pending.step = version.step
-        if not ticket.adopted:
-            self._number_alone(ticket, version)
+        save.version = version
+        if not save.adopted:
+            self._number_alone(save, version)
         store = self._store(version.parent)
-        staged = ticket.staged
+        staged = save.staged
         arena = self._arena_of(staged) if staged is not None else None
         if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
             # Staged for another base container: its bytes are as good as any other tensor.
@@ -136,26 +135,24 @@ class MLFlashpointCheckpointSaver(ABC):
         taken: list[Arena] = []
 
         def acquire(size: int) -> Arena:
-            taken.append(self._acquire(ticket, store, size))
+            taken.append(self._acquire(save, store, size))
             return taken[-1]
 
         try:
-            ticket.filled = self._writer.fill(
-                acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata
-            )
+            save.fill(self._writer.fill(acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata))
         except BaseException:
             for each in taken:
-                self._release(store, each)
+                self._release(save, store, each)
             raise
 
-    def _number_alone(self, ticket: SaveTicket, version: CheckpointContainerId) -> None:
-        mine = self.propose(version, ticket)
+    def _number_alone(self, save: Save, version: CheckpointContainerId) -> None:
+        mine = self.propose(version, save)
         # With other ranks, what one finds must not change its own names alone: see `CommitQueue`.
-        self.adopt(ticket, later_than(mine, mine.newest_ms if self.world_size == 1 else -1))
+        self.adopt(save, later_than(mine, mine.newest_ms if self.world_size == 1 else -1))
 
     def seal(
         self,
-        ticket: SaveTicket,
+        save: Save,
         *,
         extra: Sequence[BytesItem] = (),
         labels: Mapping[str, str] | None = None,
@@ -169,19 +166,19 @@ class MLFlashpointCheckpointSaver(ABC):
         Raises:
             SaveError, CapacityError: nothing of the part is visible.
         """
-        if ticket.filled is None or ticket.version is None:
+        if save.filled is None or save.version is None:
             raise SaveError("nothing was written to seal", rank=self.rank)
-        written = self._writer.finish(ticket.filled, extra)
+        written = self._writer.finish(save.filled, extra)
         manifest = Manifest(
-            version=ticket.version.name,
+            version=save.version.name,
             rank=self.rank,
             world_size=self.world_size,
-            attempt=ticket.attempt,
+            attempt=save.attempt,
             node=self.node,
-            objects=(written.record(object_name(self.rank, ticket.attempt)),),
+            objects=(written.record(object_name(self.rank, save.attempt)),),
             labels=dict(labels or {}),
         )
-        self._commit(ticket, manifest, written.arena)
+        self._commit(save, manifest, written.arena)
         return manifest
 
     def save(
@@ -197,12 +194,12 @@ class MLFlashpointCheckpointSaver(ABC):
         Raises:
             FlashpointError: it failed; nothing of it is left and older versions are as before.
         """
-        ticket = self.begin()
+        save = self.begin()
         try:
-            self.write(ticket, version, tensors, byte_items)
-            return self.seal(ticket, labels=labels)
+            self.write(save, version, tensors, byte_items)
+            return self.seal(save, labels=labels)
         except BaseException as error:
-            self.fail(ticket, error)
+            self.fail(save, error)
             raise
 
 

@@ -21,7 +21,7 @@ from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.core.attempts import SaveIdentity, newest_of_other_runs
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError
@@ -35,25 +35,35 @@ class HandOff:
     rank: int
     world_size: int
     node: str
-    ticket: SaveTicket
+    save: Save
     mailbox: Mailbox
+    asked: bool
+    spare: Path | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HandedOffSaver, (self.rank, self.world_size, self.node, self.ticket, self.mailbox)
+        where = self.rank, self.world_size, self.node
+        return HandedOffSaver, (*where, self.save, self.mailbox, self.asked, self.spare)
 
 
 class HandedOffSaver(MLFlashpointCheckpointSaver):
     """A saver in another process: it writes and seals the one save that came with it, and posts a completion record.
 
     It owns no arenas: it fills the one that was staged, or makes a new one, which the trainer takes over.
+
+    Args:
+        asked: whether the trainer knows what earlier runs have left in the base container.
+        spare: an arena to fill where nothing was staged, so that no new one need be made.
     """
 
-    def __init__(self, rank: int, world_size: int, node: str, ticket: SaveTicket, mailbox: Mailbox) -> None:
+    def __init__(
+        self, rank: int, world_size: int, node: str, save: Save, mailbox: Mailbox, asked: bool, spare: Path | None
+    ) -> None:
         self.rank, self.world_size, self.node = rank, world_size, node
-        self._ticket: SaveTicket | None = ticket
-        self._begun: SaveTicket | None = None
-        self._spare = ticket.spare_path
-        self._lent = (ticket.spare_path, ticket.staged.arena_path if ticket.staged is not None else None)
+        self._save: Save | None = save
+        self._begun: Save | None = None
+        self._asked = asked
+        self._spare = spare
+        self._lent = (spare, save.staged.arena_path if save.staged is not None else None)
         self._mailbox = mailbox
         self._writer = _process_writer()
         self._hold: BinaryIO | None = None
@@ -61,7 +71,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             if path is not None:
                 self._begin_work(UnlockedStore(path.parents[2], rank))
         try:
-            mailbox.sign(ticket.key)
+            mailbox.sign(save.key)
         except SaveError:
             self._end_work()
             raise
@@ -80,49 +90,49 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             self._hold.close()
             self._hold = None
 
-    def begin(self, *, exchanged: bool = False) -> SaveTicket:
+    def begin(self, *, exchanged: bool = False) -> Save:
         """Start a save; see the base class."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
+        save, self._save = self._save, None
+        if save is None:
             raise SaveError("this process was handed one save and has done it", rank=self.rank)
-        self._begun = ticket
-        return ticket
+        self._begun = save
+        return save
 
-    def propose(self, version: CheckpointContainerId | None, ticket: SaveTicket | None = None) -> SaveIdentity:
+    def propose(self, version: CheckpointContainerId | None, save: Save | None = None) -> SaveIdentity:
         """See the base class."""
-        ticket = ticket or self._begun or self._ticket
-        assert ticket is not None
-        run_id = ticket.attempt.rpartition("-")[0]
-        if version is not None and not ticket.asked and holds_parts(Path(version.parent.path), but_of_run=run_id):
+        save = save or self._begun or self._save
+        assert save is not None
+        run_id = save.identity.run_id
+        if version is not None and not self._asked and holds_parts(Path(version.parent.path), but_of_run=run_id):
             raise unasked_versions(self.rank, self.node, str(version.parent))
         if version is None or version.step is None:
-            return SaveIdentity(run_id, ticket.sequence)
+            return SaveIdentity(run_id, save.sequence)
         newest = newest_of_other_runs(Path(version.parent.path), run_id)
-        return SaveIdentity(run_id, ticket.sequence, version.step, newest)
+        return SaveIdentity(run_id, save.sequence, version.step, newest)
 
-    def adopt(self, ticket: SaveTicket, identity: SaveIdentity) -> None:
+    def adopt(self, save: Save, identity: SaveIdentity) -> None:
         """See the base class."""
-        if not ticket.adopted:
-            self._mailbox.note(ticket.key, identity)
-        super().adopt(ticket, identity)
+        if not save.adopted:
+            self._mailbox.note(save.key, identity)
+        super().adopt(save, identity)
 
-    def fail(self, ticket: SaveTicket, error: BaseException) -> None:
+    def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up; see the base class."""
-        base = str(ticket.version.parent) if ticket.version is not None else ""
-        version = ticket.version.name if ticket.version is not None else ""
-        others = None if ticket.others is None else tuple(ticket.others)
+        base = str(save.version.parent) if save.version is not None else ""
+        version = save.version.name if save.version is not None else ""
+        others = None if save.others is None else tuple(save.others)
         record = CompletionRecord(base, version, others=others, error=f"{type(error).__name__}: {error}")
         try:
-            self._mailbox.post(ticket.key, record)
-            if ticket.filled is not None and ticket.version is not None:
-                self._release(self._store(ticket.version.parent), ticket.filled.arena)
+            self._mailbox.post(save.key, record)
+            if save.filled is not None and save.version is not None:
+                self._release(save, self._store(save.version.parent), save.filled.arena)
         finally:
             self._end_work()
 
     def _store(self, base: CheckpointContainerId) -> UnlockedStore:
         return UnlockedStore(resolved_base(base), self.rank)
 
-    def _acquire(self, ticket: SaveTicket, store: ArenaSource, size: int) -> Arena:
+    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
         self._begin_work(UnlockedStore(store.base, self.rank))
         path, self._spare = self._spare, None
         if path is None or not path.is_relative_to(store.base):
@@ -132,23 +142,23 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             arena.grow(with_headroom(size))
         return arena
 
-    def _release(self, store: ArenaSource, arena: Arena) -> None:
+    def _release(self, save: Save, store: ArenaSource, arena: Arena) -> None:
         if arena.path not in self._lent:
             store.release(arena)
 
     def _arena_of(self, staged: StagedObject) -> Arena:
         return mapped_arena(staged.arena_path)
 
-    def _commit(self, ticket: SaveTicket, manifest: Manifest, arena: Arena) -> None:
-        assert ticket.version is not None
-        publish(Path(str(ticket.version.parent)), manifest, [arena.path])
+    def _commit(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+        assert save.version is not None
+        publish(Path(str(save.version.parent)), manifest, [arena.path])
         record = CompletionRecord(
-            str(ticket.version.parent),
+            str(save.version.parent),
             manifest.version,
             arenas=(str(arena.path),),
-            others=None if ticket.others is None else tuple(ticket.others),
+            others=None if save.others is None else tuple(save.others),
         )
-        self._mailbox.post(ticket.key, record)
+        self._mailbox.post(save.key, record)
         self._end_work()
 
 

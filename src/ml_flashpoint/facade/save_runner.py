@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.commit_queue import PendingSave
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
@@ -114,7 +114,7 @@ class BlockingStager:
 
 
 @dataclass(slots=True, eq=False)
-class _Save:
+class _UnderWay:
     """A save under way. ``ended`` is set after its outcome was taken note of."""
 
     step: int
@@ -160,7 +160,7 @@ class SaveRunner:
         self._safe_globals = safe_globals
         self._deadline_s = deadline_s
         self._plans = f"flashpoint-{id(self):x}-{time.monotonic_ns():x}"
-        self._current: _Save | None = None
+        self._current: _UnderWay | None = None
         self._failure: FlashpointError | None = None
         self._outcome = threading.Lock()
         saver.on_withdrawn = self._withdraw
@@ -201,7 +201,7 @@ class SaveRunner:
             self._stager.take_part(version, self._failing_planner(version, error), error)
             self._fail(version, error)
             return
-        self._current = _Save(version.step or 0, began)
+        self._current = _UnderWay(version.step or 0, began)
         future.add_done_callback(lambda done, save=self._current: self._end(save, version, done))  # type: ignore[misc]
 
     def _failing_planner(self, version: CheckpointContainerId, error: Exception) -> FailingSavePlanner:
@@ -211,12 +211,12 @@ class SaveRunner:
 
     # ---- ending -------------------------------------------------------------------------------------------
 
-    def _end(self, save: _Save, version: CheckpointContainerId, future: Future[Any]) -> None:
+    def _end(self, save: _UnderWay, version: CheckpointContainerId, future: Future[Any]) -> None:
         """Called on the thread that carried the save out."""
         with self._outcome:
             self._take_note(save, version, future)
 
-    def _take_note(self, save: _Save, version: CheckpointContainerId, future: Future[Any]) -> None:
+    def _take_note(self, save: _UnderWay, version: CheckpointContainerId, future: Future[Any]) -> None:
         try:
             error = future.exception()
             failure = save.withdrawn if error is None else self._stager.explain(error)
@@ -232,18 +232,18 @@ class SaveRunner:
         finally:
             save.ended.set()
 
-    def _withdraw(self, pending: PendingSave) -> None:
-        """Called on a background thread: a save that was sealed is damaged."""
-        save, error = self._current, pending.error
+    def _withdraw(self, save: Save) -> None:
+        """Called on a background thread: a save that was committed is damaged."""
+        current, error = self._current, save.error
         assert error is not None
         with self._outcome:
-            if save is not None and save.step == pending.step and not save.ended.is_set():
-                save.withdrawn = error
+            if current is not None and current.step == save.step and not current.ended.is_set():
+                current.withdrawn = error
                 return
             self.saves -= 1
-            if self.last_saved == pending.step:
+            if self.last_saved == save.step:
                 self.last_saved = self._saver.stats.last_verified
-            version = CheckpointContainerId.format_version_container(pending.step or 0)
+            version = CheckpointContainerId.format_version_container(save.step or 0)
             self._fail(CheckpointContainerId(f"/{version}"), error)
 
     def _fail(self, version: CheckpointContainerId, error: BaseException) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
@@ -129,12 +129,12 @@ class BackgroundSave:
     sent it to by pickle, it is the removal of a small file, or the trainer's death.
 
     Args:
-        ticket: the save.
+        save: the save.
         marker: the file, which is there until the save has ended.
     """
 
-    def __init__(self, ticket: SaveTicket, marker: Path) -> None:
-        self._ticket = ticket
+    def __init__(self, save: Save, marker: Path) -> None:
+        self._save = save
         self._marker = marker
         self._process = os.getpid()
         # Longer than the engine lets any save take, so only a background thread that is lost makes it come to this.
@@ -148,19 +148,16 @@ class BackgroundSave:
     @property
     def ended(self) -> bool:
         """Whether the save has ended, well or not, or should have."""
-        assert self._ticket.pending is not None
-        return self._ticket.pending.settled.is_set() or time.monotonic() > self._give_up
+        return self._save.finished.is_set() or time.monotonic() > self._give_up
 
     @property
     def error(self) -> BaseException | None:
         """Why the save failed here, as far as that is known; finalizing the request tells it on all ranks."""
-        assert self._ticket.pending is not None
-        return self._ticket.pending.error
+        return self._save.error
 
     def wait(self, timeout_s: float = float("inf")) -> None:
         """Wait for the end, in the process that saves, for so many seconds at most; never for ever."""
-        assert self._ticket.pending is not None
-        self._ticket.pending.settled.wait(max(0.0, min(timeout_s, self._give_up - time.monotonic())))
+        self._save.finished.wait(max(0.0, min(timeout_s, self._give_up - time.monotonic())))
 
     def __call__(self) -> None:
         """Wait for the end, in any process."""

@@ -20,7 +20,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import list_versions
 from ml_flashpoint.core.arguments import checked_globals, checked_strategy
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -110,7 +110,7 @@ class LocalCheckpointManager:
         self._version: CheckpointContainerId | None = None
         self._looked = False
         self._oldest_accepted = 0
-        self._under_way: list[SaveTicket] = []
+        self._under_way: list[Save] = []
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._ranks = rank_group()
@@ -256,49 +256,49 @@ class LocalCheckpointManager:
         if self._unasked:  # found out at construction, so that all ranks raise alike
             raise unasked_versions(self.rank, self._ranks.node, str(self._base), call="find_latest()")
         # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
-        ticket = self._saver.begin(exchanged=not is_async)
-        self._under_way = [*(each for each in self._under_way if not _has_ended(each)), ticket]
+        save = self._saver.begin(exchanged=not is_async)
+        self._under_way = [*(each for each in self._under_way if not each.finished.is_set()), save]
         self._looked = False
         error: Exception | None = None
         try:
             version = self._checked_version(iteration)
             check_state(state_dict)
         except Exception as caught:
-            self._fail_together(ticket, iteration, caught, is_async)
+            self._fail_together(save, iteration, caught, is_async)
             raise
         self._oldest_accepted = iteration
         try:
             with collection_paused():
                 if not is_async:
-                    self._saver.agree(ticket, version)
+                    self._saver.agree(save, version)
                 encoded = encode(state_dict, self._types, self._meshes)
                 if is_async:
-                    staged = self._saver.stage(ticket, encoded.tensors)
+                    staged = self._saver.stage(save, encoded.tensors)
                     assert staged is not None
                     names = [name for name, _ in encoded.tensors]
                     tensors = list(zip(names, staged, strict=True))
-                    return self._go_on(ticket, version, tensors, encoded.byte_items)
-                self._saver.write(ticket, version, encoded.tensors, encoded.byte_items)
-                self._log_saved(iteration, self._saver.seal(ticket))
+                    return self._go_on(save, version, tensors, encoded.byte_items)
+                self._saver.write(save, version, encoded.tensors, encoded.byte_items)
+                self._log_saved(iteration, self._saver.seal(save))
         except Exception as caught:
             error = caught
-            self._saver.fail(ticket, caught)
+            self._saver.fail(save, caught)
         except BaseException as interrupt:
-            self._saver.fail(ticket, interrupt)
+            self._saver.fail(save, interrupt)
             raise
         if is_async:
-            return self._request(ticket, iteration, error)
-        self._conclude(ticket, iteration, error)
+            return self._request(save, iteration, error)
+        self._conclude(save, iteration, error)
         return None
 
-    def _fail_together(self, ticket: SaveTicket, iteration: int, error: Exception, is_async: bool) -> None:
+    def _fail_together(self, save: Save, iteration: int, error: Exception, is_async: bool) -> None:
         """Give up a save that was misused here. The other ranks may be saving: they learn by a save that fails."""
         if not is_async:
             with contextlib.suppress(FlashpointError):
-                self._saver.agree(ticket, None)
-        self._saver.fail(ticket, error)
+                self._saver.agree(save, None)
+        self._saver.fail(save, error)
         if not is_async:
-            self._conclude(ticket, iteration, error, misused=True)
+            self._conclude(save, iteration, error, misused=True)
 
     def _checked_version(self, iteration: int) -> CheckpointContainerId:
         if isinstance(iteration, bool) or not isinstance(iteration, int) or not 0 <= iteration <= MAX_STEP:
@@ -315,19 +315,19 @@ class LocalCheckpointManager:
 
     def _go_on(
         self,
-        ticket: SaveTicket,
+        save: Save,
         version: CheckpointContainerId,
         tensors: list[TensorItem],
         byte_items: list[BytesItem],
     ) -> AsyncRequest:
         """Have a staged save written and sealed in the background."""
         assert version.step is not None
-        request = self._request(ticket, version.step, None)
-        marker = self._marker(ticket)
+        request = self._request(save, version.step, None)
+        marker = self._marker(save)
         marker.touch()
         thread = threading.Thread(
             target=self._complete,
-            args=(ticket, version, tensors, byte_items, marker),
+            args=(save, version, tensors, byte_items, marker),
             name=f"flashpoint-local-{version.step}",
             daemon=True,
         )
@@ -337,28 +337,28 @@ class LocalCheckpointManager:
 
     def _complete(
         self,
-        ticket: SaveTicket,
+        save: Save,
         version: CheckpointContainerId,
         tensors: list[TensorItem],
         byte_items: list[BytesItem],
         marker: Path,
     ) -> None:
-        ticket.worker = threading.current_thread()
+        save.worker = threading.current_thread()
         try:
-            self._saver.write(ticket, version, tensors, byte_items)
-            self._log_saved(version.step, self._saver.seal(ticket))
+            self._saver.write(save, version, tensors, byte_items)
+            self._log_saved(version.step, self._saver.seal(save))
         except BaseException as error:  # lost with its thread, it would leave the others waiting
-            self._saver.fail(ticket, error)
+            self._saver.fail(save, error)
         finally:
             del tensors
-            self._await_end(ticket)
+            self._await_end(save)
             marker.unlink(missing_ok=True)
 
-    def _marker(self, ticket: SaveTicket) -> Path:
+    def _marker(self, save: Save) -> Path:
         # Swept at the next start, if this process dies.
-        return self._engine.store.directory / f"under-way-{ticket.attempt}"
+        return self._engine.store.directory / f"under-way-{save.attempt}"
 
-    def _request(self, ticket: SaveTicket, iteration: int, error: Exception | None) -> AsyncRequest:
+    def _request(self, save: Save, iteration: int, error: Exception | None) -> AsyncRequest:
         finalized = False
 
         def finalize() -> None:
@@ -366,19 +366,18 @@ class LocalCheckpointManager:
             if finalized:
                 raise CallOrderError("the save was finalized before", step=iteration, rank=self.rank)
             finalized = True
-            self._conclude(ticket, iteration, error)
+            self._conclude(save, iteration, error)
 
-        return AsyncRequest(BackgroundSave(ticket, self._marker(ticket)), (), [finalize])
+        return AsyncRequest(BackgroundSave(save, self._marker(save)), (), [finalize])
 
-    def _await_end(self, ticket: SaveTicket) -> bool:
-        assert ticket.pending is not None
-        ended = ticket.pending.settled.wait(seal_deadline_s() + collective_deadline_s())
-        worker = ticket.worker
+    def _await_end(self, save: Save) -> bool:
+        ended = save.finished.wait(seal_deadline_s() + collective_deadline_s())
+        worker = save.worker
         if ended and worker is not None and worker is not threading.current_thread():
             worker.join(_LAST_WORDS_S)  # it has only to log and to clean up
         return ended
 
-    def _conclude(self, ticket: SaveTicket, iteration: int, error: Exception | None, *, misused: bool = False) -> None:
+    def _conclude(self, save: Save, iteration: int, error: Exception | None, *, misused: bool = False) -> None:
         """Wait for the end of a save, and raise if it failed on any rank. The engine's agreement is the vote.
 
         Args:
@@ -386,29 +385,24 @@ class LocalCheckpointManager:
         """
         began = time.perf_counter()
         try:
-            ended = self._await_end(ticket)
-            assert ticket.pending is not None
-            if not (ended and ticket.pending.verified):
-                failure = self._failure(ticket, iteration, error, ended)
+            ended = self._await_end(save)
+            if not (ended and save.state is SaveState.VERIFIED):
+                failure = self._failure(save, iteration, error, ended)
                 raise error if error is not None and misused else failure
             self.latest_iteration = max(self.latest_iteration, iteration)
         finally:
             _log.debug("finalize_fn took %.4fs", time.perf_counter() - began)
 
-    def _failure(
-        self, ticket: SaveTicket, iteration: int, error: Exception | None, ended: bool
-    ) -> CheckpointingException:
+    def _failure(self, save: Save, iteration: int, error: Exception | None, ended: bool) -> CheckpointingException:
         """The error of a failed save. Ranks tell one another why, as far as they are still there."""
-        pending = ticket.pending
-        assert pending is not None
-        mine = error or pending.error
+        mine = error or save.error
         reason = "" if mine is None or isinstance(mine, DivergedError) else str(mine)
         if not ended:
             reason = "the background thread has not ended the save within its deadline"
-        elif mine is None and pending.dropped:
+        elif mine is None and save.state is SaveState.EVICTED:
             reason = "given up for a newer save, which needed its memory"
-        elif mine is None and pending.part is not None and self._saver.stats.replication_error is not None:
-            reason = f"sealed, but not copied: {self._saver.stats.replication_error}"
+        elif mine is None and save.part is not None and self._saver.stats.replication_error is not None:
+            reason = f"committed, but not copied: {self._saver.stats.replication_error}"
         try:
             said = self._ranks.gather(reason.encode(errors="replace"))
             reasons = {rank: blob.decode(errors="replace") for rank, blob in enumerate(said) if blob}
@@ -440,9 +434,9 @@ class LocalCheckpointManager:
         if _managers.get(self._key) is self:
             del _managers[self._key]
         self._engine.stop()
-        for ticket in self._under_way:
-            if not _has_ended(ticket):
-                self._give_up(ticket)
+        for save in self._under_way:
+            if not save.finished.is_set():
+                self._give_up(save)
         for thread in self._threads:
             thread.join(_LAST_WORDS_S)
         if any(thread.is_alive() for thread in self._threads):
@@ -450,18 +444,13 @@ class LocalCheckpointManager:
             return
         self._engine.close()
 
-    def _give_up(self, ticket: SaveTicket) -> None:
+    def _give_up(self, save: Save) -> None:
         """End a save that nobody goes on with, since the saver is closed: else its request would be waited for."""
-        assert ticket.pending is not None
         closed = CallOrderError("the manager was closed before the save had ended", rank=self.rank, path=self._base)
         # Not `fail`, which would give its arena to others: who writes to it does that in the end.
-        ticket.pending.resolve(None, None, closed)
-        ticket.pending.settled.set()
+        save.fail(closed)
+        save.finished.set()
 
 
 # Of this process, by folder: two would be in each other's way.
 _managers: dict[str, LocalCheckpointManager] = {}
-
-
-def _has_ended(ticket: SaveTicket) -> bool:
-    return ticket.pending is None or ticket.pending.settled.is_set()

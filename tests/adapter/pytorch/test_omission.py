@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
-from ml_flashpoint.core.commit_queue import PendingSave
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.attempts import SaveIdentity
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 from tests.support.planners import CACHES_PLANS, CastingPlanner, RenamingPlanner, SwappingPlanner
 
@@ -22,12 +23,18 @@ def _plan(*names: str, data: tuple[str, ...] = ()) -> SavePlan:
     return SavePlan(items + [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in data])
 
 
-def _saved(others: set[str] | None, error: Exception | None = None) -> SaveTicket:
-    ticket = SaveTicket("a", 1, pending=PendingSave("a", 1))
-    ticket.others = None if others is None else frozenset(others)
-    assert ticket.pending is not None
-    ticket.pending.resolve(None, None, error)
-    return ticket
+def _end(save: Save, error: Exception | None = None) -> None:
+    if error is not None:
+        save.fail(error)
+    else:
+        save.commit(Mock(), Mock())
+
+
+def _saved(others: set[str] | None, error: Exception | None = None) -> Save:
+    save = Save(SaveIdentity("a", 1))
+    save.others = None if others is None else frozenset(others)
+    _end(save, error)
+    return save
 
 
 def _state(*names: str) -> dict[str, Any]:
@@ -118,12 +125,11 @@ def test_a_save_of_an_earlier_structure_teaches_nothing() -> None:
 def test_an_outcome_that_is_not_known_yet_teaches_later() -> None:
     omission = Omission()
     _needed(omission, _state("a", "b"))
-    ticket = SaveTicket("a", 1, pending=PendingSave("a", 1))
-    omission.watch(ticket, whole=True)
+    save = Save(SaveIdentity("a", 1))
+    omission.watch(save, whole=True)
     assert _needed(omission, _state("a", "b")) == ["a", "b"]
-    ticket.others = frozenset({"b"})
-    assert ticket.pending is not None
-    ticket.pending.resolve(None, None)
+    save.others = frozenset({"b"})
+    _end(save)
     assert _needed(omission, _state("a", "b")) == ["a"]
 
 

@@ -32,7 +32,7 @@ from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWri
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
 from ml_flashpoint.core.object_writer import BytesItem
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -138,18 +138,18 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             UnaskedVersionsError: the base container has versions of an earlier run that nobody has asked about. On all
                 ranks.
         """
-        save = self._begin(sharded_state_dict, version_of(checkpoint_dir))
-        save.go_on_in_background()
-        return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(save)])
+        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        writing.go_on_in_background()
+        return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
         """Collective: save; every rank has sealed its part on return, unless the save failed (:attr:`last_error`).
 
         Args and errors are those of :meth:`async_save`.
         """
-        save = self._begin(sharded_state_dict, version_of(checkpoint_dir))
-        save.complete()
-        self._end(save)
+        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        writing.complete()
+        self._end(writing)
 
     @contextmanager
     def carrying(
@@ -165,7 +165,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         finally:
             self._carried = None
 
-    def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Save:
+    def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Writing:
         """Everything that the caller has to wait for. Errors are kept, since they must not leave other ranks waiting,
         unless all ranks raise them."""
         for failed in self._failed:
@@ -173,77 +173,79 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
                 remove_version_folder(Path(str(failed)), (CONFIG_FNAME, COMMON_STATE_FNAME))
         self._failed.clear()
         saver: Any = self._writer.saver
-        ticket = saver.begin(exchanged=True)
-        save = _Save(self._writer, ticket, version)
+        save = saver.begin(exchanged=True)
+        writing = _Writing(self._writer, save, version)
         state, failure, step = None, None, version.step or 0
         try:
             if step in self._passed:  # the others wait for nothing here; after them, all are in step again
-                save.alone, behind, self._passed = True, self._passed[-1], range(step + 1, self._passed.stop)
+                writing.alone, behind, self._passed = True, self._passed[-1], range(step + 1, self._passed.stop)
                 raise DivergedError(f"other ranks have gone on to step {behind} without this save")
             with collection_paused():
-                saver.agree(ticket, version)
+                saver.agree(save, version)
                 try:
-                    self._add_files(save)
+                    self._add_files(writing)
                     state = state_to_save(sharded_state_dict)
                 except Exception as error:
                     failure = error
-                save.stage(self._plans.plan(state, failure))
+                writing.stage(self._plans.plan(state, failure))
         except UnaskedVersionsError as error:  # on all ranks, and no fault that will pass
-            save.fail(error)
+            writing.fail(error)
             remove_version_folder(Path(str(version)), (CONFIG_FNAME, COMMON_STATE_FNAME))
             raise
         except Exception as error:
             if isinstance(error, DivergedError) and error.highest_step is not None:
                 self._passed = range(step + 1, error.highest_step + 1)
-            save.fail(error)
+            writing.fail(error)
         except BaseException as error:
-            save.fail(error)
+            writing.fail(error)
             raise
-        return save
+        return writing
 
-    def _add_files(self, save: _Save) -> None:
+    def _add_files(self, writing: _Writing) -> None:
         """Have the files that `dist_checkpointing.load` looks for kept in an object."""
         carried = self._carried
         if carried is None:  # `dist_checkpointing.save` has written the common state, on rank 0 only
-            mine = (lambda: _content(save.version)) if self._group.rank == 0 else None
+            mine = (lambda: _content(writing.version)) if self._group.rank == 0 else None
             carried = _Carried(0, mine)
-        save.labels.update(sidecar_labels(carried.carrier))
+        writing.labels.update(sidecar_labels(carried.carrier))
         if carried.common is not None:
             config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
             common = carried.common()
-            save.files = {CONFIG_FNAME: config.encode()} | ({} if common is None else {COMMON_STATE_FNAME: common})
-            save.files |= carried.others()
+            writing.files = {CONFIG_FNAME: config.encode()} | ({} if common is None else {COMMON_STATE_FNAME: common})
+            writing.files |= carried.others()
 
-    def _end(self, save: _Save) -> None:
+    def _end(self, writing: _Writing) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
-        error = save.outcome()
+        error = writing.outcome()
         try:
-            if not save.alone and not self._group.all_ok(error is None) and error is None:
-                error = SaveError("another rank could not save its part", step=save.version.step, rank=self._group.rank)
+            if not writing.alone and not self._group.all_ok(error is None) and error is None:
+                error = SaveError(
+                    "another rank could not save its part", step=writing.version.step, rank=self._group.rank
+                )
         except FlashpointError as gone:
             error = error or gone
         self.last_error = error
         if error is None:
             return
-        _log.error("the save of step %s failed, training goes on: %s", save.version.step, error)
-        self._failed.append(save.version)
+        _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
+        self._failed.append(writing.version)
         if self._group.rank == 0:
             # `dist_checkpointing.save` is about to write a file there.
             try:
-                os.makedirs(str(save.version), mode=0o700, exist_ok=True)
+                os.makedirs(str(writing.version), mode=0o700, exist_ok=True)
             except OSError as refused:
                 _log.error("the folder of the failed save cannot be made: %s", refused)
 
 
-class _Save:
+class _Writing:
     """One save on this rank, from its plan to its seal."""
 
-    def __init__(self, writer: MemoryStorageWriter, ticket: SaveTicket, version: CheckpointContainerId) -> None:
+    def __init__(self, writer: MemoryStorageWriter, save: Save, version: CheckpointContainerId) -> None:
         self.version = version
         self.files: dict[str, bytes] = {}
         self.labels: dict[str, str] = {}
         self._writer = writer
-        self._ticket = ticket
+        self._save = save
         self._plan: SavePlan | None = None
         self._extra: list[BytesItem] = []
         self._data = _StagedData()
@@ -273,11 +275,11 @@ class _Save:
                 tensors.append((key, data))
             else:  # of a class of its own: written as bytes
                 self._data[item.index] = data.clone()
-        copies = self._writer.stage_tensors(self._ticket, tensors, base=self.version.parent, byte_keys=byte_keys)
+        copies = self._writer.stage_tensors(self._save, tensors, base=self.version.parent, byte_keys=byte_keys)
         self._data.update(zip(staged, copies, strict=True))
         self._plan = planned.plan
         saver: Any = self._writer.saver
-        saver.offer(self._ticket)
+        saver.offer(self._save)
 
     def go_on_in_background(self) -> None:
         """Write and seal on another thread, unless the save has failed."""
@@ -293,12 +295,12 @@ class _Save:
         if self._over.is_set():
             return
         assert self._plan is not None
-        writer, self._ticket.worker = self._writer, threading.current_thread()
+        writer, self._save.worker = self._writer, threading.current_thread()
         try:
             writer.reset(str(self.version))
             # Nobody waits for what the other ranks have written: rank 0 knows their plans, and so the metadata.
             writer.set_up_storage_writer(False)
-            writer.take_on(self._ticket, extra=self._extra, labels=self.labels, safe_globals=object_types())
+            writer.take_on(self._save, extra=self._extra, labels=self.labels, safe_globals=object_types())
             writer.write_data(self._plan, self._data.planner())
             if self.files:
                 write_sidecars(Path(str(self.version.parent)), self.version.name, self.files)
@@ -310,7 +312,7 @@ class _Save:
 
     def fail(self, error: BaseException) -> None:
         """Give the save up. Nothing of it is left, unless it was sealed."""
-        self._writer.saver.fail(self._ticket, error)
+        self._writer.saver.fail(self._save, error)
         kept = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
         kept.step = self.version.step if kept.step is None else kept.step
         kept.rank = self._writer.saver.rank if kept.rank is None else kept.rank

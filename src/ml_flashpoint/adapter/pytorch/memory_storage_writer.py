@@ -38,7 +38,7 @@ from ml_flashpoint.core.checkpoint_saver import (
     MLFlashpointCheckpointSaver,
 )
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
-from ml_flashpoint.core.save_ticket import SaveTicket
+from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
@@ -53,14 +53,14 @@ _log = logging.getLogger(__name__)
 _DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
-class _Save(threading.local):
+class _Call(threading.local):
     """What one thread is saving. DCP runs the whole of a save on one thread, and may run two at once."""
 
     version: CheckpointContainerId | None = None
-    staged: SaveTicket | None = None
+    staged: Save | None = None
     """The save whose staged state this thread has taken on to save."""
-    ticket: SaveTicket | None = None
-    """Begun and not yet sealed."""
+    save: Save | None = None
+    """Begun and not yet committed."""
     proposals: tuple[SaveIdentity, ...] = ()
     """Of all ranks, on the coordinator."""
     trouble: Exception | None = None
@@ -113,19 +113,19 @@ class MemoryStorageWriter(StorageWriter):
         self._cache_staged = cache_staged_state_dict
         self._safe_globals = by_name(safe_globals)
         self._trust_bytes = trust_bytes
-        self._save = _Save()
+        self._call = _Call()
         self._written: WrittenPlan | None = None
         # Steps that other ranks were at or past when this one was behind them. Shared: another thread saves them.
         self._passed = range(0)
         self._omission = Omission()
         self._stager_thread: int | None = None
-        self._in_flight: SaveTicket | None = None
+        self._in_flight: tuple[Save, weakref.ref[StagedStateDict]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # To a saving process: the saver becomes one that carries the save whose state was pickled just before.
         saver: Any = self._saver
         if isinstance(saver, DefaultMLFlashpointCheckpointSaver):
-            staged, self._save.staged = self._save.staged, None
+            staged, self._call.staged = self._call.staged, None
             saver = saver.hand_off(staged)
         # Types are only looked up by their names, and may be none that can be sent.
         names = [(object, name) for _, name in self._safe_globals]
@@ -147,7 +147,7 @@ class MemoryStorageWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> str | None:
         """The checkpoint that the calling thread is saving; torch logs it."""
-        return str(self._save.version) if self._save.version is not None else None
+        return str(self._call.version) if self._call.version is not None else None
 
     # ---- AsyncStager --------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class MemoryStorageWriter(StorageWriter):
             raise SaveError("a writer in a saving process does not stage")
         self._stager_thread = threading.get_ident()
         self._await_previous()
-        ticket = saver.begin(exchanged=True)
+        save = saver.begin(exchanged=True)
         leaves, needed, copies = TensorLeaves({}), list[int](), list[torch.Tensor]()
         try:
             leaves = TensorLeaves(state_dict)
@@ -189,13 +189,13 @@ class MemoryStorageWriter(StorageWriter):
                 raise leaves.error
             needed = self._omission.needed(leaves)
             names = leaves.names
-            copies = self._copy(saver, ticket, [(names[i], leaves.tensors[i]) for i in needed])
+            copies = self._copy(saver, save, [(names[i], leaves.tensors[i]) for i in needed])
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
             reason = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
-            ticket.error, needed = reason, []
+            save.staging_error, needed = reason, []
         except BaseException as error:
-            saver.fail(ticket, error)
+            saver.fail(save, error)
             raise
         whole = len(needed) == len(leaves.tensors)
         replacements = [] if whole else [torch.empty_like(t, device="meta") for t in leaves.tensors]
@@ -203,14 +203,15 @@ class MemoryStorageWriter(StorageWriter):
             replacements = copies
         for index, staged in zip(needed, copies, strict=True):
             replacements[index] = staged
-        self._omission.watch(ticket, whole=whole)
-        saver.offer(ticket)
-        self._in_flight = ticket
-        return StagedStateDict(leaves.rebuild(replacements), ticket, self._take_on)
+        self._omission.watch(save, whole=whole)
+        saver.offer(save)
+        state = StagedStateDict(leaves.rebuild(replacements), save, self._take_on)
+        self._in_flight = save, weakref.ref(state)
+        return state
 
     def stage_tensors(
         self,
-        ticket: SaveTicket,
+        save: Save,
         tensors: Sequence[TensorItem],
         *,
         base: CheckpointContainerId,
@@ -224,12 +225,12 @@ class MemoryStorageWriter(StorageWriter):
         saver = self._saver
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
-        copies = saver.stage(ticket, tensors, base=base, byte_keys=byte_keys) if self._cache_staged else None
+        copies = saver.stage(save, tensors, base=base, byte_keys=byte_keys) if self._cache_staged else None
         return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
 
     def take_on(
         self,
-        ticket: SaveTicket,
+        save: Save,
         *,
         extra: Sequence[BytesItem] = (),
         labels: Mapping[str, str] | None = None,
@@ -243,32 +244,31 @@ class MemoryStorageWriter(StorageWriter):
             labels: further strings for its manifest.
             safe_globals: types that may be saved beside those of the writer.
         """
-        self._save.safe_globals = by_name(safe_globals)
-        self._save.staged = ticket
-        self._save.extra, self._save.labels = tuple(extra), dict(labels or {})
+        self._call.safe_globals = by_name(safe_globals)
+        self._call.staged = save
+        self._call.extra, self._call.labels = tuple(extra), dict(labels or {})
 
-    def _take_on(self, ticket: SaveTicket) -> None:
-        self._save.staged = ticket
+    def _take_on(self, save: Save) -> None:
+        self._call.staged = save
 
     def _await_previous(self) -> None:
         """Let the asynchronous save before end: DCP's collectives of two saves on one group would be mixed up, and
         its own tutorial does not wait. Alone, a rank has no collectives."""
-        ticket, self._in_flight = self._in_flight, None
-        if ticket is None or self._saver.world_size == 1 or wait_until_over(ticket, seal_deadline_s()):
+        previous, self._in_flight = self._in_flight, None
+        if previous is None or self._saver.world_size == 1 or wait_until_over(*previous, seal_deadline_s()):
             return
         _log.error("an asynchronous save is still under way after %.0f s; going on beside it", seal_deadline_s())
 
     def give_up_staged(self, error: Exception) -> None:
         """Give up the state that was staged last, if no thread has taken it on: none could be started."""
-        ticket = self._in_flight
-        if ticket is not None and ticket.worker is None:
+        if self._in_flight is not None and (save := self._in_flight[0]).worker is None:
             self._in_flight = None
-            self._saver.fail(ticket, error)
+            self._saver.fail(save, error)
 
     def _copy(
-        self, saver: DefaultMLFlashpointCheckpointSaver, ticket: SaveTicket, tensors: list[TensorItem]
+        self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: list[TensorItem]
     ) -> list[torch.Tensor]:
-        copies = saver.stage(ticket, tensors) if self._cache_staged else None
+        copies = saver.stage(save, tensors) if self._cache_staged else None
         # No base container is known to the first asynchronous save of a job: it clones, once.
         return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
 
@@ -284,18 +284,18 @@ class MemoryStorageWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save on the calling thread; one that it left unfinished is given up."""
-        save = self._save
+        call = self._call
         if threading.get_ident() == self._stager_thread:
             self._await_previous()
-        if save.ticket is not None:
+        if call.save is not None:
             # This thread's last save was neither sealed nor failed: its plan failed on another rank.
-            self._saver.fail(save.ticket, SaveError("the checkpoint failed on another rank"))
-            save.ticket = None
+            self._saver.fail(call.save, SaveError("the checkpoint failed on another rank"))
+            call.save = None
         listen(None)
-        save.staged = save.own_tensors = save.trouble = None
-        save.extra, save.labels, save.safe_globals, save.proposals = (), {}, (), ()
-        save.save_id = str(uuid.uuid4())
-        save.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
+        call.staged = call.own_tensors = call.trouble = None
+        call.extra, call.labels, call.safe_globals, call.proposals = (), {}, (), ()
+        call.save_id = str(uuid.uuid4())
+        call.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
         self._let_others_catch_up()
 
     def _let_others_catch_up(self) -> None:
@@ -304,7 +304,7 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             DivergedError: once for each such step. With the first save after them all ranks are in step again.
         """
-        step = None if self._save.version is None else self._save.version.step
+        step = None if self._call.version is None else self._call.version.step
         if step is None or step not in self._passed:
             return
         text = f"other ranks have gone on to step {self._passed[-1]} without this save"
@@ -323,20 +323,20 @@ class MemoryStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP tells planners about this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._call.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the calling rank's role in this save, and of what other ranks send to it."""
         listen(self._note_proposal if is_coordinator else self._note_answer)
-        self._save.proposals = ()
-        self._save.is_coordinator = is_coordinator
-        self._save.use_collectives = bool(kwargs.get("use_collectives", True))
+        self._call.proposals = ()
+        self._call.is_coordinator = is_coordinator
+        self._call.use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is, but for what this rank proposes to call the save."""
-        save = self._save
-        save.own_tensors = tensor_names(plan)
-        return replace(plan, storage_data=PlanRider(self._saver.propose(save.version, save.staged or save.ticket)))
+        call = self._call
+        call.own_tensors = tensor_names(plan)
+        return replace(plan, storage_data=PlanRider(self._saver.propose(call.version, call.staged or call.save)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: leave the plans as they are, but for what the save is called.
@@ -344,9 +344,9 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             SaveError: through DCP, on every rank: not all ranks save.
         """
-        save, saver = self._save, self._saver
+        call, saver = self._call, self._saver
         listen(self._note_answer)
-        if len(save.proposals) <= 1 or not save.use_collectives:
+        if len(call.proposals) <= 1 or not call.use_collectives:
             return plans  # this rank alone saves in this call
         if len(plans) != saver.world_size:
             raise SaveError(
@@ -354,30 +354,30 @@ class MemoryStorageWriter(StorageWriter):
                 rank=saver.rank,
                 hint="save from all ranks: pass a process_group that has all of them, or none",
             )
-        answer = PlanRider.answering(save.proposals)
+        answer = PlanRider.answering(call.proposals)
         return [replace(plan, storage_data=answer) for plan in plans]
 
     def _note_proposal(self, rider: PlanRider) -> None:
-        self._save.proposals = (*self._save.proposals, rider.identity)
+        self._call.proposals = (*self._call.proposals, rider.identity)
 
     def _note_answer(self, rider: PlanRider) -> None:
         """Begin the save, here where all ranks arrive. What fails is raised by the write, where all ranks learn."""
         listen(None)
-        save, saver = self._save, self._saver
-        step = -1 if save.version is None or save.version.step is None else save.version.step
+        call, saver = self._call, self._saver
+        step = -1 if call.version is None or call.version.step is None else call.version.step
         highest = -1 if rider.diverged is None or rider.diverged.highest_step is None else rider.diverged.highest_step
         self._passed = range(step + 1, highest + 1)
         try:
-            ticket = save.staged or save.ticket
-            if ticket is None:
-                ticket = save.ticket = saver.begin(exchanged=True)
-                ticket.worker = threading.current_thread()
+            save = call.staged or call.save
+            if save is None:
+                save = call.save = saver.begin(exchanged=True)
+                save.worker = threading.current_thread()
                 # DCP keeps the plan for as long as it saves, and does not say if it gives up before the write.
-                weakref.finalize(rider, _desert, ticket).atexit = False
-            saver.adopt(ticket, rider.identity)
-            save.trouble = rider.diverged
+                weakref.finalize(rider, _desert, save).atexit = False
+            saver.adopt(save, rider.identity)
+            call.trouble = rider.diverged
         except Exception as error:
-            save.trouble = error
+            call.trouble = error
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Make this rank's object of everything in its plan; seal it, unless :meth:`finish` has something to add.
@@ -386,73 +386,73 @@ class MemoryStorageWriter(StorageWriter):
             FlashpointError: through DCP, on every rank. The next save is not affected.
         """
         listen(None)
-        save = self._save
-        if save.trouble is not None:
-            if (begun := save.staged or save.ticket) is not None:
-                self._saver.fail(begun, save.trouble)
-            save.staged = save.ticket = None
-            raise save.trouble
-        ticket = save.ticket = self._ticket()
-        ticket.others = left_to_others(planner, save.own_tensors, plan)
+        call = self._call
+        if call.trouble is not None:
+            if (begun := call.staged or call.save) is not None:
+                self._saver.fail(begun, call.trouble)
+            call.staged = call.save = None
+            raise call.trouble
+        save = call.save = self._claimed()
+        save.others = left_to_others(planner, call.own_tensors, plan)
         future: Future[list[WriteResult]] = Future()
         try:
-            if save.version is None:
+            if call.version is None:
                 raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
             keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
-            tensors, byte_items = self._resolve(ticket, plan, planner, keys)
-            self._saver.write(ticket, save.version, tensors, [*byte_items, *save.extra])
-            if not save.is_coordinator and save.use_collectives:
-                self._saver.seal(ticket, labels={"door": "dcp", **save.labels})
-                save.ticket = None
+            tensors, byte_items = self._resolve(save, plan, planner, keys)
+            self._saver.write(save, call.version, tensors, [*byte_items, *call.extra])
+            if not call.is_coordinator and call.use_collectives:
+                self._saver.seal(save, labels={"door": "dcp", **call.labels})
+                call.save = None
         except BaseException as error:
-            self._saver.fail(ticket, error)
-            save.ticket = None
+            self._saver.fail(save, error)
+            call.save = None
             raise
         written = self._written = written_plan(self._written, plan, keys, tensors, byte_items, self._saver.rank)
         future.set_result(written.results)
         return future
 
     def _resolve(
-        self, ticket: SaveTicket, plan: SavePlan, planner: SavePlanner, keys: list[str]
+        self, save: Save, plan: SavePlan, planner: SavePlanner, keys: list[str]
     ) -> tuple[list[TensorItem], list[BytesItem]]:
-        if ticket.error is not None:
+        if save.staging_error is not None:
             return [], []  # what staging left undone is told by the write, better than by resolving what is not there
-        allowed = (*self._safe_globals, *self._save.safe_globals)
+        allowed = (*self._safe_globals, *self._call.safe_globals)
         return resolve_items(plan, planner, keys, allowed=allowed, trust_bytes=self._trust_bytes)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: seal its part, with DCP's metadata as one more object. The version is complete."""
-        save = self._save
-        ticket, save.ticket = save.ticket, None
-        if ticket is None:
+        call = self._call
+        save, call.save = call.save, None
+        if save is None:
             raise SaveError("nothing was written to finish", rank=self._saver.rank)
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
             metadata.storage_meta = self.storage_meta()
             if _DCP_VERSION is not None and metadata.version is None:
                 metadata.version = _DCP_VERSION
-            scope = "global" if save.use_collectives else "rank"
+            scope = "global" if call.use_collectives else "rank"
             self._saver.seal(
-                ticket,
+                save,
                 extra=[(METADATA_KEY, encode_metadata(metadata, self._safe_globals))],
-                labels={"door": "dcp", **save.labels, METADATA_SCOPE: scope},
+                labels={"door": "dcp", **call.labels, METADATA_SCOPE: scope},
             )
         except BaseException as error:
-            self._saver.fail(ticket, error)
+            self._saver.fail(save, error)
             raise
 
-    def _ticket(self) -> SaveTicket:
-        saver, save = self._saver, self._save
-        staged, save.staged = save.staged, None
+    def _claimed(self) -> Save:
+        saver, call = self._saver, self._call
+        staged, call.staged = call.staged, None
         if staged is not None and isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             return saver.claim(staged)
-        if save.ticket is not None:
-            return save.ticket
-        ticket = saver.begin(exchanged=True)
-        ticket.worker = threading.current_thread()
-        return ticket
+        if call.save is not None:
+            return call.save
+        save = saver.begin(exchanged=True)
+        save.worker = threading.current_thread()
+        return save
 
 
-def _desert(ticket: SaveTicket) -> None:
+def _desert(save: Save) -> None:
     # Only noted, as in `staged_state`.
-    ticket.deserted = True
+    save.deserted = True

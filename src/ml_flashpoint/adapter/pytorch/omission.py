@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 
 if TYPE_CHECKING:
-    from ml_flashpoint.core.save_ticket import SaveTicket
+    from ml_flashpoint.core.save import Save
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Omission:
         self._others: frozenset[str] = frozenset()
         self._foreseen: frozenset[str] = frozenset()
         self._failures = 0
-        self._open: list[tuple[SaveTicket, object, frozenset[str]]] = []
+        self._open: list[tuple[Save, object, frozenset[str]]] = []
 
     def needed(self, leaves: TensorLeaves) -> list[int]:
         """Indices of the tensors to stage."""
@@ -60,26 +60,25 @@ class Omission:
         """Say what this rank has beside the states to come and leaves to another one: if it changes, so do plans."""
         self._beside = structure
 
-    def watch(self, ticket: SaveTicket, *, whole: bool) -> None:
+    def watch(self, save: Save, *, whole: bool) -> None:
         """Learn from a save of the state given last, once its outcome is known.
 
         Args:
             whole: everything was staged.
         """
-        self._open.append((ticket, self._structure, frozenset() if whole else self._others))
+        self._open.append((save, self._structure, frozenset() if whole else self._others))
 
     def _learn(self) -> None:
         left = []
-        for ticket, structure, omitted in self._open:
-            pending = ticket.pending
-            if pending is None or not pending.resolved.is_set():
-                left.append((ticket, structure, omitted))
+        for save, structure, omitted in self._open:
+            if not save.decided.is_set():
+                left.append((save, structure, omitted))
             elif structure is self._structure:
-                self._learn_from(ticket, failed=pending.error is not None, omitted=omitted)
+                self._learn_from(save, failed=save.error is not None, omitted=omitted)
         self._open = left
 
-    def _learn_from(self, ticket: SaveTicket, *, failed: bool, omitted: frozenset[str]) -> None:
-        others = ticket.others
+    def _learn_from(self, save: Save, *, failed: bool, omitted: frozenset[str]) -> None:
+        others = save.others
         if failed and omitted and (others is None or not omitted <= others):
             # The plan has changed on another rank, so this is learned anew. The second time, plans of several
             # kinds take turns: from then on only what all of them leave to others is.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from _collections_abc import dict_items
 
-    from ml_flashpoint.core.save_ticket import SaveTicket
+    from ml_flashpoint.core.save import Save
 
 _POLL_S = 0.002
 
@@ -27,10 +27,10 @@ class StagedStateDict(dict[str, Any]):
         on_taken: called by the thread that takes it on.
     """
 
-    def __init__(self, state: dict[str, Any], ticket: SaveTicket, on_taken: Callable[[SaveTicket], None]) -> None:
+    def __init__(self, state: dict[str, Any], save: Save, on_taken: Callable[[Save], None]) -> None:
         super().__init__(state)
-        self._ticket, self._on_taken = ticket, on_taken
-        weakref.finalize(self, _abandon, ticket).atexit = False
+        self._save, self._on_taken = save, on_taken
+        weakref.finalize(self, _desert, save).atexit = False
 
     def items(self) -> dict_items[str, Any]:
         """The items, for whoever plans the save, which takes it on."""
@@ -42,24 +42,25 @@ class StagedStateDict(dict[str, Any]):
         return dict, (dict(self),)
 
     def _take_on(self) -> None:
-        self._ticket.worker = threading.current_thread()
-        self._on_taken(self._ticket)
+        self._save.worker = threading.current_thread()
+        self._on_taken(self._save)
 
 
-def _abandon(ticket: SaveTicket) -> None:
+def _desert(save: Save) -> None:
     # Only noted: this runs wherever the garbage is collected, under whatever locks.
-    ticket.abandoned = True
+    if save.offered:
+        save.deserted = True
 
 
-def wait_until_over(ticket: SaveTicket, deadline_s: float) -> bool:
+def wait_until_over(save: Save, state: weakref.ref[StagedStateDict], deadline_s: float) -> bool:
     """Wait until nobody saves a staged state any more: its thread has ended, or the state is gone.
 
     Returns:
         Whether that was within ``deadline_s`` seconds.
     """
     give_up = time.monotonic() + deadline_s
-    while not ticket.abandoned:
-        worker = ticket.worker
+    while state() is not None:
+        worker = save.worker
         if worker is threading.current_thread() or (worker is not None and not worker.is_alive()):
             break
         if time.monotonic() > give_up:

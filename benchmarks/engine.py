@@ -68,7 +68,7 @@ def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Resul
     engine = Engine(base)
     items = list(state.items())
     yield measure(
-        name, "ours: engine save, sealed", lambda _: void(engine.saver.save(engine.next(), items)), memcpy,
+        name, "ours: engine save, committed", lambda _: void(engine.saver.save(engine.next(), items)), memcpy,
         note="copy + digest + manifest",
     )  # fmt: skip
     planner = DefaultSavePlanner(enable_plan_caching=True)
@@ -76,7 +76,7 @@ def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Resul
     def sync_save(_: int) -> None:
         dcp.save(state, checkpoint_id=str(engine.next()), storage_writer=engine.writer, planner=planner)
 
-    yield measure(name, "ours: dcp.save, sealed", sync_save, memcpy, note="with torch's planning")
+    yield measure(name, "ours: dcp.save, committed", sync_save, memcpy, note="with torch's planning")
     for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
         yield from async_saves(name, state, memcpy, engine, kind)
     in_use, free = engine.objects.store.resident_bytes()  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Resul
 def async_saves(
     name: str, state: State, memcpy: Memcpy, engine: Engine, kind: AsyncCheckpointerType
 ) -> Iterator[Result]:
-    """Time that the caller is blocked, and time until the save is sealed."""
+    """Time that the caller is blocked, and time until the save is committed."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
     totals: list[float] = []
 
@@ -110,7 +110,7 @@ def async_saves(
     # A training step lies between two saves, in which the one before is settled.
     yield measure(name, f"ours: async {kind.name}, caller blocked", save, memcpy, after=lambda: engine.saver.wait(5))
     replay = iter(totals)
-    yield measure(name, f"ours: async {kind.name}, to sealed", lambda _: next(replay), memcpy)
+    yield measure(name, f"ours: async {kind.name}, to committed", lambda _: next(replay), memcpy)
 
 
 def loads(name: str, state: State, memcpy: Memcpy, engine: Engine) -> Iterator[Result]:

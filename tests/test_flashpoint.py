@@ -599,7 +599,7 @@ def test_health_and_recovery_tell_what_happened(base: Path) -> None:
         health = fp.health
         assert (health.saves, health.failures, health.last_error, health.degraded) == (3, 0, None, False)
         assert 0 < health.blocked_s <= health.blocked_total_s < 60
-        assert 0 < health.sealed_s < 60
+        assert 0 < health.committed_s < 60
         assert health.bytes > sum(p.nbytes * 3 for p in job.model.parameters())
         assert fp.last_replicated is None, "there is no other node"
     assert fp.health.bytes == health.bytes, "after closing, too"
@@ -888,7 +888,7 @@ def test_object_that_raises_when_asked_for_its_state(base: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["after", "within"])
-def test_sigterm_seals_the_save_in_flight_and_ends(base: Path, how: str) -> None:
+def test_sigterm_commits_the_save_in_flight_and_ends(base: Path, how: str) -> None:
     with Child(training.terminate_while_saving, str(base), how) as child:
         assert child.wait() == -signal.SIGTERM
     tracked: dict[str, Any] = {"big": nn.Linear(4096, 4096)}
@@ -901,7 +901,7 @@ def test_sigterm_seals_the_save_in_flight_and_ends(base: Path, how: str) -> None
 def test_sigterm_where_the_main_thread_holds_a_lock(base: Path, function: str) -> None:
     with Child(training.terminate_inside, str(base), function) as child:
         assert child.wait() == -signal.SIGTERM
-        assert "not sealed" not in child.log
+        assert "not committed" not in child.log
     assert versions(base) == [1]
 
 

@@ -17,7 +17,7 @@ hooks = []
 os.register_at_fork(after_in_child=lambda: [hook() for hook in hooks])
 from ml_flashpoint.facade.sigterm import TerminationGuard
 
-guard = TerminationGuard(seal=lambda deadline_s: None, grace_s=30)
+guard = TerminationGuard(commit=lambda deadline_s: None, grace_s=30)
 guard.install()
 hooks.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
 

@@ -82,7 +82,7 @@ class Flashpoint:
             pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
-        handle_sigterm: on SIGTERM, give the save under way time to be sealed and copied before the handler that was
+        handle_sigterm: on SIGTERM, give the save under way time to be committed and copied before the handler that was
             there before, or the default action, has its turn. In the main thread only; undone by `close`.
         grace_s: seconds at most that SIGTERM is held up.
         safe_globals: further types that tracked objects may have in their state, as for
@@ -137,7 +137,7 @@ class Flashpoint:
         self._ranks = self._engine.ranks
         self._unasked = self._engine.found_versions
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(self._seal_for_termination, self._grace_s)
+        self._guard = TerminationGuard(self._commit_for_termination, self._grace_s)
         self._saves = SaveRunner(
             self._tracked,
             self._engine.saver,
@@ -356,7 +356,7 @@ class Flashpoint:
             raise failure
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun is sealed and has its copies, or has failed.
+        """Wait until every save begun is committed and has its copies, or has failed.
 
         Args:
             deadline_s: seconds at most; by default that of the constructor.
@@ -373,9 +373,9 @@ class Flashpoint:
         self._raise_failure()
         return settled
 
-    def _seal_for_termination(self, deadline_s: float) -> None:
+    def _commit_for_termination(self, deadline_s: float) -> None:
         if not self._saves.settle(deadline_s):
-            _log.warning("SIGTERM: the save under way was not sealed and copied within %.0f s", deadline_s)
+            _log.warning("SIGTERM: the save under way was not committed and copied within %.0f s", deadline_s)
 
     # ---- what became of it --------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class Flashpoint:
 
     @property
     def last_saved(self) -> int | None:
-        """Step of the newest version that is sealed on all ranks: saved, or resumed from. None if there is none."""
+        """Step of the newest version that is committed on all ranks: saved, or resumed from. None if there is none."""
         return self._resumed_from if self._saves.last_saved is None else self._saves.last_saved
 
     @property
@@ -416,7 +416,7 @@ class Flashpoint:
             agreement_error=stats.agreement_error,
             blocked_s=saves.blocked_s,
             blocked_total_s=saves.blocked_total_s,
-            sealed_s=saves.sealed_s,
+            committed_s=saves.committed_s,
             bytes=self._part_bytes,
             degraded=bool(saves.failures_in_a_row or saves.hangs or stats.replication_error or stats.agreement_error),
         )
@@ -463,12 +463,12 @@ class Flashpoint:
         if self._closed:
             return
         self._closed = True
-        sealed = self._saves.await_current(deadline_s)
-        if not sealed:
-            _log.warning("closed while a save was under way: it may not be sealed")
+        committed = self._saves.await_current(deadline_s)
+        if not committed:
+            _log.warning("closed while a save was under way: it may not be committed")
         self._engine.stop()
         self._part_bytes = self.health.bytes
-        if sealed:
+        if committed:
             # Else arenas may still be written to: they stay mapped until the process ends.
             self._engine.close()
             if self._group is not None:

@@ -145,7 +145,7 @@ SABOTAGE: dict[str, tuple[Change, set[str]]] = {
         lambda calm, run: edit(run, "trained", lambda d: d.update(replicated=9), rank=0),
         {SAVED},
     ),
-    "the last save was not sealed": (
+    "the last save was not committed": (
         lambda calm, run: edit(calm, "trained", lambda d: d.update(saved=None), rank=0),
         {SAVED},
     ),

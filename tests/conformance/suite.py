@@ -56,7 +56,7 @@ class Door(ABC):
 
     @abstractmethod
     def save(self, step: int, state: State) -> None:
-        """Save; the version is sealed on return."""
+        """Save; the version is committed on return."""
 
     @abstractmethod
     def load_latest(self) -> tuple[int, State] | None:
@@ -101,7 +101,7 @@ def save_for_ever(report: Any, door: type[Door], base: Path, first: int) -> None
     for step in range(first, 1 << 30):
         report("begins", step)
         opened.save(step, state_of(step))
-        report("sealed", step)
+        report("committed", step)
 
 
 class Conformance:
@@ -148,18 +148,18 @@ class Conformance:
         self.expect(base, 6, 1)
 
     @pytest.mark.slow
-    def test_a_kill_loses_nothing_that_was_sealed(self, base: Path) -> None:
+    def test_a_kill_loses_nothing_that_was_committed(self, base: Path) -> None:
         rng = random.Random(20)
-        sealed = begun = 0
+        committed = begun = 0
         for _ in range(8):
             with Child(save_for_ever, self.door, base, begun + 1) as child:
-                (_, first) = child.next_report("sealed")
+                (_, first) = child.next_report("committed")
                 time.sleep(rng.random() * 0.2)
                 child.kill()
-                sealed, begun = max(first, last(child, "sealed")), max(first, last(child, "begins"))
+                committed, begun = max(first, last(child, "committed")), max(first, last(child, "begins"))
             found = loaded_by_a_new_process(self.door, base)
             assert found is not None
-            assert sealed <= found[0] <= begun
+            assert committed <= found[0] <= begun
             assert same(found[1], state_of(found[0]))
 
     @pytest.mark.damages_on_purpose

@@ -34,7 +34,7 @@ def save(saver: DefaultMLFlashpointCheckpointSaver, base: Path, step: int, paylo
         saver.stage(save, TENSORS, base=CheckpointContainerId(base))
         assert save.staged is not None
         saver.write(save, version, list(zip(["weight"], save.staged.views, strict=True)), [("packed", payload)])
-        saver.seal(save)
+        saver.commit(save)
     except BaseException as error:
         saver.fail(save, error)
         raise

@@ -97,7 +97,7 @@ class Pruning(RuleBasedStateMachine):
 
     @precondition(lambda self: self.saves)
     @rule(data=st.data())
-    def seal_or_copy_one_part(self, data: st.DataObject) -> None:
+    def commit_or_copy_one_part(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(self.ranks), label="rank")
         save = data.draw(st.sampled_from(self.saves[-3:]), label="save")
         self.deliver(rank, save, data.draw(st.sampled_from(self.homes(rank)), label="node"))

@@ -101,7 +101,7 @@ def test_the_oldest_save_finds_an_arena_where_later_ones_hold_all(
     saver.fail(later[3], SaveError("given up"))
     for step, save in enumerate([oldest, *later[:3]], 2):
         saver.write(save, version(tmpfs, step), TENSORS)
-        saver.seal(save)
+        saver.commit(save)
     assert saver.wait(10)
     assert saver.stats.last_verified == 5
 
@@ -119,7 +119,7 @@ def test_many_saves_at_once_take_no_more_arenas_than_a_few(
         try:
             together.wait(30)
             saver.write(tickets[step], version(tmpfs, step + 2), tensors)
-            saver.seal(tickets[step])
+            saver.commit(tickets[step])
         except BaseException as error:
             errors.append(error)
 
@@ -154,12 +154,12 @@ def test_the_arena_of_a_save_whose_thread_is_gone_is_taken_back_before_its_turn(
     save = saver.begin()
     saver.write(save, version(tmpfs, 3), TENSORS)
     saver.fail(first, SaveError("given up"))
-    saver.seal(save)
+    saver.commit(save)
     assert saver.wait(10)
     assert (saver.stats.last_verified, saver.stats.failed) == (3, 6)
 
 
-def test_a_save_sealed_after_its_deadline_gives_its_arena_back(
+def test_a_save_committed_after_its_deadline_gives_its_arena_back(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
@@ -170,7 +170,7 @@ def test_a_save_sealed_after_its_deadline_gives_its_arena_back(
     in_use, _ = store_of(saver).resident_bytes()
     assert in_use  # whoever writes may still be at it
     with pytest.raises(SaveError, match="given up") as caught:
-        saver.seal(save)
+        saver.commit(save)
     saver.fail(save, caught.value)
     assert store_of(saver).resident_bytes() == (0, in_use)
     saver.save(version(tmpfs, 2), TENSORS)
@@ -187,12 +187,12 @@ def test_a_save_given_up_while_it_commits_leaves_nothing(
 
     def slow_commit(manifest: Manifest, arenas: list[Arena]) -> HeldPart:
         part = commit(manifest, arenas)
-        save.fail(DeadlineError("not sealed in time"))
+        save.fail(DeadlineError("not committed in time"))
         return part
 
     monkeypatch.setattr(store_of(saver), "commit", slow_commit)
     with pytest.raises(SaveError, match="too late") as caught:
-        saver.seal(save)
+        saver.commit(save)
     saver.fail(save, caught.value)
     assert list_versions(tmpfs) == []
     assert store_of(saver).resident_bytes()[0] == 0
@@ -262,7 +262,7 @@ def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writ
         after.save(version(tmpfs, 3), TENSORS)
         assert not lent.exists()
         with pytest.raises((SaveError, OSError)) as caught:
-            orphan.seal(save)  # too late: it must not show up beside what the new trainer saves
+            orphan.commit(save)  # too late: it must not show up beside what the new trainer saves
         with contextlib.suppress(OSError):  # its notices are gone with the old trainer
             orphan.fail(save, caught.value)
         assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt"] or list_versions(tmpfs) == ["step-3_ckpt"]
@@ -283,7 +283,7 @@ def test_staged_copies_stay_the_object_with_many_byte_items(
     assert save.staged is not None
     assert save.filled is not None
     assert save.filled.arena is save.staged.arena
-    saver.seal(save)
+    saver.commit(save)
 
 
 def test_a_child_forked_while_locks_are_held_ends(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:

@@ -48,13 +48,13 @@ class Finding(AssertionError):
 
 @dataclass
 class _Begun:
-    """A save that began. Sealed and verified are facts that some rank has told of before its end."""
+    """A save that began. Committed and verified are facts that some rank has told of before its end."""
 
     life: int
     step: int
     variant: int
     world_size: int
-    sealed: bool = False
+    committed: bool = False
     verified: bool = False
     lacks_copies: bool = False  # of what was verified, until a recovery has made them anew
 
@@ -69,15 +69,15 @@ class _History:
         if not any((s.life, s.step) == (life, step) for s in self.saves):
             self.saves.append(_Begun(life, step, variant, world_size))
 
-    def tell(self, life: int, verified: int | None, sealed: int | None) -> None:
+    def tell(self, life: int, verified: int | None, committed: int | None) -> None:
         for save in self.saves:
             if save.life == life:
                 save.verified |= save.step == verified
-                save.sealed |= save.step in (verified, sealed)
+                save.committed |= save.step in (verified, committed)
 
     def floor(self, lost_nodes: int) -> int:
         """Index of the oldest save that may be found; -1 if finding nothing is right too."""
-        sure = [i for i, save in enumerate(self.saves) if (save.verified if lost_nodes else save.sealed)]
+        sure = [i for i, save in enumerate(self.saves) if (save.verified if lost_nodes else save.committed)]
         return max(sure, default=-1) if lost_nodes < 2 else -1
 
     def moves(self, lost: int, copied_anew: bool, alone: bool) -> None:
@@ -85,8 +85,8 @@ class _History:
         is from a node that was alone, without copies, is first safe from its loss when the next save is."""
         for save in self.saves:
             if lost:
-                save.sealed = save.verified and lost < 2
-                save.verified, save.lacks_copies = False, save.sealed
+                save.committed = save.verified and lost < 2
+                save.verified, save.lacks_copies = False, save.committed
             save.lacks_copies &= copied_anew
             save.verified &= not alone
 
@@ -343,8 +343,8 @@ class _Round:
             raise self._finding(number, f"found step {step} of life {life}, and there was {least}")
         if variant != saves[at[0]].variant:
             raise self._finding(number, f"found structure {variant}, not that of {saves[at[0]]}")
-        # What was found is there, sealed: so it must be in the next life, too. What came after it is not any more.
-        saves[at[0]].sealed = True
+        # What was found is there, committed: so it must be in the next life, too. What came after it is not any more.
+        saves[at[0]].committed = True
         del saves[at[0] + 1 : len(saves) - sum(save.life == number for save in saves)]
 
     def _judge_end(self, number: int, life: Life) -> None:

@@ -71,7 +71,7 @@ class Door(ABC):
     def __init__(self, order: Order) -> None:
         self.order = order
         self.holder: Holder = None  # type: ignore[assignment]
-        self.sealed: int | None = None
+        self.committed: int | None = None
         self.failures: list[str] = []
 
     def make(self, variant: int) -> None:
@@ -88,7 +88,7 @@ class Door(ABC):
 
     @abstractmethod
     def settle(self) -> bool:
-        """Wait until all is sealed and copied, or lost."""
+        """Wait until all is committed and copied, or lost."""
 
     @property
     @abstractmethod
@@ -150,8 +150,8 @@ class FacadeDoor(Door):
         saves = self.fp.health
         if saves.last_error is not None and saves.last_error not in self.failures:
             self.failures.append(saves.last_error)
-        self.sealed = self.fp._saves.last_saved
-        return self.fp.last_replicated if self.order.copies else self.sealed
+        self.committed = self.fp._saves.last_saved
+        return self.fp.last_replicated if self.order.copies else self.committed
 
     def close(self) -> None:
         if self.fp is not None:
@@ -197,7 +197,7 @@ class DcpDoor(Door):
         try:
             if save.mode == "sync":
                 self.door.save(self.state(), save.step, process_group=self.group)
-                self.sealed = save.step
+                self.committed = save.step
                 return
             options = dcp.checkpointer(save.mode)
             future = self.door.async_save(self.state(), save.step, process_group=self.group, **options)
@@ -217,7 +217,7 @@ class DcpDoor(Door):
         (step, future), self._under_way = self._under_way, None
         try:
             future.result(DEADLINE_S * 2)
-            self.sealed = step
+            self.committed = step
         except (Exception, CheckpointException) as error:
             self._failed(error)
 
@@ -268,7 +268,7 @@ class LocalDoor(Door):
         try:
             request = self.manager.save(BasicTensorAwareStateDict(content), save.step, is_async=save.mode != "sync")
             if request is None:
-                self.sealed = save.step
+                self.committed = save.step
                 return
             self.queue.schedule_async_request(request)
             self._under_way = save.step
@@ -282,7 +282,7 @@ class LocalDoor(Door):
         if step is not None:
             try:
                 self.queue.maybe_finalize_async_calls(blocking=True)
-                self.sealed = step
+                self.committed = step
             except FlashpointError as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
 
@@ -292,7 +292,7 @@ class LocalDoor(Door):
 
     @property
     def verified(self) -> int | None:
-        return self.sealed
+        return self.committed
 
     def close(self) -> None:
         self.manager.close()
@@ -348,9 +348,9 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
             door.holder.fill(save.step, order.life)
             report("begins", save.step, door.holder.variant)
             door.save(save)
-            report("state", door.verified, door.sealed)
+            report("state", door.verified, door.committed)
         settled = door.settle()
-        report("state", door.verified, door.sealed)
+        report("state", door.verified, door.committed)
         dist.barrier()  # as training does: nobody leaves while others still copy from here
         door.close()
     dist.destroy_process_group()

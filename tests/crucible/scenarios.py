@@ -22,7 +22,7 @@ _SHARDINGS = ("none", "ddp", "ddp", "fsdp2", "hsdp", "tp", "mixed")
 _IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
 _MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
 _POINTS_OF_SAVES = (
-    "staging", "staged", "sealing", "linked", "committed", "copying", "copied", "receiving", "received", "agreeing",
+    "staging", "staged", "committing", "linked", "committed", "copying", "copied", "receiving", "received", "agreeing",
     "agreed", "advancing", "pruning",
 )  # fmt: skip
 _ERRORS = (

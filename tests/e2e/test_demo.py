@@ -76,7 +76,7 @@ def test_the_job_survives_and_ends_with_the_same_weights() -> None:
 
     calm, faulted = result["runs"]
     assert (calm["steps"], calm["saves"], calm["faults"]) == (STEPS, STEPS, [])
-    # At each kill there may be one that was sealed, and not told of any more.
+    # At each kill there may be one that was committed, and not told of any more.
     assert faulted["saves"] >= STEPS - 2
     for run in (calm, faulted):
         assert 0 < run["blocked_median_ms"] <= run["blocked_max_ms"]

@@ -20,6 +20,6 @@ def test_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
         output = cluster.outputs()[0]
     assert "starting anew" in output
     assert "rank 0 kills itself" in output
-    # Step 12 is sealed, or its save was still under way when the rank died.
+    # Step 12 is committed, or its save was still under way when the rank died.
     assert re.search(r"going on from \S*/step-(8|12)_ckpt", output)
     assert re.search(r"[34] saves, 0 failed", output)

@@ -47,7 +47,7 @@ def losses(cluster: Cluster) -> dict[int, set[str]]:
 
 def test_killed_and_resumed(tmpfs: Path) -> None:
     with training(tmpfs, STEPS) as cluster:
-        # Then the saves up to step 18 are sealed, and copies of the first half of them were made meanwhile.
+        # Then the saves up to step 18 are committed, and copies of the first half of them were made meanwhile.
         cluster.wait_for_output(r"^step 21 ", timeout_s=DEADLINE_S)
         cluster.kill_node(1)
         cluster.start_node(1)

@@ -42,12 +42,12 @@ def test_one_rank_without_the_distributed_optimizer(tmpfs: Path, tmp_path: Path)
         cluster.wait(timeout_s=500)
         # Lightning 2.4 does not count the batch after which `ModelCheckpoint` saves.
         paths = check(cluster.reports(0), but={"loops"})
-        base, sealed = cluster.base_of(0), last(cluster.reports(0), "sealed")
+        base, committed = cluster.base_of(0), last(cluster.reports(0), "committed")
     assert paths[:2] == [None, base / "step-4_ckpt"]
     assert paths[2] is not None
     assert paths[2].is_relative_to(tmp_path / "resumed")
     assert paths[2].parent.name == "step=5-last"
-    assert sealed == 3, "after steps 8, 10 and 14; 12 was left to the strategy"
+    assert committed == 3, "after steps 8, 10 and 14; 12 was left to the strategy"
 
 
 @pytest.mark.timeout(600)
@@ -59,7 +59,7 @@ def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -
         for rank in range(2):
             assert check(cluster.reports(rank)) == [None, cluster.base_of(rank) / "step-8_ckpt"]
             assert {"io.json", "model.yaml"} <= set(last(cluster.reports(rank), "context"))
-            assert last(cluster.reports(rank), "sealed") == 2, "after steps 10 and 14"
+            assert last(cluster.reports(rank), "committed") == 2, "after steps 10 and 14"
 
 
 @pytest.mark.timeout(600)

@@ -32,7 +32,7 @@ def save(child: Child, *steps: int) -> list[float]:
     took = []
     for step in steps:
         child.say("save", step, 0)
-        took.append(child.next_report("sealed", step)[2])
+        took.append(child.next_report("committed", step)[2])
     assert max(took) < LATE_S, child.failure(f"saves took {took}")
     assert len(took) < 3 or statistics.median_low(took) < DEADLINE_S / 4, child.failure(f"saves took {took}")
     return took
@@ -93,7 +93,7 @@ def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
         save(one, *range(3, 20))
         settle(one)
         found = stats(one)
-        assert (found["last_sealed"], found["last_verified"]) == (19, 2)
+        assert (found["last_committed"], found["last_verified"]) == (19, 2)
         assert "step-2_ckpt" in versions(tmpfs, 0)
         assert one.log.count("replication fails") == 1, one.log
         assert one.log.count("cannot agree") == 1, one.log

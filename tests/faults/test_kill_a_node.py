@@ -1,7 +1,7 @@
 """SIGKILL of one of two ranks on two nodes, at any moment, with or without the memory of its node.
 
 What must load then, bit-equal on all ranks: where no memory was lost, the newest version that every rank has
-sealed, or a newer one; where a node's memory was lost, the newest that any rank knew to be verified.
+committed, or a newer one; where a node's memory was lost, the newest that any rank knew to be verified.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def test_kill_a_rank(
                 shutil.rmtree(tmpfs / f"node-{victim}")
             time.sleep(rng.choice([0.0, 0.02]))
             team[1 - victim].kill()
-            sealed = min(last(child, "sealed") for child in team.ranks)
+            committed = min(last(child, "committed") for child in team.ranks)
             verified = max(last(child, "verified") for child in team.ranks)
-            reached = max(step, verified if lose_memory else sealed)
+            reached = max(step, verified if lose_memory else committed)
             if reached == least:
                 longest_s = min(longest_s * 1.5, _LONGEST_S)  # a busy machine gets nothing done in so short a life
             least = reached
@@ -55,7 +55,7 @@ def test_kill_a_rank(
 @pytest.mark.slow
 @pytest.mark.parametrize("lose_memory", [False, True])
 def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_memory: bool) -> None:
-    """At points of the protocol of seal, copy and prune, on either rank."""
+    """At points of the protocol of commit, copy and prune, on either rank."""
     steps = [1, 2, 3]
     totals = call_team(engine.team_save, tmpfs / "count", 2, "tiny", steps, 0)
     points = [(victim, nth) for victim in (0, 1) for nth in range(1, totals[victim] + 1)]
@@ -70,14 +70,14 @@ def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_mem
                 continue  # how many changes there are depends on how the ranks meet
             team[1 - victim].kill()
             verified = max(last(child, "verified") for child in team.ranks)
-            sealed = min(last(child, "sealed") for child in team.ranks)
+            committed = min(last(child, "committed") for child in team.ranks)
             begun = max(last(child, "begins") for child in team.ranks)
         if lose_memory:
             shutil.rmtree(root / f"node-{victim}")
         found = call_team(engine.team_load, root, 2, "tiny")
         assert found[0] == found[1], (victim, nth, found)
         step = found[0][0] if found[0] else 0
-        assert (verified if lose_memory else sealed) <= step <= begun, (victim, nth, found)
+        assert (verified if lose_memory else committed) <= step <= begun, (victim, nth, found)
         call_team(engine.team_save, root, 2, "tiny", [7, 8], 1)
         assert call_team(engine.team_load, root, 2, "tiny") == [(8, 1), (8, 1)]
         for node in (0, 1):

@@ -1,7 +1,7 @@
 """SIGKILL of a rank that is on its own, at any moment: nothing that was committed is lost.
 
-With one rank and no copies, a sealed save is all there is, so the latest step that the rank had reported as
-sealed, or a later one, must load bit-equal, always.
+With one rank and no copies, a committed save is all there is, so the latest step that the rank had reported as
+committed, or a later one, must load bit-equal, always.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.workers import fault_engine as engine
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 150, 0.06), ("mid", 60, 0.3)])
 def test_kill_while_saving(tmpfs: Path, rng: random.Random, size: str, count: int, longest_s: float) -> None:
-    sealed = begun = 0
+    committed = begun = 0
     for life in iterations(count):
         with Child(engine.save_for_ever, str(tmpfs / "job"), size, begun + 1, life) as child:
             (_, found) = child.next_report("loaded")
             loaded = found[0] if found else 0
-            assert sealed <= loaded <= max(sealed, begun), child.failure(f"loaded {found}")
+            assert committed <= loaded <= max(committed, begun), child.failure(f"loaded {found}")
             time.sleep(rng.random() ** 2 * longest_s)
             child.kill()
-            sealed, begun = max(loaded, last(child, "sealed")), max(begun, last(child, "begins"))
-            if sealed <= life / 2:
+            committed, begun = max(loaded, last(child, "committed")), max(begun, last(child, "begins"))
+            if committed <= life / 2:
                 longest_s = min(longest_s * 1.2, 4.0)  # a busy machine gets too little done in so short a life
-    assert sealed > count * SCALE / 3
+    assert committed > count * SCALE / 3
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
             # The saver may have had to make a file more where they were counted, as its thread was late.
             not_killed += ended == 0
             assert ended == -9 or not_killed <= 3, child.failure("it was not killed")
-            sealed, begun = last(child, "sealed"), last(child, "begins")
+            committed, begun = last(child, "committed"), last(child, "begins")
         found = call(engine.load, str(base), "tiny")
-        assert (found[0] if found else 0) in {sealed, begun}, f"{found} after {nth} of {total} changes"
+        assert (found[0] if found else 0) in {committed, begun}, f"{found} after {nth} of {total} changes"
         # What the killed process left must not be in the way of the next one, or stay for good.
         call(engine.save_steps, str(base), "tiny", [8, 9], 1)
         assert call(engine.load, str(base), "tiny") == (9, 1)
@@ -62,20 +62,20 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_while_saving_one_step_again_and_again(tmpfs: Path, rng: random.Random) -> None:
-    sealed = begun = 0
+    committed = begun = 0
     longest_s = 0.06
     for nth in iterations(100):
         with Child(engine.overwrite_for_ever, str(tmpfs / "job"), "small", 3, begun + 1) as child:
             (_, found) = child.next_report("loaded")
             step, life = found or (3, 0)
             assert step == 3
-            assert sealed <= life <= max(sealed, begun), child.failure(f"loaded {found}")
+            assert committed <= life <= max(committed, begun), child.failure(f"loaded {found}")
             time.sleep(rng.random() ** 2 * longest_s)
             child.kill()
-            sealed, begun = max(life, last(child, "sealed")), max(begun, last(child, "begins"))
-            if sealed <= nth / 2:
+            committed, begun = max(life, last(child, "committed")), max(begun, last(child, "begins"))
+            if committed <= nth / 2:
                 longest_s = min(longest_s * 1.2, 4.0)  # see above
-    assert sealed > 30 * SCALE
+    assert committed > 30 * SCALE
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ class TestDepartedRanks:
             for child in team.ranks:
                 child.say("save", 1, 0)
             for child in team.ranks:
-                child.next_report("sealed")
+                child.next_report("committed")
                 child.say("wait", 30)
                 child.next_report("settled")
             team[0].kill()
@@ -136,10 +136,10 @@ def test_a_job_that_never_verifies_does_not_fill_the_memory(tmpfs: Path) -> None
     call_team(engine.team_save, tmpfs, 2, "small", [1, 2], 0)
     counts = []
     for life in range(1, 6):
-        with Team(engine.team_load_and_seal, tmpfs, 2, "small", [10 * life, 10 * life + 2], life) as team:
+        with Team(engine.team_load_and_commit, tmpfs, 2, "small", [10 * life, 10 * life + 2], life) as team:
             assert [child.next_report("loaded")[1] for child in team.ranks] == [(2, 0), (2, 0)]
             for child in team.ranks:
-                child.next_report("sealed")
+                child.next_report("committed")
         counts.append(len(arenas(tmpfs)))
     assert max(counts) <= counts[0] + 2, counts
     assert call_team(engine.team_load_and_save, tmpfs, 2, "small", [100, 101], 9) == [(2, 0), (2, 0)]

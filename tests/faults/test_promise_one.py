@@ -53,11 +53,11 @@ JOBS: list[tuple[str, ReplicationStrategy]] = [
 
 @dataclass
 class Save:
-    """One save of the job. Ranks are in `sealed` and pairs (rank, holder) in `copied` once that is done."""
+    """One save of the job. Ranks are in `committed` and pairs (rank, holder) in `copied` once that is done."""
 
     step: int
     attempt: str
-    sealed: set[int] = field(default_factory=set)
+    committed: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
     copied: set[tuple[int, int]] = field(default_factory=set)
     verified: bool | None = None
@@ -167,18 +167,18 @@ class Job(RuleBasedStateMachine):
             f"step-{save.step}_ckpt", rank, len(self.ranks), save.attempt, self.topology.nodes[rank], (record,)
         )
 
-    def seal_next(self, rank: int) -> Save | None:
-        return next((s for s in self.saves if rank not in s.sealed | s.given_up), None)
+    def commit_next(self, rank: int) -> Save | None:
+        return next((s for s in self.saves if rank not in s.committed | s.given_up), None)
 
     @rule(data=st.data())
-    def seal(self, data: st.DataObject) -> None:
+    def commit(self, data: st.DataObject) -> None:
         """A rank begins to write its part of its next save."""
-        ready = [rank for rank in self.ranks if self.idle(rank) and self.seal_next(rank) is not None]
+        ready = [rank for rank in self.ranks if self.idle(rank) and self.commit_next(rank) is not None]
         if ready:
             rank = data.draw(st.sampled_from(ready), label="rank")
-            self.begin_seal(rank, self.seal_next(rank))
+            self.begin_commit(rank, self.commit_next(rank))
 
-    def begin_seal(self, rank: int, save: Save | None) -> None:
+    def begin_commit(self, rank: int, save: Save | None) -> None:
         assert save is not None
         store, manifest = self.stores[rank], self.manifest(rank, save)
 
@@ -189,15 +189,15 @@ class Job(RuleBasedStateMachine):
             arena.buffer[: len(data)] = data
             store.commit(manifest, [arena])
 
-        self.do(rank, write, lambda: save.sealed.add(rank))
+        self.do(rank, write, lambda: save.committed.add(rank))
 
     @rule(data=st.data())
     def give_a_save_up(self, data: st.DataObject) -> None:
         """A rank's save fails."""
-        ready = [rank for rank in self.ranks if self.idle(rank) and self.seal_next(rank) is not None]
+        ready = [rank for rank in self.ranks if self.idle(rank) and self.commit_next(rank) is not None]
         if ready:
             rank = data.draw(st.sampled_from(ready), label="rank")
-            save = self.seal_next(rank)
+            save = self.commit_next(rank)
             assert save is not None
             save.given_up.add(rank)
 
@@ -224,7 +224,7 @@ class Job(RuleBasedStateMachine):
         return ((rank, holder) for rank in self.ranks for holder in self.strategy.copies_of(rank, self.topology))
 
     def can_copy(self, save: Save, rank: int, holder: int) -> bool:
-        if not (self.idle(rank) and self.idle(holder)) or rank not in save.sealed or (rank, holder) in save.copied:
+        if not (self.idle(rank) and self.idle(holder)) or rank not in save.committed or (rank, holder) in save.copied:
             return False
         return self.stores[rank].find(save.attempt, rank) is not None
 
@@ -256,7 +256,7 @@ class Job(RuleBasedStateMachine):
         save = next((s for s in self.saves if s.verified is None), None)
         if save is None or any(self.current(rank) is not save for rank in self.ranks):
             return
-        if not all(rank in save.sealed | save.given_up for rank in self.ranks):
+        if not all(rank in save.committed | save.given_up for rank in self.ranks):
             return
         ready = not save.given_up and save.copied >= set(self.pairs())
         if ready or give_up or save.given_up:
@@ -287,7 +287,7 @@ class Job(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def drop_an_unverified_save(self, data: st.DataObject) -> None:
-        """A rank that is short of arenas gives up a save that it has sealed, if it has another one."""
+        """A rank that is short of arenas gives up a save that it has committed, if it has another one."""
         droppable: list[tuple[int, Save]] = []
         for rank in self.ranks:
             if self.idle(rank):
@@ -320,11 +320,11 @@ class Job(RuleBasedStateMachine):
             self.finish(rank)
         for save in self.saves:
             for rank in self.ranks:
-                if self.runs(rank) and self.seal_next(rank) is save:
+                if self.runs(rank) and self.commit_next(rank) is save:
                     if rank == failing:
                         save.given_up.add(rank)
                     else:
-                        self.begin_seal(rank, save)
+                        self.begin_commit(rank, save)
                         self.finish(rank)
             if any(self.current(rank) is not save for rank in self.ranks):
                 continue

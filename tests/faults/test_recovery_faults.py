@@ -81,10 +81,10 @@ def test_a_copy_that_is_damaged_protects_nothing(tmpfs: Path) -> None:
     with path.open("r+b") as file:
         file.write(data)
     # Each loads step 2, and begins a save that is never verified.
-    with Team(engine.team_load_and_seal, tmpfs, 2, "tiny", [3], 6) as ranks:
+    with Team(engine.team_load_and_commit, tmpfs, 2, "tiny", [3], 6) as ranks:
         for child in ranks.ranks:
             assert child.next_report("loaded") == ("loaded", (2, 5))
-            child.next_report("sealed")
+            child.next_report("committed")
     shutil.rmtree(tmpfs / "node-0")
     assert team(engine.team_load, tmpfs, 2, "tiny") == [(1, 5), (1, 5)]
 
@@ -156,7 +156,7 @@ def test_what_a_first_save_left_that_was_cut_short_lets_a_job_start(tmpfs: Path)
         for child in ranks.ranks:
             child.next_report("ready")
         ranks[0].say("save", 1, 0)
-        ranks[0].next_report("sealed")
+        ranks[0].next_report("committed")
     assert part_files(tmpfs / "node-0" / "job", 1)
     assert team(faults.load_as, tmpfs, 2, "none") == [None, None]
 
@@ -166,9 +166,9 @@ def test_saves_of_one_rank_only_let_a_job_start_where_the_other_is_seen_not_to_h
         for child in ranks.ranks:
             child.next_report("ready")
         ranks[0].say("save", 1, 0)
-        ranks[0].next_report("sealed")
+        ranks[0].next_report("committed")
         ranks[0].say("save", 2, 0)
-        ranks[0].next_report("sealed")
+        ranks[0].next_report("committed")
     # Rank 1 has nothing at all: it may as well have been lost with its node.
     for said in team(faults.load_as, tmpfs, 2, "none"):
         assert said.startswith("NothingLoadableError"), said

@@ -50,7 +50,7 @@ ENCODED = (
 )
 
 
-def sealed(body: bytes) -> bytes:
+def committed(body: bytes) -> bytes:
     """A manifest file with any body and the right checksum."""
     return b"MLFLASHPOINT-MANIFEST 1 " + xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
 
@@ -247,7 +247,7 @@ class TestEncoding:
 
     @given(st.binary(max_size=200))
     def test_any_bytes(self, data: bytes) -> None:
-        for attempt in (data, sealed(data)):
+        for attempt in (data, committed(data)):
             with pytest.raises(ManifestError):
                 decode(attempt)
 
@@ -297,7 +297,7 @@ class TestEncoding:
     )
     def test_a_right_checksum_is_not_trusted(self, body: bytes) -> None:
         with pytest.raises(ManifestError) as raised:
-            decode(sealed(body), "/base/step-5_ckpt/rank-00003-a1.manifest")
+            decode(committed(body), "/base/step-5_ckpt/rank-00003-a1.manifest")
         assert "/base/step-5_ckpt/rank-00003-a1.manifest" in str(raised.value)
 
     def test_the_place_must_agree(self) -> None:

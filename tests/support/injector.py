@@ -29,7 +29,7 @@ POINTS: dict[str, tuple[str, str, str]] = {
     # of a save, in their order
     "staging": ("ml_flashpoint.core.object_writer", "ObjectWriter.stage", "before"),
     "staged": ("ml_flashpoint.core.object_writer", "ObjectWriter.stage", "after"),
-    "sealing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.commit", "before"),
+    "committing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.commit", "before"),
     "linked": (_FILES, "write_manifest", "before"),
     "committed": (_FILES, "write_manifest", "after"),
     "copying": ("ml_flashpoint.replication.channel", "Channel.send_payload", "before"),

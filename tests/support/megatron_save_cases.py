@@ -186,17 +186,17 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
             state["optimizer"]["step"].replica_id = 0
         elif kind == "an object":
             state["rng"].data = lambda: None
-        elif kind in ("stage", "write", "seal"):
+        elif kind in ("stage", "write", "commit"):
             setattr(door.saver, kind, no_room)
 
     for asynchronous in (False, True):
         for itself in (False, True):
-            for kind in ("no data", "an object", "stage", "write", "seal"):
+            for kind in ("no data", "an object", "stage", "write", "commit"):
                 step += 1
                 state = sharded_state(layout, step)
                 damage(kind, state)
                 _save(door, state, step, asynchronous, itself)
-                for name in ("stage", "write", "seal"):
+                for name in ("stage", "write", "commit"):
                     vars(door.saver).pop(name, None)
                 assert isinstance(door.save_strategy.last_error, FlashpointError), kind
                 assert door.queue.get_num_unfinalized_calls() == 0

@@ -106,7 +106,7 @@ class KillAt(Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step != self.step:
             return
-        # What is to be resumed from must be there; it is the kill that comes at any time, not the seal.
+        # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
         io = flashpoint_io_of(trainer)
         assert io is not None
         assert io.parts.saver.wait(60)
@@ -189,7 +189,7 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
         assert io.parts.save_strategy.last_error is None
         context = resume.get_context_path()
         assert io.parts.saver.wait(60)
-        report(sealed=io.parts.saver.stats.sealed)
+        report(committed=io.parts.saver.stats.committed)
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)
     inner = trainer.optimizers[0].mcore_optimizer
     adams = [each.optimizer for each in getattr(inner, "chained_optimizers", [inner])]

@@ -184,7 +184,7 @@ def save_steps(report: Report, base: str, size: str, steps: list[int], life: int
     for step in steps:
         report("begins", step)
         rank.save(size, step, life)
-        report("sealed", step)
+        report("committed", step)
     rank.close()
     return changes()
 
@@ -197,7 +197,7 @@ def save_for_ever(report: Report, base: str, size: str, first: int, life: int) -
     while True:
         report("begins", step)
         rank.save(size, step, life)
-        report("sealed", step)
+        report("committed", step)
         step += 1
 
 
@@ -208,7 +208,7 @@ def overwrite_for_ever(report: Report, base: str, size: str, step: int, life: in
     while True:
         report("begins", life)
         rank.save(size, step, life)
-        report("sealed", life)
+        report("committed", life)
         life += 1
 
 
@@ -406,7 +406,7 @@ def team_save(report: Report, rank: int, size: str, steps: list[int], life: int,
         _train()
         report("begins", step)
         engine.save(size, step, life)
-        report("sealed", step)
+        report("committed", step)
         if not engine.saver.wait(30):
             raise AssertionError("the copies were not made in time")
         report("verified", engine.saver.stats.last_verified or 0)
@@ -423,7 +423,7 @@ def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: i
         _train()
         report("begins", step)
         engine.save(size, step, life)
-        report("sealed", step)
+        report("committed", step)
         report("verified", engine.saver.stats.last_verified or 0)
         step += 1
 
@@ -458,7 +458,7 @@ def team_obey(report: Report, rank: int, size: str) -> None:
             case ("save", step, life):
                 began = time.monotonic()
                 engine.save(size, step, life)
-                report("sealed", step, time.monotonic() - began)
+                report("committed", step, time.monotonic() - began)
             case ("wait", deadline_s):
                 report("settled", engine.saver.wait(deadline_s))
             case ("stats",):
@@ -555,14 +555,14 @@ def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], l
     return found
 
 
-def team_load_and_seal(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
+def team_load_and_commit(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
     """Load, and save so that nothing gets verified: the other ranks are told other steps."""
     engine = Rank(base_here(), replicate=True)
     report("loaded", engine.load(size))
     for step in steps:
         engine.save(size, step + rank, life)
     engine.saver.wait(30)
-    report("sealed")
+    report("committed")
     threading.Event().wait()
 
 

@@ -178,7 +178,7 @@ class KillAt(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == self.step:
-            # What is to be resumed from must be there; it is the kill that comes at any time, not the seal.
+            # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
             for callback in trainer.callbacks:
                 if isinstance(callback, FlashpointCallback) and callback.flashpoint is not None:
                     assert callback.flashpoint.wait(60)

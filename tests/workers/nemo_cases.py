@@ -113,7 +113,7 @@ def shared(name: str) -> Path:
 
 
 def settle(trainer: Any) -> None:
-    """Wait until our saves are sealed and have their copies, which is not the same as finalized."""
+    """Wait until our saves are committed and have their copies, which is not the same as finalized."""
     io = flashpoint_io_of(trainer)
     assert io is not None
     assert io.parts.saver.wait(60)
@@ -200,7 +200,7 @@ def both_asynchronous(base: Path) -> None:
         save(trainer, version(base, step), step, finalize_fn=lambda step=step: ended.append(str(step)))
     assert ended == ["5"], "ours are finalized while the long-term one is queued"
     settle(trainer)
-    assert resume.get_trainer_ckpt_path() == version(base, 6), "sealed without being finalized"
+    assert resume.get_trainer_ckpt_path() == version(base, 6), "committed without being finalized"
     assert theirs.async_calls_queue.get_num_unfinalized_calls() == 1
     assert trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
     assert sorted(ended) == ["5", "6", "long-term"]
@@ -222,10 +222,10 @@ def failing(base: Path) -> None:
 
     for step in (1, 2, 3):
         if step == 2 and rank() == 1:
-            io.parts.saver.seal = no_room  # type: ignore[method-assign]
+            io.parts.saver.commit = no_room  # type: ignore[method-assign]
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        vars(io.parts.saver).pop("seal", None)
+        vars(io.parts.saver).pop("commit", None)
         assert (io.parts.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 MOST_OWN_VERSIONS = 4
 """The newest verified version and the one being written; while replication lags behind the saves also the one being
-replicated, and the newest sealed one, or a crash in the middle of the next save would lose more than that."""
+replicated, and the newest committed one, or a crash in the middle of the next save would lose more than that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class UnlockedStore:
         return file
 
     def acquire(self, size: int, *, exact: bool = False) -> Arena:
-        """A new arena. It is the trainer's from the moment that the save is sealed.
+        """A new arena. It is the trainer's from the moment that the save is committed.
 
         Raises:
             CapacityError: no room for one.
@@ -44,6 +44,6 @@ class UnlockedStore:
         return Arena.create(path, size if exact else with_headroom(size))
 
     def release(self, arena: Arena) -> None:
-        """Delete an arena that nothing was sealed in."""
+        """Delete an arena that nothing was committed in."""
         arena.unlink()
         arena.close()

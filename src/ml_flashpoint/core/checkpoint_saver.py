@@ -1,10 +1,10 @@
-"""The trainer's saver: it stages, seals, and has what it sealed replicated.
+"""The trainer's saver: it stages, commits, and has what it committed replicated.
 
 Owns which saves of this rank are under way, their attempts and arenas, what happens when one fails, and the rule
-for which arena may be taken when all are in use. Copying and layout are `object_writer`'s; what follows the seal
+for which arena may be taken when all are in use. Copying and layout are `object_writer`'s; what follows the commit
 (copies, agreement, pruning) is `commit_queue`'s.
 
-A save may be staged in one place and sealed in another: later, on another thread, or in another process, to
+A save may be staged in one place and committed in another: later, on another thread, or in another process, to
 which saver and save travel by pickle and where the saver is a :class:`HandedOffSaver`.
 """
 
@@ -98,7 +98,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             )
         super().__init__()
         self._verify_saves = checked_mode(verify_saves)
-        # Called when a save that was sealed turns out damaged; on a background thread.
+        # Called when a save that was committed turns out damaged; on a background thread.
         self.on_withdrawn: Callable[[Save], None] = lambda save: None
         self._expected_bytes = initial_buffer_size_bytes
         self._cache = cache_staged_state_dict
@@ -251,7 +251,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             arena.refresh()  # a saving process may have made it larger
             store.release(arena)
 
-    def _commit(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:
         assert save.version is not None
         store = self._store(save.version.parent)
         if save.decided.is_set():
@@ -455,7 +455,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self._desert_own()
         finished = self._commits.close(exit_deadline_s() if deadline_s is None else deadline_s)
         if not finished:
-            _log.info("closed before the last saves were verified; they are sealed on this node")
+            _log.info("closed before the last saves were verified; they are committed on this node")
         if self._mailbox is not None:
             self._mailbox.remove()
 

@@ -34,9 +34,9 @@ _UNKNOWN = 2**63 - 1
 class CommitStats:
     """Counters of a commit queue. Steps are training steps, None before the first."""
 
-    last_sealed: int | None = None
+    last_committed: int | None = None
     last_verified: int | None = None
-    sealed: int = 0
+    committed: int = 0
     failed: int = 0
     withdrawn: int = 0
     replicated_bytes: int = 0
@@ -56,8 +56,8 @@ class CommitQueue:
         agreement: how they do.
         numbering: where the saves' numbers come from.
         replication: who makes the copies, or None for none.
-        verify: how what was sealed is read back before it counts: see `read_back`.
-        on_withdrawn: called when a save that was sealed turns out damaged, on whatever rank; on the queue's thread.
+        verify: how what was committed is read back before it counts: see `read_back`.
+        on_withdrawn: called when a save that was committed turns out damaged, on whatever rank; on the queue's thread.
         seal_deadline_s: seconds that a save may take to be committed once it is the oldest one.
         watch: called while that is waited for; may commit it (a save in another process) or fail it.
     """
@@ -208,8 +208,8 @@ class CommitQueue:
         """Whether this rank has committed the save and has all copies of it."""
         self._await_commit(save)
         if save.state is SaveState.COMMITTED:
-            self.stats.sealed += 1
-            self.stats.last_sealed = save.step
+            self.stats.committed += 1
+            self.stats.last_committed = save.step
             if self._read_back(save) and self._copy(save):
                 save.replicate()
         elif save.state is SaveState.FAILED:
@@ -361,7 +361,7 @@ class _Vote:
     """What came of one all-reduce.
 
     Attributes:
-        ready: whether all ranks have sealed their save and have its copies.
+        ready: whether all ranks have committed their save and have its copies.
         oldest, newest: numbers of the saves that ranks came with.
         same_step: whether those that know their step have the same.
         highest: highest number that a rank has used.

@@ -125,7 +125,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
         if record is None:
             if self._objects.store is not None:
                 self._objects.store.withdraw(save.attempt, sweep=not alive and not self._handed_off)
-            why = "it failed before this rank's part was sealed" if alive else "its process is gone"
+            why = "it failed before this rank's part was committed" if alive else "its process is gone"
             self.fail(save, lost(save, why, self.rank))
         else:
             self._take(save, record)

@@ -1,6 +1,9 @@
 """How a saving process, which cannot call the trainer, tells it what became of a save.
 
 Owns completion records, and the mailbox that they are left in: a private directory with a small file for each.
+
+Files, because DCP leaves nothing else: it starts its saving process by itself and keeps it for all saves, a writer can
+take no pipe or queue along on its way there, and what that process answers are DCP's results, or nothing where it dies.
 """
 
 from __future__ import annotations

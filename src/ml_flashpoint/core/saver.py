@@ -38,7 +38,7 @@ class ArenaSource(Protocol):
 
 
 class MLFlashpointCheckpointSaver(ABC):
-    """What a door needs to save. The calls of one save come in the order begin, stage (optional), write, seal;
+    """What a door needs to save. The calls of one save come in the order begin, stage (optional), write, commit;
     or, when any of them raises, fail.
 
     Attributes:
@@ -91,7 +91,7 @@ class MLFlashpointCheckpointSaver(ABC):
     def _arena_of(self, staged: StagedObject) -> Arena: ...
 
     @abstractmethod
-    def _commit(self, save: Save, manifest: Manifest, arena: Arena) -> None: ...
+    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None: ...
 
     def write(
         self,
@@ -150,7 +150,7 @@ class MLFlashpointCheckpointSaver(ABC):
         # With other ranks, what one finds must not change its own names alone: see `CommitQueue`.
         self.adopt(save, later_than(mine, mine.newest_ms if self.world_size == 1 else -1))
 
-    def seal(
+    def commit(
         self,
         save: Save,
         *,
@@ -167,7 +167,7 @@ class MLFlashpointCheckpointSaver(ABC):
             SaveError, CapacityError: nothing of the part is visible.
         """
         if save.filled is None or save.version is None:
-            raise SaveError("nothing was written to seal", rank=self.rank)
+            raise SaveError("nothing was written to commit", rank=self.rank)
         written = self._writer.finish(save.filled, extra)
         manifest = Manifest(
             version=save.version.name,
@@ -178,7 +178,7 @@ class MLFlashpointCheckpointSaver(ABC):
             objects=(written.record(object_name(self.rank, save.attempt)),),
             labels=dict(labels or {}),
         )
-        self._commit(save, manifest, written.arena)
+        self._publish(save, manifest, written.arena)
         return manifest
 
     def save(
@@ -189,7 +189,7 @@ class MLFlashpointCheckpointSaver(ABC):
         *,
         labels: Mapping[str, str] | None = None,
     ) -> Manifest:
-        """A whole save in one call: returns when this rank's part is sealed.
+        """A whole save in one call: returns when this rank's part is committed.
 
         Raises:
             FlashpointError: it failed; nothing of it is left and older versions are as before.
@@ -197,7 +197,7 @@ class MLFlashpointCheckpointSaver(ABC):
         save = self.begin()
         try:
             self.write(save, version, tensors, byte_items)
-            return self.seal(save, labels=labels)
+            return self.commit(save, labels=labels)
         except BaseException as error:
             self.fail(save, error)
             raise

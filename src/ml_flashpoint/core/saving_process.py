@@ -46,7 +46,7 @@ class HandOff:
 
 
 class HandedOffSaver(MLFlashpointCheckpointSaver):
-    """A saver in another process: it writes and seals the one save that came with it, and posts a completion record.
+    """A saver in another process: it writes and commits the one save that came with it, and posts a completion record.
 
     It owns no arenas: it fills the one that was staged, or makes a new one, which the trainer takes over.
 
@@ -149,7 +149,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def _arena_of(self, staged: StagedObject) -> Arena:
         return mapped_arena(staged.arena_path)
 
-    def _commit(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:
         assert save.version is not None
         publish(Path(str(save.version.parent)), manifest, [arena.path])
         record = CompletionRecord(

@@ -2,7 +2,7 @@
 
 Owns how they are named there and how they come back. A door that needs such files adds them to the object of one
 rank of each node, or of one rank for all; every part says in its manifest which rank that is. As items they have
-digests, copies and recovery like all others; the files are written from them, by the door when a part is sealed
+digests, copies and recovery like all others; the files are written from them, by the door when a part is committed
 and by every recovery, from bytes that were verified.
 """
 

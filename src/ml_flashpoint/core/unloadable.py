@@ -55,8 +55,8 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
     """Saves of which parts are missing everywhere, unless it is certain that none was ever complete.
 
     It is certain if no node remembers one, and the save is the only one there (the job's first, cut short), or the
-    ranks whose parts are missing have saved on nodes that are here still: they have not sealed theirs, or it would be
-    here. Otherwise they ran on a node that is gone, and nobody can tell.
+    ranks whose parts are missing have saved on nodes that are here still: had they committed theirs, it would be here.
+    Otherwise they ran on a node that is gone, and nobody can tell.
     """
     saves: dict[tuple[str, str, int], set[int]] = {}
     for report in reports:

@@ -11,14 +11,14 @@ class Health:
     """How saving goes on this rank, from the construction of the façade on.
 
     Attributes:
-        saves: saves sealed on all ranks.
+        saves: saves committed on all ranks.
         failures: saves that failed.
         last_error: text of the latest failure, kept after later saves worked; None if there was none.
         replication_error: why copies on other nodes are missing now; None while there is nothing amiss.
         agreement_error: why ranks do not agree on which versions may go, so that these are kept; None while they do.
         blocked_s: seconds that the latest save kept the training loop.
         blocked_total_s: the same, of all saves.
-        sealed_s: seconds from the begin of the latest successful save until it was sealed on all ranks.
+        committed_s: seconds from the begin of the latest successful save until it was committed on all ranks.
         bytes: bytes of this rank's part of its newest version.
         degraded: whether something needs attention: the latest save failed or hangs, copies are missing, or ranks do
             not agree.
@@ -31,7 +31,7 @@ class Health:
     agreement_error: str | None
     blocked_s: float
     blocked_total_s: float
-    sealed_s: float
+    committed_s: float
     bytes: int
     degraded: bool
 

@@ -69,7 +69,7 @@ class BlockingStager:
         *,
         beside: object = None,
     ) -> Future[Any]:
-        """Begin the save of ``state`` as ``version``. The future ends when it is sealed on all ranks, or failed.
+        """Begin the save of ``state`` as ``version``. The future ends when it is committed on all ranks, or failed.
 
         Args:
             beside: see `MemoryStorageWriter.beside`.
@@ -135,8 +135,8 @@ class SaveRunner:
         deadline_s: seconds to wait for the save before.
 
     Attributes:
-        last_saved: step of the latest save sealed on all ranks, None before.
-        saves, failures, failures_in_a_row, last_error, blocked_s, blocked_total_s, sealed_s: see `Health`.
+        last_saved: step of the latest save committed on all ranks, None before.
+        saves, failures, failures_in_a_row, last_error, blocked_s, blocked_total_s, committed_s: see `Health`.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class SaveRunner:
         self.last_saved: int | None = None
         self.saves = self.failures = self.failures_in_a_row = 0
         self.last_error: str | None = None
-        self.blocked_s = self.blocked_total_s = self.sealed_s = 0.0
+        self.blocked_s = self.blocked_total_s = self.committed_s = 0.0
 
     # ---- beginning ----------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class SaveRunner:
                 _log.warning("saves work again from step %d on", save.step)
             self.failures_in_a_row = 0
             self.saves += 1
-            self.sealed_s = time.perf_counter() - save.began
+            self.committed_s = time.perf_counter() - save.began
             self.last_saved = save.step
         finally:
             save.ended.set()
@@ -284,7 +284,7 @@ class SaveRunner:
         return self._current is None or self._current.ended.wait(deadline_s)
 
     def settle(self, deadline_s: float) -> bool:
-        """Wait until all saves are sealed and have their copies, or failed; returns whether that was so in time."""
+        """Wait until all saves are committed and have their copies, or failed; returns whether that was so in time."""
         give_up = time.monotonic() + deadline_s
         return self.await_current(deadline_s) and self._saver.wait(max(give_up - time.monotonic(), 1e-3))
 

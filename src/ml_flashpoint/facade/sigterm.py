@@ -1,4 +1,4 @@
-"""SIGTERM: time for the save in flight to be sealed, then whatever would have happened anyway.
+"""SIGTERM: time for the save in flight to be committed, then whatever would have happened anyway.
 
 Owns the handler, its chaining and its removal. What there is to wait for is the façade's to say.
 
@@ -67,23 +67,23 @@ _writers: set[int] = set()
 
 
 class TerminationGuard:
-    """Calls ``seal`` when SIGTERM comes, then the handler that was there before, or the default action.
+    """Calls ``commit`` when SIGTERM comes, then the handler that was there before, or the default action.
 
     Install it in the main thread; elsewhere it does nothing, as only the main thread may set handlers. A second SIGTERM
-    while ``seal`` runs is not held up. Children made by a fork are not held up either.
+    while ``commit`` runs is not held up. Children made by a fork are not held up either.
 
     Args:
-        seal: waits, at most for the seconds that it is given, until nothing is under way.
+        commit: waits, at most for the seconds that it is given, until nothing is under way.
         grace_s: seconds that SIGTERM is held up at most.
     """
 
-    def __init__(self, seal: Callable[[float], None], grace_s: float) -> None:
-        self._seal = seal
+    def __init__(self, commit: Callable[[float], None], grace_s: float) -> None:
+        self._commit = commit
         self._grace_s = grace_s
         self._earlier: Callable[[int, FrameType | None], object] | int | None = None
         self._pid = 0
         self._closed = False
-        self._sealing = False
+        self._committing = False
         self._busy = False
         self._pending: tuple[int, FrameType | None] | None = None
         self._wakeup: int | None = None
@@ -147,21 +147,21 @@ class TerminationGuard:
             if self._busy:
                 self._pending = number, frame
                 return
-            if not self._closed and not self._sealing:
-                self._sealing = True
-                self._seal_within(self._grace_s)
-                self._sealing = False
+            if not self._closed and not self._committing:
+                self._committing = True
+                self._commit_within(self._grace_s)
+                self._committing = False
         earlier = self._earlier
         if callable(earlier):
             earlier(number, frame)
         elif earlier == signal.SIG_DFL:
             _take_default_action()
 
-    def _seal_within(self, deadline_s: float) -> None:
+    def _commit_within(self, deadline_s: float) -> None:
         try:
-            self._seal(deadline_s)
+            self._commit(deadline_s)
         except Exception:
-            _log.exception("sealing on SIGTERM failed")
+            _log.exception("committing on SIGTERM failed")
 
     # ---- beside a main thread that hangs ------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class TerminationGuard:
         while self._busy and not responded and time.monotonic() < give_up:
             responded = _responded.wait(_BUSY_POLL_S)
         if not responded and not self._closed and self._is_installed():
-            self._seal_within(max(give_up - time.monotonic(), _BUSY_POLL_S))
+            self._commit_within(max(give_up - time.monotonic(), _BUSY_POLL_S))
             if not _responded.is_set():
                 _log.warning("SIGTERM: the main thread hangs in native code, ending the process")
                 _take_default_action()

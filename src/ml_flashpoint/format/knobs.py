@@ -40,7 +40,7 @@ def recovery_deadline_s() -> float:
 
 
 def seal_deadline_s() -> float:
-    """Seconds that a save may take from its stage to its seal before its arena is taken back."""
+    """Seconds that a save may take from its stage to its commit before its arena is taken back."""
     return _number("FLASHPOINT_SEAL_DEADLINE_S", 600.0)
 
 

@@ -279,7 +279,7 @@ class LocalCheckpointManager:
                     tensors = list(zip(names, staged, strict=True))
                     return self._go_on(save, version, tensors, encoded.byte_items)
                 self._saver.write(save, version, encoded.tensors, encoded.byte_items)
-                self._log_saved(iteration, self._saver.seal(save))
+                self._log_saved(iteration, self._saver.commit(save))
         except Exception as caught:
             error = caught
             self._saver.fail(save, caught)
@@ -320,7 +320,7 @@ class LocalCheckpointManager:
         tensors: list[TensorItem],
         byte_items: list[BytesItem],
     ) -> AsyncRequest:
-        """Have a staged save written and sealed in the background."""
+        """Have a staged save written and committed in the background."""
         assert version.step is not None
         request = self._request(save, version.step, None)
         marker = self._marker(save)
@@ -346,7 +346,7 @@ class LocalCheckpointManager:
         save.worker = threading.current_thread()
         try:
             self._saver.write(save, version, tensors, byte_items)
-            self._log_saved(version.step, self._saver.seal(save))
+            self._log_saved(version.step, self._saver.commit(save))
         except BaseException as error:  # lost with its thread, it would leave the others waiting
             self._saver.fail(save, error)
         finally:

@@ -39,7 +39,7 @@ def _state(step: int, elements: int = 1000) -> dict[str, Any]:
     return {"w": torch.full((elements,), float(step)), "step": step, "nested": {"list": [step, {"x": step}]}}
 
 
-def _sealed(door: Door, step: int) -> int:
+def _committed(door: Door, step: int) -> int:
     """Bytes used of the arena that holds a version, as the filesystem counts its object."""
     return door.object_path(step).stat().st_size
 
@@ -54,7 +54,7 @@ def test_the_staged_copies_are_the_object(door: Door) -> None:
         state = {"w": torch.full((elements,), float(step))}
         door.async_save(state, step).result(RESULT_TIMEOUT_S)
         # Had it been copied once more, behind what was staged, the object would be twice as large.
-        assert _sealed(door, step) < 4 * elements * 1.1
+        assert _committed(door, step) < 4 * elements * 1.1
         assert_same(door.load(blank(state), step), state)
 
 
@@ -105,7 +105,7 @@ def _staged_values(door: Door) -> list[float]:
     for path in (door.base / ".flashpoint" / "rank-00000").glob("arena-*"):
         try:
             found.append(float(safetensors.torch.load_file(path)["w"][0]))
-        except Exception:  # an arena that nothing was sealed in
+        except Exception:  # an arena that nothing was committed in
             continue
     return sorted(found)
 
@@ -124,7 +124,7 @@ def test_two_saves_in_flight_are_told_apart_in_whatever_order_they_go_on(door: D
     door.settle()
     assert_same(door.load(blank(_state(3)), 3), _state(3))
     assert {2.0, 3.0} <= set(_staged_values(door))
-    assert (door.saver.stats.sealed, door.saver.stats.failed) == (3, 0)
+    assert (door.saver.stats.committed, door.saver.stats.failed) == (3, 0)
 
 
 def test_many_saves_in_flight_without_waiting(door: Door) -> None:
@@ -344,7 +344,7 @@ def test_looking_at_a_staged_state_does_not_take_it_on(door: Door) -> None:
     del staged
     door.settle()
     assert_same(door.load(blank(_state(3, elements=70)), 3), _state(3, elements=70))
-    assert (door.saver.stats.sealed, door.saver.stats.failed) == (3, 0)
+    assert (door.saver.stats.committed, door.saver.stats.failed) == (3, 0)
 
 
 def test_another_base_container_is_refused_and_nothing_is_lost(door: Door, tmp_path: Path) -> None:

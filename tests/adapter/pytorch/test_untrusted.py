@@ -151,7 +151,7 @@ def _crafted(
     save = door.saver.begin()
     door.saver.write(save, version, [("other", torch.ones(2))], [("x", data)])
     extra = [(METADATA_KEY, encode_metadata(metadata(made)) if encoded is None else encoded)]
-    door.saver.seal(save, extra=extra, labels={METADATA_SCOPE: "global"})
+    door.saver.commit(save, extra=extra, labels={METADATA_SCOPE: "global"})
     return str(version)
 
 

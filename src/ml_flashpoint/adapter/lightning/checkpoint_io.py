@@ -37,7 +37,7 @@ class FlashpointCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save a dictionary. In the base container, it is staged on return and sealed in the background.
+        """Save a dictionary. In the base container, it is staged on return and committed in the background.
 
         Raises:
             InvalidArgumentError: a path in the base container, and more than one rank. Lightning would save on rank 0

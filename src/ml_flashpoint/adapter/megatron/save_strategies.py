@@ -1,7 +1,7 @@
 """`MLFlashpointMegatronAsyncSaveStrategy`: megatron-core's way into the engine.
 
 Owns the order of a save: plan and stage on the caller's thread, everything else on a thread of its own. There is
-nothing left for the process that megatron-core starts for an asynchronous save: no process could seal sooner than
+nothing left for the process that megatron-core starts for an asynchronous save: no process could commit sooner than
 this one, which has the arenas. What a version consists of, and its commit, are the writer's and the engine's.
 """
 
@@ -130,7 +130,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             checkpoint_dir: a version's folder. It need not exist.
 
         Returns:
-            What `AsyncCallsQueue` takes. Its finalization waits until every rank has sealed its part. Of a save that
+            What `AsyncCallsQueue` takes. Its finalization waits until every rank has committed its part. Of a save that
             failed, it is as good as any other.
 
         Raises:
@@ -143,7 +143,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Collective: save; every rank has sealed its part on return, unless the save failed (:attr:`last_error`).
+        """Collective: save; every rank has committed its part on return, unless the save failed (:attr:`last_error`).
 
         Args and errors are those of :meth:`async_save`.
         """
@@ -238,7 +238,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
 
 
 class _Writing:
-    """One save on this rank, from its plan to its seal."""
+    """One save on this rank, from its plan to its commit."""
 
     def __init__(self, writer: MemoryStorageWriter, save: Save, version: CheckpointContainerId) -> None:
         self.version = version
@@ -282,7 +282,7 @@ class _Writing:
         saver.offer(self._save)
 
     def go_on_in_background(self) -> None:
-        """Write and seal on another thread, unless the save has failed."""
+        """Write and commit on another thread, unless the save has failed."""
         if self._over.is_set():
             return
         try:
@@ -291,7 +291,7 @@ class _Writing:
             self.fail(error)
 
     def complete(self) -> None:
-        """Write and seal, unless the save has failed."""
+        """Write and commit, unless the save has failed."""
         if self._over.is_set():
             return
         assert self._plan is not None
@@ -311,7 +311,7 @@ class _Writing:
         self._let_go()
 
     def fail(self, error: BaseException) -> None:
-        """Give the save up. Nothing of it is left, unless it was sealed."""
+        """Give the save up. Nothing of it is left, unless it was committed."""
         self._writer.saver.fail(self._save, error)
         kept = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
         kept.step = self.version.step if kept.step is None else kept.step
@@ -320,9 +320,9 @@ class _Writing:
         self._let_go()
 
     def outcome(self) -> FlashpointError | None:
-        """Wait until this rank's part is sealed, or the save has failed; why it has."""
+        """Wait until this rank's part is committed, or the save has failed; why it has."""
         if not self._over.wait(seal_deadline_s()):
-            self.fail(DeadlineError(f"not sealed within {seal_deadline_s():.0f} s"))
+            self.fail(DeadlineError(f"not committed within {seal_deadline_s():.0f} s"))
         return self._error
 
     def _let_go(self) -> None:

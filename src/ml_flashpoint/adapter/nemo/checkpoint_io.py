@@ -166,8 +166,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type: ignore[misc]
     """Finalizes asynchronous saves: ours in a queue of their own, the trainer's in theirs.
 
-    Ours are sealed without being finalized. That only tells all ranks what became of a save, so it is done before the
-    next one and at the end, where it waits for nothing, and not at every step, where all ranks would have to agree.
+    Ours are committed without being finalized. That only tells all ranks what became of a save, so it is done before
+    the next one and at the end, where it waits for nothing, and not at every step, where all ranks would have to agree.
 
     Args:
         checkpoint_io: saves to memory, and elsewhere.

@@ -288,7 +288,7 @@ class MemoryStorageWriter(StorageWriter):
         if threading.get_ident() == self._stager_thread:
             self._await_previous()
         if call.save is not None:
-            # This thread's last save was neither sealed nor failed: its plan failed on another rank.
+            # This thread's last save was neither committed nor failed: its plan failed on another rank.
             self._saver.fail(call.save, SaveError("the checkpoint failed on another rank"))
             call.save = None
         listen(None)
@@ -380,7 +380,7 @@ class MemoryStorageWriter(StorageWriter):
             call.trouble = error
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Make this rank's object of everything in its plan; seal it, unless :meth:`finish` has something to add.
+        """Make this rank's object of everything in its plan; commit it, unless :meth:`finish` has something to add.
 
         Raises:
             FlashpointError: through DCP, on every rank. The next save is not affected.
@@ -402,7 +402,7 @@ class MemoryStorageWriter(StorageWriter):
             tensors, byte_items = self._resolve(save, plan, planner, keys)
             self._saver.write(save, call.version, tensors, [*byte_items, *call.extra])
             if not call.is_coordinator and call.use_collectives:
-                self._saver.seal(save, labels={"door": "dcp", **call.labels})
+                self._saver.commit(save, labels={"door": "dcp", **call.labels})
                 call.save = None
         except BaseException as error:
             self._saver.fail(save, error)
@@ -421,7 +421,7 @@ class MemoryStorageWriter(StorageWriter):
         return resolve_items(plan, planner, keys, allowed=allowed, trust_bytes=self._trust_bytes)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: seal its part, with DCP's metadata as one more object. The version is complete."""
+        """On the coordinator: commit its part, with DCP's metadata as one more object. The version is complete."""
         call = self._call
         save, call.save = call.save, None
         if save is None:
@@ -432,7 +432,7 @@ class MemoryStorageWriter(StorageWriter):
             if _DCP_VERSION is not None and metadata.version is None:
                 metadata.version = _DCP_VERSION
             scope = "global" if call.use_collectives else "rank"
-            self._saver.seal(
+            self._saver.commit(
                 save,
                 extra=[(METADATA_KEY, encode_metadata(metadata, self._safe_globals))],
                 labels={"door": "dcp", **call.labels, METADATA_SCOPE: scope},

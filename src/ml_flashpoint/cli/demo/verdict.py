@@ -100,7 +100,7 @@ def _saved(run: RunRecord) -> Iterator[str]:
             yield f"{run.name} run: rank {rank} saved only {len(saved)} of {run.steps} steps"
         trained = run.last("trained", rank)
         if trained is None or trained["saved"] != run.steps or trained["replicated"] != run.steps:
-            yield f"{run.name} run: the last save of rank {rank} was not sealed and replicated: {trained}"
+            yield f"{run.name} run: the last save of rank {rank} was not committed and replicated: {trained}"
         elif trained["failed"]:
             yield f"{run.name} run: {trained['failed']} saves of rank {rank} failed"
 

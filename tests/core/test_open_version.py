@@ -24,6 +24,7 @@ from ml_flashpoint.format.errors import (
     PrunedError,
     SaveError,
     UnreadableError,
+    UnsafePathError,
 )
 from tests.checkpoint_object_manager.store_support import ARENA, commit
 
@@ -176,6 +177,20 @@ def test_a_copy_is_what_was_saved(job: _Job, tmpfs: Path) -> None:
     copy_version(job.base, tmpfs / "copies", newest)
     with pytest.raises(SaveError, match="already"):
         copy_version(job.base, tmpfs / "copies", newest)
+    job.flashpoint.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_nothing_is_copied_to_where_another_user_planted_a_link(job: _Job, tmpfs: Path) -> None:
+    shared, elsewhere = tmpfs / "shared", tmpfs / "elsewhere"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    elsewhere.mkdir()
+    (shared / "copies").symlink_to(elsewhere)
+    os.lchown(shared / "copies", 54321, 54321)
+    with pytest.raises(UnsafePathError, match="user 54321"):
+        copy_version(job.base, shared / "copies")
+    assert not list(elsewhere.iterdir())
     job.flashpoint.close()
 
 

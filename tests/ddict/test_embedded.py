@@ -472,3 +472,7 @@ def test_a_folder_of_dictionaries_that_others_may_enter_is_refused(
     root.symlink_to(tmpfs / "elsewhere")
     with pytest.raises(DDictError):
         runtime_folder.runtime_root()
+    tmpfs.chmod(0o777)  # anybody may replace what is there
+    with pytest.raises(DDictError) as caught:
+        runtime_folder.runtime_root()
+    assert runtime_folder.BASE_VARIABLE in str(caught.value)

@@ -152,6 +152,21 @@ def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals) -> No
     assert "Traceback" not in rest
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_folders_of_other_users_are_not_swept(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ml_flashpoint.cli.demo import nodes
+
+    theirs = tmpfs / f"flashpoint-demo-{2**22}-1-theirs"  # no process has such an id
+    theirs.mkdir()
+    monkeypatch.setattr(nodes, "_SHM", tmpfs)
+    os.chown(theirs, 54321, 54321)
+    nodes.sweep_roots()
+    assert theirs.is_dir()
+    os.chown(theirs, 0, 0)
+    nodes.sweep_roots()
+    assert not theirs.exists()
+
+
 def test_folders_of_killed_demos_are_swept_and_of_live_ones_kept() -> None:
     from ml_flashpoint.cli.demo.nodes import make_root, remove_root, sweep_roots
 

@@ -15,7 +15,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafePathError
-from ml_flashpoint.format.private_folders import check_way, make_base
+from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_base
 from tests.checkpoint_object_manager.store_support import commit
 
 OTHER = 54321
@@ -274,3 +274,27 @@ def test_a_folder_that_root_made_for_a_user_is_the_users(tmpfs: Path) -> None:
     assert _as_other(lambda: RankStore(roots / "job", 0).close()) == 3
     roots.chmod(0o1777)
     assert _as_other(lambda: RankStore(roots / "job", 0).close()) == 0
+
+
+@as_root
+def test_storage_of_others_is_used_but_nothing_that_they_planted(tmpfs: Path, victim: Path) -> None:
+    project = tmpfs / "project"
+    project.mkdir()
+    os.chown(project, OTHER, OTHER)
+    check_unplanted(project / "mine")
+    shared = tmpfs / "shared"
+    shared.mkdir()
+    for mode in (0o777, 0o1777):
+        shared.chmod(mode)
+        check_unplanted(shared / "mine")
+    (shared / "theirs").mkdir()
+    os.chown(shared / "theirs", OTHER, OTHER)
+    _plant(shared / "link", victim)
+    os.mkfifo(shared / "pipe")
+    os.chown(shared / "pipe", OTHER, OTHER)
+    for name in ("theirs", "link", "pipe"):
+        with pytest.raises(UnsafePathError, match="user 54321 has put it there") as caught:
+            check_unplanted(shared / name / "below")
+        assert caught.value.hint
+    os.chown(shared, OTHER, OTHER)  # whose folder it is may do anything there
+    check_unplanted(shared / "link" / "below")

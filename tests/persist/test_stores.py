@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.ddict.persistence import FsspecCheckpointPersister, PosixCheckpointPersister
+from ml_flashpoint.ddict.stored_checkpoints import StoredCheckpointPersister
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -22,6 +24,7 @@ from ml_flashpoint.format.errors import (
     LoadError,
     ObjectNotFoundError,
     SaveError,
+    UnsafePathError,
 )
 from ml_flashpoint.persist.daos_store import DaosStore
 from ml_flashpoint.persist.directory_store import DirectoryStore
@@ -194,6 +197,25 @@ def test_a_directory_follows_no_links(tmpfs: Path) -> None:
     store.remove_folder("link")
     assert (outside / "secret").read_bytes() == b"2"
     assert store.list() == ["pipe"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.parametrize("persister_class", [PosixCheckpointPersister, FsspecCheckpointPersister])
+def test_nothing_is_read_or_written_where_another_user_planted_a_link(
+    tmpfs: Path, persister_class: type[StoredCheckpointPersister]
+) -> None:
+    shared, elsewhere = tmpfs / "shared", tmpfs / "elsewhere"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    elsewhere.mkdir()
+    persister = persister_class(str(shared / "link"), name="n", managers=1)
+    (shared / "link").symlink_to(elsewhere)
+    os.lchown(shared / "link", 54321, 54321)
+    with pytest.raises(UnsafePathError, match="user 54321"):
+        persister.begin_run("run-1")
+    with pytest.raises(UnsafePathError, match="user 54321"):
+        DirectoryStore(shared / "link").lock("n/lock", 0.0)
+    assert not list(elsewhere.iterdir())
 
 
 def test_what_cannot_be_used_as_a_directory(tmpfs: Path) -> None:

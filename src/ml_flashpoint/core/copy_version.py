@@ -24,6 +24,7 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, sync_directory, write_manifest
+from ml_flashpoint.format.private_folders import check_unplanted
 
 _CHUNK: Final = 8 << 20
 
@@ -54,6 +55,7 @@ def copy_version(
         DigestMismatchError, DamagedError: it is not what was saved.
         UnreadableError: it cannot be read just now.
         SaveError: the copy cannot be written, or is there already.
+        UnsafePathError: somebody else has planted the destination.
     """
     for tries_left in reversed(range(TRIES)):
         try:
@@ -73,7 +75,9 @@ def _copy(version: HeldVersion, destination: Path, progress: Callable[[int, int]
     try:
         if os.path.lexists(target):
             raise SaveError("there is a copy already", step=version.step, path=target, hint="remove it first")
+        check_unplanted(destination)
         destination.mkdir(parents=True, exist_ok=True)
+        check_unplanted(destination)  # nobody else can be there first any more
         hidden.mkdir(mode=0o700)
         try:
             for manifest in version.manifests.values():

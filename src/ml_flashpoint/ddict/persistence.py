@@ -7,6 +7,7 @@ lie in a store `ddict.stored_checkpoints`', and the stores are `persist`'s.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ml_flashpoint.ddict.checkpoint_persister import (
     CheckpointPersister,
@@ -16,6 +17,7 @@ from ml_flashpoint.ddict.checkpoint_persister import (
 )
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.stored_checkpoints import StoredCheckpointPersister
+from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.persist.daos_store import DaosStore, has_pydaos
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
@@ -47,8 +49,14 @@ class PosixCheckpointPersister(StoredCheckpointPersister):
         return os.path.abspath(os.path.expanduser(persist_path))
 
     def open_store(self) -> DurableStore:
-        """Returns the directory as a store."""
-        return DirectoryStore(self.resolve_path(self.persist_path))
+        """Returns the directory as a store.
+
+        Raises:
+            UnsafePathError: somebody else has planted something on the way.
+        """
+        path = self.resolve_path(self.persist_path)
+        check_unplanted(Path(path, self.home))
+        return DirectoryStore(path)
 
 
 class FsspecCheckpointPersister(StoredCheckpointPersister):
@@ -68,8 +76,15 @@ class FsspecCheckpointPersister(StoredCheckpointPersister):
         return persist_path if "://" in persist_path or "::" in persist_path else os.path.abspath(persist_path)
 
     def open_store(self) -> DurableStore:
-        """Returns the URL as a store."""
-        return FsspecStore(self.resolve_path(self.persist_path))
+        """Returns the URL as a store.
+
+        Raises:
+            UnsafePathError: it is a path, and somebody else has planted something on the way.
+        """
+        path = self.resolve_path(self.persist_path)
+        if os.path.isabs(path):
+            check_unplanted(Path(path, self.home))
+        return FsspecStore(path)
 
 
 class DAOSCheckpointPersister(StoredCheckpointPersister):

@@ -80,7 +80,9 @@ def runtime_root() -> Path:
         check_way(root)
     except UnsafePathError as error:
         raise DDictError(
-            f"no safe folder for dictionaries: {error.message}", path=error.path, hint=error.hint
+            f"no safe folder for dictionaries: {error.message}",
+            path=error.path,
+            hint=f"set {BASE_VARIABLE} to a folder of your own in memory, such as /dev/shm/<user>/ddict",
         ) from error
     try:
         root.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)

@@ -117,6 +117,11 @@ class StoredCheckpointPersister(CheckpointPersister):
         """Returns the store; called once, when it is first needed."""
 
     @property
+    def home(self) -> str:
+        """The folder of this name, in the store."""
+        return self._home
+
+    @property
     def store(self) -> DurableStore:
         """The store."""
         with self._opening:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -202,7 +203,23 @@ def check_way(folder: Path) -> Path:
     Raises:
         UnsafePathError: somebody else could lead it elsewhere.
     """
-    trusted = {0, os.geteuid(), _overflow_uid()}
+    return _walk(folder, functools.partial(_check_step, trusted={0, os.geteuid(), _overflow_uid()}))
+
+
+def check_unplanted(folder: Path) -> Path:
+    """Where a path to durable storage leads, after a check that nobody has planted a step of it. It need not exist.
+
+    Storage is often in a folder of somebody else's, who is trusted then. What lies in a folder that everybody may
+    write to must belong to this user, to root, or to the owner of that folder: the kernel's rule for links in ``/tmp``.
+
+    Raises:
+        UnsafePathError: somebody else could lead it elsewhere.
+    """
+    return _walk(folder, _check_unplanted)
+
+
+def _walk(folder: Path, check: Callable[[Path, os.stat_result], None]) -> Path:
+    """Where a path leads, with a check of every step."""
     left = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
     reached, links = Path("/"), 0
     while left:
@@ -214,7 +231,7 @@ def check_way(folder: Path) -> Path:
             return path.joinpath(*reversed(left))
         except OSError as error:
             raise UnsafePathError(f"it cannot be looked at: {error.strerror}", path=path) from error
-        _check_step(path, status, trusted)
+        check(path, status)
         if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > _MAX_LINKS:
@@ -227,7 +244,7 @@ def check_way(folder: Path) -> Path:
     return reached
 
 
-def _check_step(path: Path, status: os.stat_result, trusted: set[int]) -> None:
+def _check_step(path: Path, status: os.stat_result, *, trusted: set[int]) -> None:
     kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder"
     if status.st_uid not in trusted:
         raise UnsafePathError(
@@ -240,6 +257,16 @@ def _check_step(path: Path, status: os.stat_result, trusted: set[int]) -> None:
             f"everybody may replace what is in this folder (mode {stat.S_IMODE(status.st_mode):04o})",
             path=path,
             hint="chmod o-w it, or chmod +t it, or take a base container elsewhere",
+        )
+
+
+def _check_unplanted(path: Path, status: os.stat_result) -> None:
+    around = os.stat(path.parent)
+    if around.st_mode & stat.S_IWOTH and status.st_uid not in (0, os.geteuid(), _overflow_uid(), around.st_uid):
+        raise UnsafePathError(
+            f"everybody may write to the folder around this, and user {status.st_uid} has put it there",
+            path=path,
+            hint="take another name, or a folder in one of your own",
         )
 
 

@@ -30,6 +30,7 @@ from ml_flashpoint.format.errors import (
     SaveError,
 )
 from ml_flashpoint.format.manifest import sync_directory
+from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.persist.store import DurableStore, as_octets, split_name
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ class DirectoryStore(DurableStore):
         """See `DurableStore.lock`: a file lock, which works between nodes where the filesystem supports it there."""
         path = self.path_of(name)
         with _writing(path):
+            check_unplanted(Path(path))
             _make_directory(Path(path).parent)
+            check_unplanted(Path(path))  # nobody else can be there first any more
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         give_up = time.monotonic() + timeout_s
         try:

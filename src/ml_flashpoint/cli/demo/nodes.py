@@ -27,8 +27,9 @@ from typing import Any
 
 import psutil
 
-from ml_flashpoint.format.errors import DeadlineError
+from ml_flashpoint.format.errors import DeadlineError, UnsafePathError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE
+from ml_flashpoint.format.private_folders import open_folder
 
 _HOST = "127.0.0.1"
 _SHM = Path("/dev/shm")
@@ -265,10 +266,14 @@ def remove_root(root: Path) -> None:
 
 
 def sweep_roots() -> None:
-    """Removes the folders of demos that were killed themselves."""
+    """Removes the folders of demos of this user that were killed themselves."""
     for folder in {*_SHM.glob("flashpoint-demo-*"), *Path(tempfile.gettempdir()).glob("flashpoint-demo-*")}:
         match = _FOLDER.fullmatch(folder.name)
-        if match is not None and not _runs(pid=int(match[1]), started_ms=int(match[2])):
+        if match is None or _runs(pid=int(match[1]), started_ms=int(match[2])):
+            continue
+        # Everybody may put something by such a name there, or run a demo in a container of another number of processes.
+        with contextlib.suppress(OSError, UnsafePathError):
+            os.close(open_folder(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -103,7 +103,6 @@ class _Encoder:
         self._depth = 0
         self._blobs: list[tuple[str, bytes | torch.Tensor]] = []
         self._exact: dict[type, Callable[[Any, str], Any]] = {
-            torch.Tensor: self._tensor,
             torch.nn.Parameter: self._tensor,
             dict: self._dict,
             list: lambda x, path: ["l", self._nodes(x, path)],
@@ -143,6 +142,8 @@ class _Encoder:
     def node(self, value: Any, path: str) -> Any:
         """The description of a value; what it holds goes to the lists."""
         kind = type(value)
+        if kind is torch.Tensor:  # first, since there are most of them
+            return self._tensor(value, path)
         if value is None or kind is bool or (kind is str and _is_text(value)) or (kind is float and value == value):
             return value
         if self._depth == MAX_DEPTH:
@@ -199,7 +200,7 @@ class _Encoder:
         prefix = f"{path}." if path else ""
         keys = list(value)
         nodes = [self.node(each, f"{prefix}{key}") for key, each in value.items()]
-        if all(type(key) is str and _is_text(key) for key in keys):
+        if all(type(key) is str for key in keys) and _is_text("".join(keys)):
             return ["d", keys, nodes]
         held = len(self._tensors)
         described = [self.node(key, path) for key in keys]
@@ -227,12 +228,8 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         device = value.device
         flags = int(value.requires_grad) + 2 * (type(value) is torch.nn.Parameter)
-        if (
-            value.layout is not torch.strided
-            or value.dtype not in STORABLE_DTYPES
-            or device.type == "meta"
-            or value.is_nested
-        ):
+        strided = value.layout is torch.strided and not value.is_nested
+        if not strided or value.is_meta or value.dtype not in STORABLE_DTYPES:
             # Some kinds forget in an archive whether they want a gradient.
             return [*self._archive(value.detach(), path), flags]
         plain = value.detach() if flags else value
@@ -292,10 +289,9 @@ class _Encoder:
         """All that was found, each memory once."""
         seen = {STRUCTURE_KEY, *(key for key, _ in self._blobs)}
         tensors: list[TensorItem] = []
-        for index, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True)):
+        for index, (name, tensor) in enumerate(zip(map(_printable, self._names), self._tensors, strict=True)):
             if index in self._same:
                 continue
-            name = _printable(name)
             while name in seen:
                 name = f"{name}#{index}"
             seen.add(name)

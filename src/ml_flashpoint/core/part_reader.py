@@ -158,11 +158,6 @@ class ObjectReader:
         self.ensure(entry.begin, entry.end)
         return self._buffer[entry.begin : entry.end]
 
-    def content(self) -> memoryview:
-        """The whole object, for objects that are no safetensors file."""
-        self.ensure(0, self.record.size)
-        return self._buffer
-
 
 def open_local(
     store: RankStore, manifest: Manifest, record: ObjectRecord, *, verified: bool

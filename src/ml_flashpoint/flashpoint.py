@@ -26,7 +26,6 @@ from ml_flashpoint.core.arguments import (
     checked_globals,
     checked_integer,
     checked_seconds,
-    checked_strategy,
 )
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.facade.agreement import check_capacity, fall_back
@@ -48,7 +47,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,10 @@ from ml_flashpoint.ranks.strategies import (
     ReplicationStrategy,
     RingReplicationStrategy,
     Topology,
+    checked_strategy,
     copies_within,
 )
+from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 # Any placement at all: ranks of a node need not be neighbours, nodes need not be of one size.
 topologies = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=18).map(lambda n: Topology(tuple(n)))
@@ -288,3 +291,27 @@ def test_any_ranks_may_form_a_clique() -> None:
     assert copies_within([1], 1, topology) == ()
     with pytest.raises(InvalidArgumentError):
         copies_within([0, 9], 9, topology)
+
+
+class TestCheckedStrategy:
+    @pytest.mark.parametrize("strategy", [PAIRWISE, RingReplicationStrategy(), NoReplicationStrategy()])
+    def test_a_name_stands_for_its_strategy(self, strategy: ReplicationStrategy) -> None:
+        assert checked_strategy(strategy.name) == strategy
+        assert checked_strategy(strategy) is strategy
+        assert ReplicationManager(strategy.name).strategy == strategy
+
+    def test_none_leaves_the_choice_open(self) -> None:
+        assert checked_strategy(None) is None
+
+    @pytest.mark.parametrize("value", ["rings", 3, NoReplicationStrategy])
+    def test_anything_else_is_refused(self, value: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"'pairwise'.*repl_strategy"):
+            checked_strategy(value, "repl_strategy")
+
+    def test_one_that_ranks_cannot_compare_is_refused(self) -> None:
+        # Its repr would be its address, which differs between the processes of a launcher.
+        class Own(NoReplicationStrategy):
+            __repr__ = object.__repr__
+
+        with pytest.raises(InvalidArgumentError, match="frozen dataclass"):
+            ReplicationManager(Own())

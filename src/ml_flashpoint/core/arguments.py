@@ -1,4 +1,4 @@
-"""Checks of what a user passes to the façade; every refusal names the argument and the value."""
+"""Checks of what a user passes to a door; every refusal names the argument and the value."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from collections.abc import Callable, Sequence
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
-from ml_flashpoint.ranks.strategies import (
-    NoReplicationStrategy,
-    PairwiseReplicationStrategy,
-    ReplicationStrategy,
-    RingReplicationStrategy,
-)
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
@@ -64,23 +58,6 @@ def checked_seconds(argument: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise InvalidArgumentError("must be a positive number of seconds", argument=argument, value=value)
     return float(value)
-
-
-_STRATEGIES: dict[str, type[ReplicationStrategy]] = {
-    kind.name: kind for kind in (NoReplicationStrategy, PairwiseReplicationStrategy, RingReplicationStrategy)
-}
-
-
-def checked_strategy(
-    value: ReplicationStrategy | str | None, argument: str = "replication"
-) -> ReplicationStrategy | None:
-    """A replication strategy, the one of a name, or None for the default of whoever asks."""
-    if isinstance(value, str) and value in _STRATEGIES:
-        return _STRATEGIES[value]()
-    if value is not None and not isinstance(value, ReplicationStrategy):
-        names = ", ".join(map(repr, _STRATEGIES))
-        raise InvalidArgumentError(f"must be a ReplicationStrategy, {names}, or None", argument=argument, value=value)
-    return value
 
 
 def checked_globals(given: Sequence[SafeGlobal]) -> tuple[SafeGlobal, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_strategy
+from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
@@ -21,7 +21,7 @@ from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 if TYPE_CHECKING:
@@ -41,9 +41,12 @@ class CheckpointEngine:
 
     Attributes:
         base: the base container.
-        ranks: the ranks that use it together.
-        store: what this rank keeps of it.
-        objects, replication, saver, loader: the parts, as the guide for DCP users makes them one by one.
+        ranks: the ranks that use it together: what they gather, agree on and vote about.
+        saver: makes this rank's part of a version; see `core.saver` for the calls of a save.
+        loader: finds, fetches and verifies versions, and reads parts; see `core.loader`.
+        store: what this rank keeps of the base container, its own parts and copies of others.
+        objects: gives a process its one store in each base container.
+        replication: makes copies, and reaches the peers that hold some.
         found_versions: whether there were any on some node when it was opened.
 
     Raises:

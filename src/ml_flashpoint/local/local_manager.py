@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import list_versions
-from ml_flashpoint.core.arguments import checked_globals, checked_strategy
+from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save, SaveState
@@ -49,7 +49,7 @@ from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -117,12 +117,13 @@ class Topology:
 class ReplicationStrategy(ABC):
     """Says which ranks hold copies of whose parts.
 
-    Implementations are immutable values: equal arguments and topologies give equal answers on every rank, and
-    all methods may be called from any thread.
+    Implementations are immutable values, best frozen dataclasses: equal arguments and topologies give equal answers
+    on every rank, and all methods may be called from any thread. Ranks check that they use the same strategy by
+    comparing its ``repr``, which must therefore show all its arguments, and nothing else.
     """
 
     name: ClassVar[str]
-    """Short name for options, logs and metrics."""
+    """What options call it, if it is in `STRATEGIES`."""
 
     @abstractmethod
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
@@ -277,6 +278,35 @@ class CliqueStrategy(ReplicationStrategy):
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
         return copies_within(self.members_of(rank, topology), rank, topology)
+
+
+STRATEGIES: Mapping[str, type[ReplicationStrategy]] = {
+    kind.name: kind for kind in (NoReplicationStrategy, PairwiseReplicationStrategy, RingReplicationStrategy)
+}
+"""Those that need no arguments, by the names that options give them."""
+
+
+def checked_strategy(
+    value: ReplicationStrategy | str | None, argument: str = "replication"
+) -> ReplicationStrategy | None:
+    """A strategy, the one of a name, or None for the default of whoever asks.
+
+    Raises:
+        InvalidArgumentError: it is none of these, or a strategy that ranks cannot compare.
+    """
+    if isinstance(value, str) and value in STRATEGIES:
+        return STRATEGIES[value]()
+    if value is not None and not isinstance(value, ReplicationStrategy):
+        names = ", ".join(map(repr, STRATEGIES))
+        raise InvalidArgumentError(f"must be a ReplicationStrategy, {names}, or None", argument=argument, value=value)
+    if type(value).__repr__ is object.__repr__:
+        raise InvalidArgumentError(
+            "has no repr by which ranks could see that they use the same strategy",
+            argument=argument,
+            value=value,
+            hint="make it a frozen dataclass, or give it a __repr__ that shows all its arguments",
+        )
+    return value
 
 
 def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import Ch
 from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
 from ml_flashpoint.format.errors import (
     FlashpointError,
-    InvalidArgumentError,
     ReplicationError,
     TopologyError,
 )
@@ -28,6 +27,7 @@ from ml_flashpoint.ranks.strategies import (
     NoReplicationStrategy,
     PairwiseReplicationStrategy,
     ReplicationStrategy,
+    checked_strategy,
 )
 from ml_flashpoint.replication.channel import ConnectionLostError
 from ml_flashpoint.replication.store_backend import StoreBackend
@@ -43,22 +43,20 @@ class ReplicationManager:
     """See the module.
 
     Args:
-        strategy: who holds copies of whom; by default pairs of nodes, or nothing on a single node.
+        strategy: who holds copies of whom, or its name; by default pairs of nodes, or nothing on a single node.
         advertise_host: address that peers reach this process at; by default the one that this host uses towards
             ``MASTER_ADDR``.
     """
 
-    def __init__(self, strategy: ReplicationStrategy | None = None, *, advertise_host: str | None = None) -> None:
-        if strategy is not None and not isinstance(strategy, ReplicationStrategy):
-            raise InvalidArgumentError("must be a ReplicationStrategy", argument="strategy", value=strategy)
-        self._given_strategy = strategy
+    def __init__(self, strategy: ReplicationStrategy | str | None = None, *, advertise_host: str | None = None) -> None:
+        self._given_strategy = checked_strategy(strategy, "strategy")
         self._advertise_host = advertise_host
         self._service: TransferService | None = None
         self._group: RankGroup | None = None
         self._addresses: tuple[Address, ...] = ()
         self._connections: dict[int, PeerConnection] = {}
         self._connections_lock = threading.Lock()
-        self.strategy: ReplicationStrategy = strategy or NoReplicationStrategy()
+        self.strategy = self._given_strategy or NoReplicationStrategy()
 
     def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
         """Start serving and learn the peers' addresses. Collective; a second call does nothing.
@@ -83,18 +81,18 @@ class ReplicationManager:
                 address = None
                 error = ReplicationError(f"peers cannot reach this host: {caught}", rank=group.rank, node=group.node)
         # All in one message, so that one rank's trouble is an error everywhere and not a hang of the others.
-        told = [json.loads(blob) for blob in group.gather(json.dumps([repr(self.strategy), address]).encode())]
-        if len(strategies := {strategy for strategy, _ in told}) > 1:
+        gathered = [json.loads(blob) for blob in group.gather(json.dumps([repr(self.strategy), address]).encode())]
+        if len(strategies := {strategy for strategy, _ in gathered}) > 1:
             self.close()
             raise TopologyError(
                 f"ranks use different replication strategies: {sorted(strategies)}",
                 rank=group.rank,
                 hint="pass the same strategy on every rank",
             )
-        if any(address is None for _, address in told):
+        if any(address is None for _, address in gathered):
             self.close()
             raise error or ReplicationError("another rank cannot serve its peers; its log says why", rank=group.rank)
-        self._addresses = tuple(_parse_address(address) for _, address in told)
+        self._addresses = tuple(_parse_address(address) for _, address in gathered)
         self._group = group
 
     def _serve(self, group: RankGroup, objects: CheckpointObjectManager) -> Address:
@@ -241,8 +239,8 @@ def reachable_host() -> str:
         return socket.gethostbyname(socket.gethostname())
 
 
-def _parse_address(said: object) -> Address:
-    match said:
+def _parse_address(announced: object) -> Address:
+    match announced:
         case [str(host), int(port)]:
             return host, port
         case other:

@@ -26,12 +26,11 @@ from ml_flashpoint.core.arguments import (
     checked_globals,
     checked_integer,
     checked_seconds,
-    checked_strategy,
 )
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The trainer's saver: it stages, commits, and has what it committed replicated.
 
 Owns which saves of this rank are under way, their attempts and arenas, what happens when one fails, and the rule
-for which arena may be taken when all are in use. Copying and layout are `object_writer`'s; what follows the commit
-(copies, agreement, pruning) is `commit_queue`'s.
+for which arena may be taken when all are in use. The order of the calls, write and commit included, is `saver`'s;
+copying and layout are `object_writer`'s; what follows the commit (copies, agreement, pruning) is `commit_queue`'s.
 
 A save may be staged in one place and committed in another: later, on another thread, or in another process, to
 which saver and save travel by pickle and where the saver is a :class:`HandedOffSaver`.

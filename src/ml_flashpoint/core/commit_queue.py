@@ -1,4 +1,4 @@
-"""What happens to a save after its bytes are final: replicate, agree, advance; in the order of the saves.
+"""What happens to a save after its commit here: read back, replicate, agree, advance; in the order of the saves.
 
 Owns the background thread of a saver and the rule by which older versions may go: a version is *verified* once
 every rank has committed it and every copy that the strategy asks for was acknowledged, which the ranks learn from

@@ -1,7 +1,7 @@
 """What every saver is: from tensors and bytes to a committed part of a version, in a few calls.
 
 Owns the order of those calls and what is common to savers in the trainer (`checkpoint_saver`) and in a saving
-process (`saving_process`). Where arenas come from and what a commit entails is theirs.
+process (`saving_process`). Where arenas come from and what follows the commit is theirs.
 """
 
 from __future__ import annotations
@@ -78,20 +78,24 @@ class MLFlashpointCheckpointSaver(ABC):
         """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
 
     @abstractmethod
-    def _store(self, base: CheckpointContainerId) -> ArenaSource: ...
+    def _store(self, base: CheckpointContainerId) -> ArenaSource:
+        """Where the arenas of a base container come from."""
 
     @abstractmethod
-    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena: ...
+    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
+        """An arena of at least ``size`` bytes, which the save then holds."""
 
     def _release(self, save: Save, store: ArenaSource, arena: Arena) -> None:
         for released in save.release(arena):
             store.release(released)
 
     @abstractmethod
-    def _arena_of(self, staged: StagedObject) -> Arena: ...
+    def _arena_of(self, staged: StagedObject) -> Arena:
+        """This process's mapping of what was staged."""
 
     @abstractmethod
-    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None: ...
+    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+        """Link the arena and write the manifest (see `version_files`), then hand the save to the commit queue."""
 
     def write(
         self,
@@ -189,9 +193,17 @@ class MLFlashpointCheckpointSaver(ABC):
         *,
         labels: Mapping[str, str] | None = None,
     ) -> Manifest:
-        """A whole save in one call: returns when this rank's part is committed.
+        """A whole save in one call: returns when this rank's part is committed. Its copies, and the agreement by which
+        the version is verified on all ranks, follow in the background.
+
+        Every rank must save the same versions in the same order. One that cannot begins the save and lets it fail.
+
+        Args:
+            tensors, byte_items: see :meth:`write`.
+            labels: see :meth:`commit`.
 
         Raises:
+            UnaskedVersionsError: there are versions of an earlier run, and nobody has asked the loader for the newest.
             FlashpointError: it failed; nothing of it is left and older versions are as before.
         """
         save = self.begin()

@@ -94,7 +94,7 @@ class Layout:
 
     @cached_property
     def tensors(self) -> tuple[Entry, ...]:
-        """The entries that are tensors, by rising offset."""
+        """The entries that are tensors, by rising offset; those with several names once: see :attr:`aliases`."""
         return tuple(entry for entry in self.entries if entry.kind == "tensor")
 
     @cached_property

@@ -1,0 +1,43 @@
+"""A rank that uses the strategy and the door of docs/how-it-works.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import list_versions
+from ml_flashpoint.core.part_reader import read_local_manifests
+from tests.support.processes import REPOSITORY
+
+
+def _blocks() -> Any:
+    """What the page's Python blocks define."""
+    text = (REPOSITORY / "docs/how-it-works.md").read_text(encoding="utf-8")
+    module = sys.modules["how_it_works"] = ModuleType("how_it_works")  # dataclasses look their module up
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, module.__dict__)
+    return module
+
+
+def save_and_load(report: Callable[..., None], rank: int) -> tuple[int, dict[str, Any]]:
+    """Save twice through the door. Returns whose copies are here, by rank, and what is loaded."""
+    page = _blocks()
+    door = page.Arrays(os.environ["FLASHPOINT_TEST_BASE"], page.SkipOneStrategy())
+    assert door.load() is None
+    shared = np.arange(5.0) + rank
+    door.save(1, {"weight": shared})
+    door.save(2, {"weight": shared + 1, "bias": np.ones((2, 3), np.int16), "tied": shared, "too": shared})
+    assert door.engine.saver.wait()
+    assert door.engine.saver.stats.last_verified == 2
+    (version,) = list_versions(door.engine.store.base)
+    manifests, errors = read_local_manifests(door.engine.store.base, version)
+    assert not errors
+    loaded = door.load()
+    door.engine.close()
+    return sorted(each.rank for each in manifests if each.rank != rank)[0], loaded

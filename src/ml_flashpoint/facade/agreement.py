@@ -43,16 +43,16 @@ def check_capacity(ranks: RankGroup, expected_bytes: int, store: RankStore, repl
         CapacityError: one has not.
     """
     mine = json.dumps([expected_bytes, sum(store.resident_bytes())])
-    said = [json.loads(blob) for blob in ranks.gather(mine.encode())]
+    gathered = [json.loads(blob) for blob in ranks.gather(mine.encode())]
     here = ranks.topology.ranks_of(ranks.node)
 
     def check() -> None:
         preflight(
             store.base,
-            max(said[rank][0] for rank in here),
+            max(gathered[rank][0] for rank in here),
             copies=max(len(replication.held_by(rank)) for rank in here),
             ranks_on_node=len(here),
-            held_bytes=sum(said[rank][1] for rank in here),
+            held_bytes=sum(gathered[rank][1] for rank in here),
         )
 
     ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))

@@ -135,10 +135,10 @@ class LoaderState:
             workers = [each.numpy().tobytes() for each in state["workers"]]
             self._epoch = _Epoch(state["number"], state["start"], position, state["ended"], checksum, workers)
             self._put_back(state["generators"])
-        said = self._loaded_set_epoch = state.get("set_epoch")
+        epoch = self._loaded_set_epoch = state.get("set_epoch")
         for sampler in self._samplers():
-            if said is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(said)
+            if epoch is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
         deal(self.loader, state.get("dealing") if self._epoch.under_way else None)
         self._resumed = True
 
@@ -177,13 +177,13 @@ class LoaderState:
                 sampler.load_state_dict(saved)
 
     def _set_epoch(self) -> int | None:
-        """What was last said by ``set_epoch``, as to a `DistributedSampler`."""
-        said = (getattr(each, "epoch", None) for each in self._samplers() if hasattr(each, "set_epoch"))
-        return next((each for each in said if isinstance(each, int)), None)
+        """The epoch that ``set_epoch`` has set, as of a `DistributedSampler`."""
+        epochs = (getattr(each, "epoch", None) for each in self._samplers() if hasattr(each, "set_epoch"))
+        return next((each for each in epochs if isinstance(each, int)), None)
 
     def _replicas(self) -> int:
-        said = getattr(self.loader.sampler, "num_replicas", None)
-        return said if isinstance(said, int) and said > 0 else 1
+        replicas = getattr(self.loader.sampler, "num_replicas", None)
+        return replicas if isinstance(replicas, int) and replicas > 0 else 1
 
     # ---- a pass over the loader ---------------------------------------------------------------------------
 
@@ -262,14 +262,14 @@ class LoaderState:
 
     def _is_next_epoch(self, epoch: _Epoch) -> bool:
         """Whether the program has gone on to the next epoch by itself, after the last batch of the one before."""
-        said, loaded = self._set_epoch(), self._loaded_set_epoch
-        if said == loaded:
+        begun, loaded = self._set_epoch(), self._loaded_set_epoch
+        if begun == loaded:
             return False
         with contextlib.suppress(TypeError):
             if epoch.position >= len(self.loader):
                 return True
         raise LoadError(
-            f"the sampler of {self._name!r} was set to epoch {said}, and its state is of the midst of epoch {loaded}",
+            f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch {loaded}",
             hint=f"begin the loop over epochs with {loaded}, which is step // len({self._name})",
         )
 

@@ -47,7 +47,7 @@ class Resharding:
         keep: whether rank r takes what rank r modulo the old number had, whatever it is.
 
     Attributes:
-        told: after :meth:`read`, what the other ranks are to be told.
+        report: after :meth:`read`, what the other ranks have to know.
         handed: after :meth:`decide`, what they are to be handed; None if no rank wants anything.
         states: after :meth:`take`, what this rank gets instead of the states of ``target.source_rank``, by name.
     """
@@ -68,7 +68,7 @@ class Resharding:
         self._keep = keep
         self._raw: dict[str, dict[int, bytes]] = {}
         self._for_functions: list[str] = []
-        self.told = b""
+        self.report = b""
         self.handed: bytes | None = None
         self.states: dict[str, Any] = {}
 
@@ -103,7 +103,7 @@ class Resharding:
                     places.add(name)
                 digests.setdefault(name, {})[rank] = _digest(tracked.whole(name, value, state, rank)).hex()
         functions = [name for name in tracked.names if tracked.reshard(name) is not None]
-        self.told = json.dumps([digests, seeds, sorted(places), functions]).encode()
+        self.report = json.dumps([digests, seeds, sorted(places), functions]).encode()
 
     def _is_wanted(self, name: str, rank: int) -> bool:
         if name == RNG:
@@ -113,9 +113,9 @@ class Resharding:
     def _load(self, name: str, raw: bytes, device_of: Callable[[str], torch.device] | None = None) -> Any:
         return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
 
-    # ---- with what all ranks have told --------------------------------------------------------------------
+    # ---- with the reports of all ranks ----------------------------------------------------------------------
 
-    def decide(self, told: Sequence[bytes]) -> None:
+    def decide(self, reports: Sequence[bytes]) -> None:
         """Decide, as every rank does.
 
         Raises:
@@ -125,7 +125,7 @@ class Resharding:
         seeds: dict[str, int] = {}
         places: set[str] = set()
         functions: set[str] | None = None
-        for blob in told:
+        for blob in reports:
             some, more, there, known = json.loads(blob)
             for name, by_rank in some.items():
                 digests.setdefault(name, {}).update({int(rank): digest for rank, digest in by_rank.items()})
@@ -179,22 +179,22 @@ class Resharding:
 
     def _tell(self, differ: Sequence[str], seeds: Mapping[str, int]) -> None:
         before, now = self._target.saved_by, self._tracked.world_size
-        said = []
+        changes = []
         if self._keep:
-            said.append(f"rank r takes the random numbers and the own state of rank r modulo {before}")
+            changes.append(f"rank r takes the random numbers and the own state of rank r modulo {before}")
         elif now > before:
-            said.append(
+            changes.append(
                 f"{_ranks(before, now)} new, with random number generators seeded anew from the seed {seeds[RNG]} of"
                 " rank 0, the rank and the step"
             )
         if self._for_functions:
-            said.append(f"{_listed(self._for_functions)} as reshard functions make of what all ranks had")
+            changes.append(f"{_listed(self._for_functions)} as reshard functions make of what all ranks had")
         if now < before:
             rest = [name for name in differ if name not in self._for_functions]
             lost = "random numbers" + (f" and {_listed(rest)}" if rest else "")
-            said.append(f"{_ranks(now, before)} gone: their {lost} are not used any more")
-        if said:
-            _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(said))
+            changes.append(f"{_ranks(now, before)} gone: their {lost} are not used any more")
+        if changes:
+            _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(changes))
 
     # ---- with what they have handed over ------------------------------------------------------------------
 

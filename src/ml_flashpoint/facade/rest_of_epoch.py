@@ -31,19 +31,19 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
     Raises:
         LoadError: the loader was another one, or ranks were at different places.
     """
-    told = [state if isinstance(state, Mapping) else {} for state in states]
-    first = told[0]
-    if not all(isinstance(state.get("dealing"), Mapping) for state in told):
+    reported = [state if isinstance(state, Mapping) else {} for state in states]
+    first = reported[0]
+    if not all(isinstance(state.get("dealing"), Mapping) for state in reported):
         raise LoadError(
             "the loader that was saved had no DistributedSampler, so nothing tells which samples other ranks had",
             hint="write a function of your own, or make the loader with torch's DistributedSampler",
         )
-    if differing := [name for name in _ALIKE if any(state[name] != first[name] for state in told)]:
+    if differing := [name for name in _ALIKE if any(state[name] != first[name] for state in reported)]:
         raise LoadError(f"ranks were at different places in the data: {differing[0]} differs")
     dealing = dict(first["dealing"])
     given = dealing["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
     dealing["given"] = min(given, dealing["samples"])
-    own = told[rank] if rank < len(told) else {}
+    own = reported[rank] if rank < len(reported) else {}
     return {
         **{name: first[name] for name in _ALIKE},
         "position": 0,
@@ -105,7 +105,7 @@ def dealing_of(loader: DataLoader[Any]) -> dict[str, int] | None:
 
 
 def deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> None:
-    """Have a loader deal what an epoch has left, as :func:`dealing_of` told; a whole epoch by default.
+    """Have a loader deal what an epoch has left, as :func:`dealing_of` has it; a whole epoch by default.
 
     Raises:
         LoadError: its sampler cannot do that, or its samples are others.
@@ -113,7 +113,7 @@ def deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> N
     sampler: Any = loader.sampler
     given = dealing["given"] if dealing else 0
     if given and type(sampler) is DistributedSampler:
-        sampler.__class__ = _Dealing  # which the loader's batch sampler need not be told of
+        sampler.__class__ = _Dealing  # which the loader's batch sampler need not know of
     if type(sampler) is _Dealing:
         sampler.given = given
         now = dealing_of(loader)

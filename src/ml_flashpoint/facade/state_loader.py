@@ -112,8 +112,8 @@ class LoadOutcome:
 
     def why(self) -> str | None:
         """Why versions were passed over, if there are any."""
-        told = [f"{failure.version}: {failure.text}" for failure in self.failures]
-        return "; ".join(told + ([self.unloadable.message] if self.unloadable else [])) or None
+        reasons = [f"{failure.version}: {failure.text}" for failure in self.failures]
+        return "; ".join(reasons + ([self.unloadable.message] if self.unloadable else [])) or None
 
 
 class StateLoader:
@@ -239,8 +239,8 @@ class StateLoader:
         change = Resharding(self._tracked, target, version, safe_globals=self._safe_globals, keep=self._keep)
         failure = self._tried(version, lambda: change.read(reader))
         if failure is None:
-            told = self._ranks.gather(change.told)
-            failure = self._tried(version, lambda: change.decide(told))
+            reports = self._ranks.gather(change.report)
+            failure = self._tried(version, lambda: change.decide(reports))
         if failure is None and change.handed is not None:
             handed = self._ranks.gather(change.handed)
             failure = self._tried(version, lambda: change.take(handed))
@@ -265,10 +265,12 @@ class StateLoader:
             lost = isinstance(error, (TopologyError, DeadlineError))
             undecided = isinstance(error, ReshardError)
             mine = json.dumps([text_of(causes), is_misfit(causes), touched, lost, undecided]).encode()
-        said = [json.loads(blob) for blob in self._ranks.gather(mine) if blob]
-        if not said:
+        gathered = [json.loads(blob) for blob in self._ranks.gather(mine) if blob]
+        if not gathered:
             return None
-        return LoadFailure(version.name, str(said[0][0]), *(any(each[i] for each in said) for i in (1, 2, 3, 4)))
+        return LoadFailure(
+            version.name, str(gathered[0][0]), *(any(each[i] for each in gathered) for i in (1, 2, 3, 4))
+        )
 
 
 class _Reader(MemoryStorageReader):

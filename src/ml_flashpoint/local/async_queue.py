@@ -75,7 +75,7 @@ class _Nothing:
     def abort(self) -> None: ...
 
     def untold(self) -> str | None:
-        """Why a save failed, which finalizing its request would have told."""
+        """Why a save failed, which finalizing its request would have raised."""
         return None if self._save is None or self._save.error is None else str(self._save.error)
 
 
@@ -104,11 +104,11 @@ class _ForkedCall:
             self._end()
 
     def _end(self) -> None:
-        said = None
+        report = None
         with contextlib.suppress(EOFError, OSError):
-            said = self._pipe.recv() if self._pipe.poll() else None
+            report = self._pipe.recv() if self._pipe.poll() else None
         _join(self._process)
-        self._failure = said[0] if said is not None else f"its process {_how_it_ended(self._process.exitcode)}"
+        self._failure = report[0] if report is not None else f"its process {_how_it_ended(self._process.exitcode)}"
         self._pipe.close()
         self._ended = True
 
@@ -402,8 +402,8 @@ class AsyncCallsQueue:
         ranks = rank_group()
         failures = {ranks.rank: failure} if failure is not None else {}
         if not no_dist:
-            said = ranks.gather(b"" if failure is None else failure.encode(errors="replace"))
-            failures = {rank: blob.decode(errors="replace") for rank, blob in enumerate(said) if blob}
+            gathered = ranks.gather(b"" if failure is None else failure.encode(errors="replace"))
+            failures = {rank: blob.decode(errors="replace") for rank, blob in enumerate(gathered) if blob}
         for rank, why in failures.items():
             raise BackgroundWorkerError(f"asynchronous call {active.index} failed: {why}", rank=rank)
 

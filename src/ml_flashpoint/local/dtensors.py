@@ -95,8 +95,8 @@ class Meshes:
         A rank need not be in a mesh to take part in making it. Of every mesh the lowest rank speaks.
         """
         mine = [key for key in needed if _lowest_rank(key) == ranks.rank or not _is_member(key, ranks.rank)]
-        said = ranks.gather(json.dumps(mine).encode() if mine else b"")
-        every = {str(key): None for blob in said if blob for key in json.loads(blob)}
+        gathered = ranks.gather(json.dumps(mine).encode() if mine else b"")
+        every = {str(key): None for blob in gathered if blob for key in json.loads(blob)}
         for key in every:
             # Ranks that go on after a restart know none; ranks of one process group know the same ones, or none.
             if not ranks.all_ok(key in self._known):

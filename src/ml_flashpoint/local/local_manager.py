@@ -223,7 +223,7 @@ class LocalCheckpointManager:
     def _nothing_to_load(self) -> CheckpointingException:
         if self._ranks.all_ok(not list_versions(Path(self._base.path))):
             return CallOrderError(
-                "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() said -1"
+                "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() returned -1"
             )
         return NoReplicasAvailableError(
             "there are parts of checkpoints, but of no iteration the parts of all ranks, and no copies of the others",
@@ -404,14 +404,14 @@ class LocalCheckpointManager:
         elif mine is None and save.part is not None and self._saver.stats.replication_error is not None:
             reason = f"committed, but not copied: {self._saver.stats.replication_error}"
         try:
-            said = self._ranks.gather(reason.encode(errors="replace"))
-            reasons = {rank: blob.decode(errors="replace") for rank, blob in enumerate(said) if blob}
+            gathered = self._ranks.gather(reason.encode(errors="replace"))
+            reasons = {rank: blob.decode(errors="replace") for rank, blob in enumerate(gathered) if blob}
         except FlashpointError as broken:
             reasons = {self.rank: reason or str(broken)}
             mine = mine or broken
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
         failure = CheckpointingException(
-            f"the save failed: {told or 'ranks saved different iterations'}",
+            f"the save failed: {listed or 'ranks saved different iterations'}",
             step=iteration if isinstance(iteration, int) else None,
             rank=self.rank,
             hint="the newest complete checkpoint can be loaded, and the save can be repeated",

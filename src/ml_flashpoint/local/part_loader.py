@@ -87,7 +87,7 @@ class PartLoader:
             error = caught
             text = str(caught) if isinstance(caught, FlashpointError) else f"{type(caught).__name__}: {caught}"
             blob = json.dumps([may_older_be_loadable(caught), text]).encode()
-        failures = {rank: json.loads(said) for rank, said in enumerate(self._ranks.gather(blob)) if said}
+        failures = {rank: json.loads(report) for rank, report in enumerate(self._ranks.gather(blob)) if report}
         if not failures:
             return True
         for rank, (passed_over, text) in failures.items():

@@ -73,9 +73,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank),
         )
         # Of every clique the lowest rank speaks; the others are checked against what it says.
-        said = ranks.gather(json.dumps(members).encode() if members[0] == ranks.rank else b"")
+        gathered = ranks.gather(json.dumps(members).encode() if members[0] == ranks.rank else b"")
         self._pattern: CliqueStrategy | None = None
-        self._cliques: tuple[tuple[int, ...], ...] = tuple(tuple(json.loads(blob)) for blob in said if blob)
+        self._cliques: tuple[tuple[int, ...], ...] = tuple(tuple(json.loads(blob)) for blob in gathered if blob)
         self._clique_of = {rank: clique for clique in self._cliques for rank in clique}
         agreed = self._clique_of.get(ranks.rank) == tuple(members)
         if not ranks.all_ok(agreed and sum(map(len, self._cliques)) == len(self._clique_of)):

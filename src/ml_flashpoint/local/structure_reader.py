@@ -74,20 +74,22 @@ def read_description(reader: ObjectReader) -> Description:
         DamagedError: it is none, or of a later version of this package.
     """
     try:
-        said = json.loads(bytes(reader.bytes_of(STRUCTURE_KEY)))
-        if said["local"] != VERSION:
-            raise DamagedError(f"its structure has version {said['local']!r}, known is {VERSION}", path=reader.path)
+        described = json.loads(bytes(reader.bytes_of(STRUCTURE_KEY)))
+        if described["local"] != VERSION:
+            raise DamagedError(
+                f"its structure has version {described['local']!r}, known is {VERSION}", path=reader.path
+            )
         devices: list[torch.device] = []
-        for name, count in said["devices"]:
+        for name, count in described["devices"]:
             devices += [_device(str(name))] * int(count)
         return Description(
-            root=said["root"],
-            names=[str(name) for name in said["names"]],
-            same={int(index): int(kept) for index, kept in said["same"].items()},
+            root=described["root"],
+            names=[str(name) for name in described["names"]],
+            same={int(index): int(kept) for index, kept in described["same"].items()},
             devices=devices,
-            meshes=[str(mesh) for mesh in said["meshes"]],
-            dtensors=list(said["dtensors"]),
-            byte_names=[str(name) for name in said["bytes"]],
+            meshes=[str(mesh) for mesh in described["meshes"]],
+            dtensors=list(described["dtensors"]),
+            byte_names=[str(name) for name in described["bytes"]],
         )
     except FlashpointError:
         raise

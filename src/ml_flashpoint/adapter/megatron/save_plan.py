@@ -100,15 +100,15 @@ class PlanExchange:
         if failure is not None:
             message = _FAILURE + f"{type(failure).__name__}: {failure}".encode()[:_MAX_SHOWN]
         known, self._own = self._own, None  # if the exchange breaks off, others may not have what was sent
-        said, self._missed = self._gathered(message), False
+        gathered, self._missed = self._gathered(message), False
         if message[:1] == _PLAN:
             known, self._keys = plan, item_keys(plan.items) if plan is not None else []
         self._own = known
-        if said[0][:1] == _FAILURE:
+        if gathered[0][:1] == _FAILURE:
             self._own = None
         elif self._group.rank == 0:
-            self._take_note(said)
-        for rank, each in enumerate(said):
+            self._take_note(gathered)
+        for rank, each in enumerate(gathered):
             if each[:1] == _FAILURE:
                 raise SaveError(f"it failed before it was staged: {each[1:].decode(errors='replace')}", rank=rank)
         assert known is not None
@@ -123,9 +123,9 @@ class PlanExchange:
             self._missed = self._group.rank == 0
             raise
 
-    def _take_note(self, said: list[bytes]) -> None:
+    def _take_note(self, gathered: list[bytes]) -> None:
         try:
-            for rank, message in enumerate(said):
+            for rank, message in enumerate(gathered):
                 if message[:1] == _PLAN:
                     self._metadata = None
                     self._plans[rank] = self._own if rank == 0 else _decoded(message[1:], rank)

@@ -30,13 +30,13 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
     """
 
     def __init__(self, parts: EngineParts, default: AutoResume | None = None) -> None:
-        # What the user's says of itself is said here too: NeMo looks at some of it.
-        said = (
+        # What the user's says of itself is arguments here too: NeMo looks at some of it.
+        arguments = (
             {}
             if default is None
             else {each.name: getattr(default, each.name) for each in dataclasses.fields(AutoResume)}
         )
-        super().__init__(**said)
+        super().__init__(**arguments)
         self.parts = parts
         self.default = default
 

@@ -161,13 +161,13 @@ def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal] | None) -> dict
 
 def _tensor_fields(item: Any, properties: dict[tuple[Any, ...], int]) -> tuple[Any, ...]:
     _require(type(item) is TensorStorageMetadata and type(item.properties) is TensorProperties)
-    said = item.properties
+    its = item.properties
     described = (
-        str(said.dtype),
-        str(said.layout),
-        bool(said.requires_grad),
-        str(said.memory_format),
-        bool(said.pin_memory),
+        str(its.dtype),
+        str(its.layout),
+        bool(its.requires_grad),
+        str(its.memory_format),
+        bool(its.pin_memory),
     )
     size = list(item.size)
     chunks: Any = [[list(chunk.offsets), list(chunk.sizes)] for chunk in item.chunks]

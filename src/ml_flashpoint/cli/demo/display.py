@@ -65,15 +65,17 @@ class Display:
         """A node is in a new state."""
         self.note(f"{name}: {state}")
 
-    def step(self, node: str, said: dict[str, Any]) -> None:
+    def step(self, node: str, report: dict[str, Any]) -> None:
         """A rank has made a step."""
-        step = said["step"]
+        step = report["step"]
         if step <= self._shown_step and step != self._steps:
             return
         if step - self._shown_step >= max(1, self._steps // _LINES_A_RUN) or step == self._steps:
             if step != self._shown_step:
-                saved, replicated = _or_dash(said["saved"]), _or_dash(said["replicated"])
-                self.note(f"step {step}/{self._steps}, loss {said['loss']:.4f}, saved {saved}, replicated {replicated}")
+                saved, replicated = _or_dash(report["saved"]), _or_dash(report["replicated"])
+                self.note(
+                    f"step {step}/{self._steps}, loss {report['loss']:.4f}, saved {saved}, replicated {replicated}"
+                )
             self._shown_step = step
 
     def note(self, text: str, style: str = "") -> None:
@@ -128,13 +130,13 @@ class LiveDisplay(Display):
         row.state = state
         self.note(f"{name}: {state}", "bold red" if state == LOST else "cyan")
 
-    def step(self, node: str, said: dict[str, Any]) -> None:
+    def step(self, node: str, report: dict[str, Any]) -> None:
         """A rank has made a step."""
         row = self._nodes.setdefault(node, _NodeRow("training"))
-        row.state, row.step = "training", said["step"]
-        row.saved, row.replicated = said["saved"], said["replicated"]
-        self._node_of[said["rank"]] = node
-        self._loss = said["loss"]
+        row.state, row.step = "training", report["step"]
+        row.saved, row.replicated = report["saved"], report["replicated"]
+        self._node_of[report["rank"]] = node
+        self._loss = report["loss"]
 
     def note(self, text: str, style: str = "") -> None:
         """Something happened."""

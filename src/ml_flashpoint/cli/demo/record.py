@@ -62,11 +62,13 @@ class RunRecord:
 
     def of(self, event: str, rank: int | None = None) -> Iterator[dict[str, Any]]:
         """The reports of one kind, of one rank or of all."""
-        return (said for said in self.reports if said["event"] == event and rank in (None, said["rank"]))
+        return (report for report in self.reports if report["event"] == event and rank in (None, report["rank"]))
 
     def last(self, event: str, rank: int) -> dict[str, Any] | None:
         """The last report of a kind by a rank."""
-        return next((said for said in reversed(self.reports) if said["event"] == event and said["rank"] == rank), None)
+        return next(
+            (report for report in reversed(self.reports) if report["event"] == event and report["rank"] == rank), None
+        )
 
     def finished(self) -> bool:
         """Whether every rank has reported its result."""
@@ -74,7 +76,7 @@ class RunRecord:
 
     def blocked_s(self) -> list[float]:
         """How long each save held up its rank."""
-        return [said["blocked_s"] for said in self.of("save")]
+        return [report["blocked_s"] for report in self.of("save")]
 
     def saves(self) -> int:
         """Saves that all ranks made, those repeated after a fault included."""
@@ -84,13 +86,13 @@ class RunRecord:
     def losses(self, rank: int) -> dict[int, list[float]]:
         """The loss of a rank at each step, as often as the step was made."""
         losses: dict[int, list[float]] = {}
-        for said in self.of("step", rank):
-            losses.setdefault(said["step"], []).append(said["loss"])
+        for report in self.of("step", rank):
+            losses.setdefault(report["step"], []).append(report["loss"])
         return losses
 
     def digests(self, rank: int) -> dict[str, str]:
         """The digests of all full tensors at the end, as a rank sees them."""
-        return {said["name"]: said["digest"] for said in self.of("digest", rank)}
+        return {report["name"]: report["digest"] for report in self.of("digest", rank)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +158,24 @@ def summary(run: RunRecord) -> dict[str, Any]:
 
 def _recovery(run: RunRecord, fault: Injected, end: float) -> Recovery:
     # By process, not by time: what a process wrote before it died may be read after its death.
-    born = {said["pid"]: said["at"] for said in run.of("started")}
-    before = [said for said in run.reports if born.get(said["pid"], fault.at) < fault.at]
-    after = [said for said in run.reports if fault.at < born.get(said["pid"], fault.at) < end]
+    born = {report["pid"]: report["at"] for report in run.of("started")}
+    before = [report for report in run.reports if born.get(report["pid"], fault.at) < fault.at]
+    after = [report for report in run.reports if fault.at < born.get(report["pid"], fault.at) < end]
     resumed = _last_by_rank(after, "resumed")
     started = _last_by_rank(after, "started")
-    pids = {said["pid"] for said in resumed.values()}
-    first_steps = _first_by_rank([said for said in after if said["pid"] in pids], "step")
+    pids = {report["pid"] for report in resumed.values()}
+    first_steps = _first_by_rank([report for report in after if report["pid"] in pids], "step")
     return Recovery(
         fault=fault,
-        last_step=max((said["step"] for said in before if said["event"] == "step"), default=0),
+        last_step=max((report["step"] for report in before if report["event"] == "step"), default=0),
         replicated=max((s["replicated"] for s in before if s.get("replicated") is not None), default=None),
-        resumed={rank: said["step"] for rank, said in resumed.items()},
-        sources={rank: (said["source"], said["version"]) for rank, said in resumed.items()},
+        resumed={rank: report["step"] for rank, report in resumed.items()},
+        sources={rank: (report["source"], report["version"]) for rank, report in resumed.items()},
         restart_s=_latest(started.values()) - fault.at,
-        phases={phase: max((said[phase] for said in resumed.values()), default=0.0) for phase in PHASES},
+        phases={phase: max((report[phase] for report in resumed.values()), default=0.0) for phase in PHASES},
         total_s=_latest(first_steps.values()) - fault.at,
-        fetched_bytes=sum(said["fetched_bytes"] for said in resumed.values()),
-        fetched_by=tuple(sorted({said["node"] for said in resumed.values() if said["fetched_bytes"]})),
+        fetched_bytes=sum(report["fetched_bytes"] for report in resumed.values()),
+        fetched_by=tuple(sorted({report["node"] for report in resumed.values() if report["fetched_bytes"]})),
     )
 
 
@@ -197,15 +199,15 @@ def _recovery_summary(recovery: Recovery) -> dict[str, Any]:
 
 
 def _last_by_rank(reports: Sequence[dict[str, Any]], event: str) -> dict[int, dict[str, Any]]:
-    return {said["rank"]: said for said in reports if said["event"] == event}
+    return {report["rank"]: report for report in reports if report["event"] == event}
 
 
 def _first_by_rank(reports: Sequence[dict[str, Any]], event: str) -> dict[int, dict[str, Any]]:
-    return {said["rank"]: said for said in reversed(reports) if said["event"] == event}
+    return {report["rank"]: report for report in reversed(reports) if report["event"] == event}
 
 
 def _latest(reports: Any) -> float:
-    return max((said["at"] for said in reports), default=float("nan"))
+    return max((report["at"] for report in reports), default=float("nan"))
 
 
 def _ms(seconds: float) -> float:

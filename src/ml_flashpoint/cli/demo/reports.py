@@ -20,9 +20,9 @@ def report(event: str, **values: Any) -> None:
     In one write of less than a pipe takes whole, so that no other rank's output cuts it in two. The line break
     in front keeps it apart from what was printed without one.
     """
-    said = {"event": event, "rank": int(os.environ["RANK"]), "pid": os.getpid(), "at": time.monotonic(), **values}
+    fields = {"event": event, "rank": int(os.environ["RANK"]), "pid": os.getpid(), "at": time.monotonic(), **values}
     sys.stdout.flush()
-    os.write(sys.stdout.fileno(), f"\n{PREFIX}{json.dumps(said)}\n".encode())
+    os.write(sys.stdout.fileno(), f"\n{PREFIX}{json.dumps(fields)}\n".encode())
 
 
 def parse(line: str) -> dict[str, Any] | None:
@@ -30,7 +30,7 @@ def parse(line: str) -> dict[str, Any] | None:
     if not line.startswith(PREFIX):
         return None
     try:
-        said = json.loads(line[len(PREFIX) :])
+        fields = json.loads(line[len(PREFIX) :])
     except ValueError:
         return None
-    return said if isinstance(said, dict) else None
+    return fields if isinstance(fields, dict) else None

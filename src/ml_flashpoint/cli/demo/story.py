@@ -125,10 +125,10 @@ class Run:
         """Follows the job until every rank has reported its result."""
         last = time.monotonic()
         while not self.record.finished():
-            said = self._next()
-            if said is not None:
+            report = self._next()
+            if report is not None:
                 last = time.monotonic()
-                self._hear(said)
+                self._hear(report)
             elif time.monotonic() - last > _STALL_S:
                 raise self._error(f"nothing happened for {_STALL_S:.0f} s")
             for node in self._names:
@@ -139,9 +139,9 @@ class Run:
     def _await_exit(self) -> None:
         give_up = time.monotonic() + _EXIT_S
         while any(self._nodes.ended(node) is None for node in self._names):
-            said = self._next()
-            if said is not None:
-                self._hear(said)
+            report = self._next()
+            if report is not None:
+                self._hear(report)
             if time.monotonic() > give_up:
                 left = [node for node in self._names if self._nodes.ended(node) is None]
                 raise self._error(f"{', '.join(left)} did not end within {_EXIT_S:.0f} s of the result")
@@ -157,31 +157,31 @@ class Run:
             return None
         if line.text is None:
             return None
-        said = parse(line.text)
-        if said is None:
+        report = parse(line.text)
+        if report is None:
             if line.text.strip():
                 self._output.append(f"{line.node}: {line.text}")
                 self._log.write(f"{line.node}: {line.text}\n")
             return None
-        said["node"] = line.node
-        self._log.write(f"{said}\n")
-        return said
+        report["node"] = line.node
+        self._log.write(f"{report}\n")
+        return report
 
-    def _hear(self, said: dict[str, Any]) -> None:
-        self.record.reports.append(said)
-        rank, node = said["rank"], said["node"]
-        match said["event"]:
+    def _hear(self, report: dict[str, Any]) -> None:
+        self.record.reports.append(report)
+        rank, node = report["rank"], report["node"]
+        match report["event"]:
             case "started":
-                self._pid_of[rank] = said["pid"]
-                self._display.note(f"rank {rank} runs on {node}, pid {said['pid']}")
-            case "resumed" if said["step"]:
-                source = f", {format_bytes(said['fetched_bytes'])} from peers" if said["fetched_bytes"] else ""
-                self._display.note(f"rank {rank} goes on from step {said['step']}, from memory{source}", "green")
+                self._pid_of[rank] = report["pid"]
+                self._display.note(f"rank {rank} runs on {node}, pid {report['pid']}")
+            case "resumed" if report["step"]:
+                source = f", {format_bytes(report['fetched_bytes'])} from peers" if report["fetched_bytes"] else ""
+                self._display.note(f"rank {rank} goes on from step {report['step']}, from memory{source}", "green")
             # Not from processes that were killed, or whose peers were: they may have more to say than was read then.
-            case "step" if self._pid_of.get(rank) == said["pid"]:
-                self._display.step(node, said)
+            case "step" if self._pid_of.get(rank) == report["pid"]:
+                self._display.step(node, report)
                 everyone = len(self._pid_of) == self.record.ranks
-                if self._faults and everyone and said["step"] >= self._faults[0].step:
+                if self._faults and everyone and report["step"] >= self._faults[0].step:
                     self._strike(self._faults.popleft())
 
     def _strike(self, fault: Fault) -> None:

@@ -81,7 +81,7 @@ def _undisturbed(run: RunRecord) -> Iterator[str]:
 def _complete(run: RunRecord) -> Iterator[str]:
     if not run.finished():
         yield "not every rank has finished"
-    if len({said["text"] for said in run.of("started")}) != 1:
+    if len({report["text"] for report in run.of("started")}) != 1:
         yield "ranks trained on different texts"
     first, last = (run.losses(0).get(step, [0.0])[0] for step in (1, run.steps))
     if not last < first:
@@ -95,7 +95,9 @@ def _complete(run: RunRecord) -> Iterator[str]:
 def _saved(run: RunRecord) -> Iterator[str]:
     for rank in range(run.ranks):
         # A save from which the job went on was made, even if the rank was killed before it could report it.
-        saved = {said["step"] for said in run.of("save", rank)} | {said["step"] for said in run.of("resumed", rank)}
+        saved = {report["step"] for report in run.of("save", rank)} | {
+            report["step"] for report in run.of("resumed", rank)
+        }
         if not saved >= set(range(1, run.steps + 1)):
             yield f"{run.name} run: rank {rank} saved only {len(saved)} of {run.steps} steps"
         trained = run.last("trained", rank)

@@ -1,4 +1,4 @@
-"""The lines that README and docs/flashpoint.md begin with, run as they stand."""
+"""The lines that README and the pages of docs begin with, run as they stand."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Crash(Exception):
     """Ends a life."""
 
 
-def lines_of(page: str, base: Path) -> str:
-    """The first Python block of a page that makes a Flashpoint, with another base container."""
+def lines_of(page: str, base: Path, with_a: str = "Flashpoint(") -> str:
+    """The first Python block of a page that has something in it, with another base container."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
-    block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Flashpoint(" in each)
-    return block.replace("/dev/shm/mlf-jobs/job-145", str(base))
+    block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if with_a in each)
+    return block.replace("/dev/shm/mlf-jobs/job-145", str(base)).replace("/dev/shm/mlf-jobs", str(base))
 
 
 def live(block: str, seed: int, crash_at: int | None = None) -> tuple[list[float], list[bytes]]:
@@ -72,3 +72,54 @@ def test_lines_run_and_go_on(tmpfs: Path, page: str) -> None:
     rest, parameters = live(block, seed=2)
     assert (first + rest, parameters) == undisturbed
     assert live(block, seed=3) == ([], parameters), "there is nothing left to do"
+
+
+@pytest.mark.parametrize("part", ["Engine.open", "async_save"])
+def test_lines_for_dcp_save_and_load(tmpfs: Path, part: str) -> None:
+    def program(step: int) -> dict[str, Any]:
+        state = {"weight": torch.full((64, 64), float(step)), "step": step}
+        return {"state_dict": state, "last_step": step, "step": step, "train": lambda: None}
+
+    block = lines_of("docs/pytorch-dcp.md", tmpfs / "job", part)
+    first, second = program(3), program(5)
+    exec(block, first)
+    if "future" in first:
+        first["future"].result()
+    second["train"] = lambda: loaded.append(second["state_dict"]["weight"][0, 0].item())
+    loaded: list[float] = []
+    exec(block, second)
+    if "future" in second:
+        second["future"].result()
+        loaded.append(second["state_dict"]["weight"][0, 0].item())
+    assert loaded[0] == 3
+    if part == "Engine.open":
+        assert len(loaded) == 2, "steps 4 and 5"
+
+
+def test_lines_for_local_checkpoints_save_and_load(tmpfs: Path) -> None:
+    block = lines_of("docs/local-checkpointing.md", tmpfs / "jobs", "find_latest")
+    saved: list[int] = []
+
+    def life(seed: int, saves: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 8)
+
+        def save_condition() -> bool:
+            if len(saved) == saves:
+                raise Crash
+            saved.append(program["iteration"])
+            return True
+
+        program: dict[str, Any] = {
+            "model": model,
+            "state_dict": model.state_dict(),
+            "save_condition": save_condition,
+        }
+        with pytest.raises(Crash):
+            exec(block, program)
+        program["ckpt_manager"].close()
+        return model
+
+    first, second = life(seed=1, saves=2), life(seed=2, saves=3)
+    assert saved == [0, 1, 2]
+    assert torch.equal(first.weight, second.weight)

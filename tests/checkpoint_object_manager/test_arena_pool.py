@@ -163,12 +163,12 @@ def test_free_arenas_are_given_back_down_to_a_size_the_oldest_first(pool: ArenaP
     size = arenas[0].size
     for arena in arenas[:3]:
         pool.release(arena)
-    assert pool.give_back(10 * MIB) == 0
-    assert pool.give_back(2 * size) == size
+    assert pool.delete_free(10 * MIB) == 0
+    assert pool.delete_free(2 * size) == size
     assert files(pool) == {"arena-1", "arena-2", "arena-3"}
-    assert pool.give_back(2 * size - 1) == size
-    assert pool.give_back(0) == size
-    assert pool.give_back(0) == 0
+    assert pool.delete_free(2 * size - 1) == size
+    assert pool.delete_free(0) == size
+    assert pool.delete_free(0) == 0
     assert files(pool) == {"arena-3"}
 
 

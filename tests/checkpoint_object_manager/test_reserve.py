@@ -113,7 +113,7 @@ def test_it_outlives_its_process_and_goes_with_the_rank(tmpfs: Path) -> None:
     store.close()
     again = RankStore(tmpfs, 0)
     assert (again.directory / RESERVE).stat().st_ino == inode
-    again.vacate()
+    again.delete_and_close()
     assert not again.directory.exists()
 
 

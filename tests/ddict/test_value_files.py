@@ -164,7 +164,7 @@ def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(arenas: V
     assert len(writer._kept) == 3
     for value in stored:
         arenas.release(value)
-    assert store.give_back(0) == 5 * stored[0].nbytes
+    assert store.delete_free(0) == 5 * stored[0].nbytes
     put(arenas, writer, full(9))
     assert len(writer._kept) == 1
     writer.close()

@@ -1,4 +1,4 @@
-"""The arenas of one rank: which are free, which hold something, and when one is made, grown or given back.
+"""The arenas of one rank: which are free, which hold something, and when one is made, grown or deleted.
 
 Owns the choice of an arena for a size, and the pool's files by their numbers. What lies in the arenas, and when
 that may go, is `rank_store`'s.
@@ -26,7 +26,7 @@ _NAME = re.compile(r"arena-(\d+)")
 _FIT_FACTOR = 4
 _FIT_HEADROOM = 256 << 10
 _MAX_GROWTH_ROOM = 64 << 20
-# Calls of `trim` during which an arena must have been spare before its memory is given back: a job whose
+# Calls of `trim` during which an arena must have been spare before it is deleted: a job whose
 # replication lags now and then must not pay for the page faults of a new arena each time.
 _TRIM_AFTER = 20
 _OUTGROWN = 9, 8
@@ -61,7 +61,7 @@ class ArenaPool:
         self.budget: Budget | None = None
         """How many arenas there may be, if that is limited."""
 
-    # ---- taking and giving back ---------------------------------------------------------------------------
+    # ---- taking and releasing -----------------------------------------------------------------------------
 
     def acquire(self, size: int, *, exact: bool = False) -> Arena:
         """An arena of at least ``size`` bytes, in use from now on. Its content is whatever it held last.
@@ -198,7 +198,7 @@ class ArenaPool:
             self._free.append(arena)
 
     def trim(self, expected: int) -> None:
-        """Give back free arenas beyond ``expected``, if there were too many at the last calls, too; those beyond what
+        """Delete free arenas beyond ``expected``, if there were too many at the last calls, too; those beyond what
         there may be at all (taken over from other ranks, say) at once. One that is larger than all that was asked for
         lately (once, a rank staged what others write) makes way for one of that size."""
         self._replace_outgrown()
@@ -227,7 +227,7 @@ class ArenaPool:
         self.discard([outgrown])
         self.prepare_spare(largest)
 
-    def give_back(self, keep_bytes: int) -> int:
+    def delete_free(self, keep_bytes: int) -> int:
         """Delete free arenas, those free for longest first, until they have no more than ``keep_bytes`` together.
 
         Returns:

@@ -29,7 +29,7 @@ def mapped_arena(path: Path) -> Arena:
         arena = _mapped.get(path)
         if arena is not None and _is_current(arena):
             return arena
-        # Now and not later: memory of files that are gone is only given back with their mappings.
+        # Now and not later: memory of files that are gone is only freed with their mappings.
         for stale in [each for each in _mapped.values() if not _is_current(each)]:
             del _mapped[stale.path]
             with contextlib.suppress(BufferError):

@@ -1,6 +1,6 @@
-"""What a base container tells of its job on this node, without reading any part.
+"""What a base container shows of its job on this node, without reading any part.
 
-Owns the mark that a version was once complete on all ranks, which tells a job that lost its versions from one that
+Owns the mark that a version was once complete on all ranks, which sets a job that lost its versions apart from one that
 never had any; and who has saved here. The mark is set after the fact and never needed for a version to be loadable.
 """
 
@@ -36,7 +36,7 @@ def was_complete(base: Path) -> bool:
     """Whether :meth:`mark_complete` was called on this node, in this run or an earlier one.
 
     Raises:
-        OSError: that cannot be told just now.
+        OSError: that cannot be known just now.
     """
     try:
         os.lstat(base / PRIVATE_DIR / _MARK)
@@ -46,7 +46,7 @@ def was_complete(base: Path) -> bool:
 
 
 def holds_parts(base: Path, *, but_of_run: str | None = None) -> bool:
-    """Whether there is a committed part of any version on this node. True where that cannot be told just now.
+    """Whether there is a committed part of any version on this node. True where that cannot be known just now.
 
     Args:
         but_of_run: leave those of this run out.
@@ -66,7 +66,7 @@ def ranks_with_arenas(base: Path) -> frozenset[int]:
     """Ranks that have saved on this node, or held copies here: their arenas stay when they end.
 
     Raises:
-        OSError: that cannot be told just now.
+        OSError: that cannot be known just now.
     """
     found = set()
     try:

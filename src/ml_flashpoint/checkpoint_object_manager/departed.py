@@ -61,7 +61,7 @@ def sweep_departed(store: RankStore, ranks_here: Collection[int], attempt: str) 
             done = False
             continue
         left.advance(attempt)
-        left.vacate()
+        left.delete_and_close()
     return done
 
 

@@ -1,6 +1,6 @@
 """What an earlier process of a rank left behind: parts to keep, and what a crash cut short, which goes.
 
-Owns telling the two apart, on the files alone. A crash can leave, of a part that was coming or going: links
+Owns setting the two apart, on the files alone. A crash can leave, of a part that was coming or going: links
 without a manifest, the temporary file of a manifest, a directory without parts; and from damage: a manifest without
 objects, or an object whose arena is gone. Other processes of the node may be at work in the same directories,
 so only what certainly is nobody's, or this rank's, is touched.

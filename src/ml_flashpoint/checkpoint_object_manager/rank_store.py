@@ -2,7 +2,7 @@
 
 Owns: the directory layout, the parts that sit in the arenas, and the lock that keeps a second process from using
 the same arenas. Which arena is free, and when one is made, is `arena_pool`'s; how the files of a part come and go is
-`version_files`', what a dead process left is told apart by `orphans`. It decides nothing about *which* part may
+`version_files`', what a dead process left is sorted out by `orphans`. It decides nothing about *which* part may
 go: the saver does.
 
 ::
@@ -126,7 +126,7 @@ class RankStore:
         try:
             return self._arenas.acquire(size, exact=exact)
         except CapacityError:
-            if not self._bury_doomed(at_once=True):
+            if not self._retire_doomed(at_once=True):
                 raise
             return self._arenas.acquire(size, exact=exact)
 
@@ -176,9 +176,9 @@ class RankStore:
             self._release_count += 1
             self._released.notify_all()
 
-    def give_back(self, keep_bytes: int) -> int:
+    def delete_free(self, keep_bytes: int) -> int:
         """Delete free arenas until they have no more than ``keep_bytes`` together; returns the bytes deleted."""
-        return self._arenas.give_back(keep_bytes)
+        return self._arenas.delete_free(keep_bytes)
 
     def prepare_spare(self, size: int) -> None:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
@@ -206,7 +206,7 @@ class RankStore:
         """See `ArenaPool.ensure_free`."""
         if self._arenas.ensure_free(count, size):
             return True
-        return self._bury_doomed(at_once=True) and self._arenas.ensure_free(count, size)
+        return self._retire_doomed(at_once=True) and self._arenas.ensure_free(count, size)
 
     def arena_by_path(self, path: Path) -> Arena:
         """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew. Raises a
@@ -227,7 +227,7 @@ class RankStore:
         return part
 
     def register(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
-        """Take note of a part that was committed from these arenas (by :meth:`commit` or a helper process)."""
+        """Register a part that was committed from these arenas (by :meth:`commit` or a helper process)."""
         part = HeldPart(
             manifest.version,
             manifest.rank,
@@ -246,7 +246,7 @@ class RankStore:
                 if replaced.version != part.version:
                     unpublish(self.base, replaced.version, part.rank, part.attempt, replaced.names)
                 replaced.doomed = True
-                self._bury(replaced)
+                self._retire(replaced)
         keep_reserve(self.directory, manifest)
         return part
 
@@ -266,17 +266,17 @@ class RankStore:
             if self._parts.get((part.attempt, part.rank)) is not part:
                 return
             part.doomed = True
-            self._bury(part)
+            self._retire(part)
 
-    def _bury_doomed(self, *, at_once: bool = False) -> bool:
+    def _retire_doomed(self, *, at_once: bool = False) -> bool:
         """Try again what readers elsewhere held up; whether there was any. ``at_once``: do not wait for them."""
         with self._lock:
             doomed = [part for part in self._parts.values() if part.doomed and not part.pins]
             for part in doomed:
-                self._bury(part, at_once=at_once)
+                self._retire(part, at_once=at_once)
             return bool(doomed)
 
-    def _bury(self, part: HeldPart, *, at_once: bool = False) -> None:
+    def _retire(self, part: HeldPart, *, at_once: bool = False) -> None:
         """Remove a doomed part once nobody reads it; of one that was replaced, what its successor does not use."""
         if part.pins or self._readers.keeps(part, at_once=at_once):
             return
@@ -301,7 +301,7 @@ class RankStore:
                 del self._by_name[(part.version, name)]
 
     def withdraw(self, attempt: str, *, sweep: bool = False) -> None:
-        """Remove what a saving process that died has published of ``attempt`` without telling this one.
+        """Remove what a saving process that died has published of ``attempt`` without reporting it.
 
         Args:
             sweep: also remove arenas that are not known here: no saving process is at work that may have made them.
@@ -342,7 +342,7 @@ class RankStore:
         keep_reserve(self.directory)
 
     def trim(self, expected: int) -> None:
-        """Give back the memory of free arenas beyond ``expected``, if there were too many at the last calls, too."""
+        """Delete free arenas beyond ``expected``, if there were too many at the last calls, too."""
         self._arenas.trim(expected)
 
     def drop_before_next_save(self, parts: Iterable[HeldPart]) -> None:
@@ -356,7 +356,7 @@ class RankStore:
             for part in self._useless:
                 self.drop(part)
             self._useless.clear()
-            self._bury_doomed()
+            self._retire_doomed()
 
     @contextlib.contextmanager
     def open_object(self, version: str, name: str) -> Iterator[memoryview]:
@@ -387,7 +387,7 @@ class RankStore:
             with self._lock:
                 part.pins -= 1
                 if part.doomed:
-                    self._bury(part)
+                    self._retire(part)
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -468,10 +468,10 @@ class RankStore:
                 else:
                     self._note(part)
             other._parts.clear()
-            other.vacate()
+            other.delete_and_close()
 
-    def vacate(self) -> None:
-        """Give free arenas back, and the directory with them if no part is left; then close."""
+    def delete_and_close(self) -> None:
+        """Delete free arenas, and the directory if no part is left; then close."""
         with self._lock:
             self._arenas.discard(self._arenas.free)
             if not self._parts:

@@ -1,6 +1,6 @@
 """Arenas for a process that saves on behalf of the one that holds a rank's store.
 
-Owns making them, and the lock that tells a later trainer that such a process is at work. Everything else about them is
+Owns making them, and the lock that shows a later trainer that such a process is at work. Everything else about them is
 `rank_store`'s.
 """
 

@@ -55,15 +55,15 @@ def common_identity(proposals: Iterable[SaveIdentity]) -> SaveIdentity:
     Raises:
         DivergedError: they save different steps.
     """
-    said = list(proposals)
-    steps = sorted({each.step for each in said})
+    gathered = list(proposals)
+    steps = sorted({each.step for each in gathered})
     if len(steps) > 1:
-        ahead = next(rank for rank, each in enumerate(said) if each.step == steps[-1])
-        behind = next(rank for rank, each in enumerate(said) if each.step < steps[-1])
-        raise _diverged(f"rank {ahead} step {steps[-1]}, rank {behind} step {said[behind].step}", steps[-1])
-    run_id = max(each.run_id for each in said)
-    agreed = SaveIdentity(run_id, max(each.sequence for each in said), steps[0])
-    return later_than(agreed, max(each.newest_ms for each in said))
+        ahead = next(rank for rank, each in enumerate(gathered) if each.step == steps[-1])
+        behind = next(rank for rank, each in enumerate(gathered) if each.step < steps[-1])
+        raise _diverged(f"rank {ahead} step {steps[-1]}, rank {behind} step {gathered[behind].step}", steps[-1])
+    run_id = max(each.run_id for each in gathered)
+    agreed = SaveIdentity(run_id, max(each.sequence for each in gathered), steps[0])
+    return later_than(agreed, max(each.newest_ms for each in gathered))
 
 
 def later_than(identity: SaveIdentity, newest_ms: int) -> SaveIdentity:

@@ -316,7 +316,7 @@ class CommitQueue:
         return _Vote(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified, bool(intact))
 
     def _clear_up(self, verified: int) -> None:
-        """Finish the saves of which only other ranks could know, now that all have said which one is verified."""
+        """Finish the saves of which only other ranks could know, now that all have reported which one is verified."""
         uncertain, self._uncertain = self._uncertain, []
         for save in uncertain:
             save.uncertain = False

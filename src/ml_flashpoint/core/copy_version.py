@@ -44,7 +44,7 @@ def copy_version(
         destination: the folder in which the version gets one of its own, ``step-<n>_ckpt``; made if need be.
         step: which version; by default the newest, and if that goes meanwhile, the newest then.
         partial: also one that is not whole on this node.
-        progress: told how many bytes are copied, of how many.
+        progress: called with how many bytes are copied, of how many.
 
     Returns:
         The copy. It is made durable before it gets its name.

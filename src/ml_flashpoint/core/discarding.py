@@ -1,4 +1,4 @@
-"""Removing every version of a job, on all nodes, because its user says so.
+"""Removing every version of a job, on all nodes, because its user asks for it.
 
 Owns the order: each rank what its store holds, then one rank of each node what is left of ranks that are gone. Nothing
 else in this package removes a version without a newer one.
@@ -44,7 +44,7 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
         if not group.is_node_leader:
             return
         if found:
-            _log.warning("discarding %s, as told", ", ".join(found))
+            _log.warning("discarding %s, as asked", ", ".join(found))
         sweep_departed(store, group.topology.ranks_of(group.node), _NEWER_THAN_ALL)
         for version in list_versions(store.base):
             _remove_version(store.base / version)

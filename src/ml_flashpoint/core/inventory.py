@@ -95,12 +95,12 @@ def read_node(base: Path, node: str, until: float) -> NodeReport:
     Nothing is raised: the other ranks wait for the report.
     """
     waiting = pauses(until)
-    told: set[str] = set()
+    reported: set[str] = set()
     while True:
         parts, unread = _read_parts(base)
         for each in unread:
-            if each.why not in told:
-                told.add(each.why)
+            if each.why not in reported:
+                reported.add(each.why)
                 _log.warning("cannot use something of %s: %s", each.version or base, each.why)
         if not any(each.transient for each in unread) or next(waiting, _OVER) is _OVER:
             break
@@ -163,7 +163,7 @@ def has_objects(base: Path, manifest: Manifest) -> bool:
 
     Raises:
         DamagedError, ObjectNotFoundError: the part is there, and a file is gone or too short.
-        UnreadableError: that cannot be told just now.
+        UnreadableError: that cannot be known just now.
     """
     for path, size in _object_files(base, manifest):
         try:

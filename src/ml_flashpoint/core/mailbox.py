@@ -1,4 +1,4 @@
-"""How a saving process, which cannot call the trainer, tells it what became of a save.
+"""How a saving process, which cannot call the trainer, reports to it what became of a save.
 
 Owns completion records, and the mailbox that they are left in: a private directory with a small file for each.
 
@@ -79,14 +79,14 @@ class Mailbox:
             self._owned = None
 
     def post(self, attempt: str, record: CompletionRecord) -> None:
-        """Publish a notice; it appears whole or not at all."""
+        """Leave a record; it appears whole or not at all."""
         fields = {name: getattr(record, name) for name in CompletionRecord.__slots__}
         temporary = self.directory / f".{attempt}.tmp"
         temporary.write_text(json.dumps(fields))
         os.replace(temporary, self.directory / attempt)
 
     def note(self, attempt: str, identity: SaveIdentity) -> None:
-        """Say what ranks have come to for a save that this process has taken on."""
+        """Report what ranks have come to for a save that this process has taken on."""
         temporary = self.directory / f".{attempt}.as.tmp"
         temporary.write_text(json.dumps([identity.run_id, identity.sequence, identity.step]))
         os.replace(temporary, self.directory / f".{attempt}.as")
@@ -102,7 +102,7 @@ class Mailbox:
         return SaveIdentity(str(run_id), int(sequence), int(step))
 
     def sign(self, attempt: str) -> None:
-        """Say that this process has taken on a save.
+        """Report that this process has taken on a save.
 
         Raises:
             SaveError: too late: it was given up, and its arenas may be another save's.

@@ -1,6 +1,6 @@
 """Versions read from outside of the job, while it runs.
 
-Owns the choice of the version, the holds on its parts (see `reader_holds`), and what a reader is told when one was
+Owns the choice of the version, the holds on its parts (see `reader_holds`), and the error of a reader when one was
 broken. An arena is used again as soon as nothing is kept in it, so whoever simply maps an object sees later steps
 show through. Only what is on this node is read.
 """
@@ -130,7 +130,7 @@ def hold_version(base: str | os.PathLike[str], step: int | None = None, *, parti
     Raises:
         ObjectNotFoundError: there is none, or none that is whole on this node.
         PrunedError: they went as fast as they were looked for.
-        UnreadableError: that cannot be told just now: one that cannot be read may be the one that is meant.
+        UnreadableError: that cannot be known just now: one that cannot be read may be the one that is meant.
         DamagedError: there is nothing but what cannot be read for good.
     """
     return _opened(HeldVersion, Path(base), step, partial)

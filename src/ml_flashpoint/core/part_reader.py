@@ -208,7 +208,7 @@ def find_local_manifest(base: Path, version: str, rank: int, attempt: str) -> Ma
     """The manifest of one part, if this node has it and it is sound.
 
     Raises:
-        UnreadableError: that cannot be told just now.
+        UnreadableError: that cannot be known just now.
     """
     try:
         return read_manifest(base / version / manifest_name(rank, attempt))

@@ -198,7 +198,7 @@ def _ask_all(
         left = again
         if left and next(waiting, _OVER) is _OVER:
             break
-    # One that could not answer may have it: what the others said is not the last word then.
+    # One that could not answer may have it: what the others answered is not the last word then.
     undecided = [error for error in last.values() if is_transient(error)]
     raise next(iter(undecided or last.values()), None) or ObjectNotFoundError(f"no holder of {what} is known")
 

@@ -2,7 +2,7 @@
 
 Owns the loop over plans: a copy that turns out damaged is replaced from another holder, what cannot be read just now
 is tried again until a deadline, and a version that some rank cannot have is left for an older one by all. All ranks
-come to the same end. What the end means for the caller is the loader's to say.
+come to the same end. What the end means for the caller is the loader's to decide.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RecoveryRun:
             self._plan_s += planned - gathered
             if plan is None:
                 return None
-            # First, so that there is room for what is fetched; after the look, which tells who has saved where.
+            # First, so that there is room for what is fetched; after the look, which shows who has saved where.
             take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
             share = self._carry_out(plan)
             self._fetched += share.count
@@ -252,9 +252,9 @@ class RecoveryRun:
             why = None if share.error is None else f"rank {group.rank} on {group.node}: {share.error}"
             blob = json.dumps([why, share.protected, share.damage]).encode()
         unanimous = protected = True
-        for said in group.gather(blob):
-            if said:
-                why, all_copies, parts = json.loads(said)
+        for reported in group.gather(blob):
+            if reported:
+                why, all_copies, parts = json.loads(reported)
                 protected = protected and bool(all_copies)
                 self._damaged.update((str(n), str(v), str(a), int(r)) for n, v, a, r in parts)
                 if why is not None:

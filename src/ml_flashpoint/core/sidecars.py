@@ -1,7 +1,7 @@
 """Files that a framework looks for beside the parts of a version, kept as items of an object.
 
 Owns how they are named there and how they come back. A door that needs such files adds them to the object of one
-rank of each node, or of one rank for all; every part says in its manifest which rank that is. As items they have
+rank of each node, or of one rank for all; the manifest of every part names that rank. As items they have
 digests, copies and recovery like all others; the files are written from them, by the door when a part is committed
 and by every recovery, from bytes that were verified.
 """
@@ -43,12 +43,12 @@ def carrier_of(manifest: Manifest) -> int | None:
     Raises:
         ManifestError: the manifest names no rank of its version.
     """
-    said = manifest.labels.get(_LABEL)
-    if said is None:
+    label = manifest.labels.get(_LABEL)
+    if label is None:
         return None
-    if not (said.isascii() and said.isdigit() and int(said) < manifest.world_size):
-        raise ManifestError(f"no rank keeps its files: {said!a}", step=manifest.step, rank=manifest.rank)
-    return int(said)
+    if not (label.isascii() and label.isdigit() and int(label) < manifest.world_size):
+        raise ManifestError(f"no rank keeps its files: {label!a}", step=manifest.step, rank=manifest.rank)
+    return int(label)
 
 
 def sidecar_files(reader: ObjectReader) -> dict[str, bytes]:

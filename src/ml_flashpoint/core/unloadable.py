@@ -1,6 +1,6 @@
 """Why nothing can be loaded, and whether it is safe to start from nothing.
 
-Owns telling a job that never had a complete version, whose leftovers may be forgotten, from one whose versions are
+Owns setting a job that never had a complete version, whose orphans may be forgotten, apart from one whose versions are
 out of reach. Pure functions of what the ranks know, so that all of them decide alike.
 """
 
@@ -37,18 +37,18 @@ def why_nothing(
         Words that name every version concerned and what is wrong with it, or None: nothing but what the caller has
         discarded was ever complete.
     """
-    told = [f"{version} ({why})" for (version, _), why in given_up.items()]
-    told += [
+    reasons = [f"{version} ({why})" for (version, _), why in given_up.items()]
+    reasons += [
         f"{unread.version or 'the versions'} on {report.inventory.node} ({unread.why})"
         for report in reports
         for unread in report.unread
     ]
-    if not told and not discarded:
-        told = _lost_parts(reports)
-    if not told:
+    if not reasons and not discarded:
+        reasons = _lost_parts(reports)
+    if not reasons:
         return None
-    more = f", and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
-    return f"there are versions and none can be loaded: {'; '.join(told[:_MOST_SHOWN])}{more}"
+    more = f", and {len(reasons) - _MOST_SHOWN} more" if len(reasons) > _MOST_SHOWN else ""
+    return f"there are versions and none can be loaded: {'; '.join(reasons[:_MOST_SHOWN])}{more}"
 
 
 def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
@@ -56,7 +56,7 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
 
     It is certain if no node remembers one, and the save is the only one there (the job's first, cut short), or the
     ranks whose parts are missing have saved on nodes that are here still: had they committed theirs, it would be here.
-    Otherwise they ran on a node that is gone, and nobody can tell.
+    Otherwise they ran on a node that is gone, and nobody can know.
     """
     saves: dict[tuple[str, str, int], set[int]] = {}
     for report in reports:
@@ -65,7 +65,7 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
     complete = {version.attempt for version in complete_versions(report.inventory for report in reports)}
     here = frozenset[int]().union(*(report.savers for report in reports))
     remembered = any(report.was_complete for report in reports)
-    told, doubtful = [], remembered
+    reasons, doubtful = [], remembered
     for (attempt, version, world_size), ranks in sorted(saves.items(), reverse=True):
         if attempt in complete:
             continue
@@ -73,5 +73,5 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
         shown = ", ".join(map(str, itertools.islice(missing, _MOST_SHOWN)))
         elsewhere = any(rank not in ranks and rank not in here for rank in range(world_size))
         doubtful = doubtful or (len(saves) > 1 and elsewhere)
-        told.append(f"{version} (the parts of ranks {shown} of {world_size} are on no node of this job)")
-    return told if doubtful else []
+        reasons.append(f"{version} (the parts of ranks {shown} of {world_size} are on no node of this job)")
+    return reasons if doubtful else []

@@ -191,13 +191,13 @@ class RequestServer:
             handshake_secret(self._secret),
             deadline_s=self._handshake_deadline_s,
             admit=self._admit,
-            tell=self._tell_of_dropped,
+            report=self._report_dropped,
             identify=_local_peer if is_local else internet_peer,
             refusal=REFUSED,
         )
         reception.run(self._closed, lambda error: self._warn("cannot accept a connection", error))
 
-    def _tell_of_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
+    def _report_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
         if isinstance(error, ConnectionLostError):
             _log.debug("connection from %s ended: %s", peer, error)
         elif not self._closed.is_set():
@@ -239,7 +239,7 @@ class RequestServer:
             finally:
                 self._handler.closed(session)
         except (FlashpointError, OSError) as error:
-            self._tell_of_dropped(peer.text, error)
+            self._report_dropped(peer.text, error)
         except Exception:
             _log.exception("connection from %s failed", peer.text)
         finally:

@@ -31,7 +31,7 @@ _LATE_S = 5.0
 # How often it is tried again to start a thread.
 _RETRY_S = 1.0
 # How long ranks that have all come wait for each other while they connect: one that cannot (no descriptor is left, say)
-# tells nobody. Twice as long at every try in vain, since many ranks on a slow network may need more.
+# reports it to nobody. Twice as long at every try in vain, since many ranks on a slow network may need more.
 _CONNECT_S = 10.0
 
 
@@ -63,7 +63,7 @@ class LastingGroup:
         self._generation = 0
         self._connect_s = _CONNECT_S
         self._group = first
-        self._impatient = False
+        self._gave_up = False
         self._closed = False
         if first is None:
             self._start_meeting()
@@ -87,11 +87,11 @@ class LastingGroup:
             DeadlineError: not within the deadline; names the ranks that are missing.
         """
         with self._changed:
-            patience = 0.0 if self._impatient else self._deadline_s if deadline_s is None else deadline_s
-            self._await_meeting(patience)
+            timeout_s = 0.0 if self._gave_up else self._deadline_s if deadline_s is None else deadline_s
+            self._await_meeting(timeout_s)
             if self._group is not None:
                 return self._group
-            self._impatient = True
+            self._gave_up = True
         raise DeadlineError(f"ranks have lost each other{self._missing_text()}", rank=self._rank, hint=self._hint())
 
     def run(self, what: str, collective: Callable[[dist.ProcessGroup], object]) -> None:
@@ -108,7 +108,7 @@ class LastingGroup:
             raise self.failure(what, error) from error
 
     def broke(self, group: dist.ProcessGroup | None, error: BaseException | None = None) -> None:
-        """Say that a collective of this group ended on this rank alone. Builds another one in the background.
+        """Report that a collective of this group ended on this rank alone. Builds another one in the background.
 
         The caller must keep no reference to the group: its connections are closed with the last one, and only by that
         do ranks that wait in it notice.
@@ -121,13 +121,13 @@ class LastingGroup:
         with self._changed:
             if group is None or self._group is not group or self._closed:
                 return
-            self._group, self._impatient = None, False
+            self._group, self._gave_up = None, False
             self._generation += 1
         _destroy(group)  # the others notice at their next collective, if they have not yet
         self._start_meeting()
 
     def close(self) -> None:
-        """Give the group up. Idempotent."""
+        """Destroy the group. Idempotent."""
         with self._changed:
             group, self._group, self._closed = self._group, None, True
             self._changed.notify_all()
@@ -149,8 +149,8 @@ class LastingGroup:
             else:
                 self._meeting = thread
 
-    def _await_meeting(self, patience_s: float) -> None:
-        give_up = time.monotonic() + patience_s
+    def _await_meeting(self, timeout_s: float) -> None:
+        give_up = time.monotonic() + timeout_s
         with self._changed:
             while self._group is None and not self._closed:
                 self._start_meeting()
@@ -159,7 +159,7 @@ class LastingGroup:
                 self._changed.wait_for(lambda: self._group is not None or self._closed, min(left, _RETRY_S))
 
     def _meet(self) -> None:
-        poll_s, began, told = _SHORTEST_POLL_S, time.monotonic(), False
+        poll_s, began, reported = _SHORTEST_POLL_S, time.monotonic(), False
         arrived = -1
         while not self._closed and dist.is_initialized() and dist.group.WORLD is self._world:
             try:
@@ -171,15 +171,15 @@ class LastingGroup:
                     continue
                 if self._count(arrived) >= self._size:
                     self._take(self._built())
-                    if told:
+                    if reported:
                         _log.warning("ranks have found each other again")
                     return
             except (RuntimeError, ValueError) as error:
                 _log.debug("building the group of %s failed: %s", self._name, error)
                 self._generation += arrived == self._generation
                 self._connect_s *= 2
-            if not told and arrived > 0 and time.monotonic() > began + min(_LATE_S, self._deadline_s):
-                told = True
+            if not reported and arrived > 0 and time.monotonic() > began + min(_LATE_S, self._deadline_s):
+                reported = True
                 _log.error("ranks have lost each other%s; %s", self._missing_text(), self._hint())
             time.sleep(poll_s)
             poll_s = min(poll_s * 1.3, _LONGEST_POLL_S)
@@ -216,7 +216,7 @@ class LastingGroup:
         with self._changed:
             if not self._closed:
                 self._group, group = group, None  # type: ignore[assignment]
-            self._meeting, self._impatient, self._connect_s = None, False, _CONNECT_S
+            self._meeting, self._gave_up, self._connect_s = None, False, _CONNECT_S
             self._changed.notify_all()
         if group is not None:
             _destroy(group)

@@ -118,7 +118,7 @@ class RankGroup:
         return self.topology.ranks_of(self.node)[0] == self.rank
 
     def gather(self, blob: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, by two collectives. Ranks with nothing to say (``b""``) cost nothing."""
+        """Every rank's bytes, in rank order, by two collectives. Ranks that have nothing (``b""``) cost nothing."""
         if not self.distributed:
             return [blob]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
@@ -189,9 +189,9 @@ class RankGroup:
         Raises:
             InvalidArgumentError: one is not. Raised on all ranks.
         """
-        said = [json.loads(blob) for blob in self.gather(json.dumps(arguments).encode())]
+        gathered = [json.loads(blob) for blob in self.gather(json.dumps(arguments).encode())]
         for argument, value in arguments.items():
-            if len(values := sorted({each[argument] for each in said})) > 1:
+            if len(values := sorted({each[argument] for each in gathered})) > 1:
                 raise InvalidArgumentError(
                     f"differs between ranks: {values}", argument=argument, value=value, rank=self.rank
                 )
@@ -274,7 +274,7 @@ class Agreement:
         return tuple(data.tolist())
 
     def close(self) -> None:
-        """Give the group up."""
+        """Destroy the group."""
         if self._group is not None:
             self._group.close()
 
@@ -284,7 +284,7 @@ def _let_gloo_finish() -> None:
 
     Gloo's threads free the tensors of the last collectives, the training's included, some time after these have ended.
     One that still needs the interpreter for that when it is being finalized makes torch abort the process, and nothing
-    tells that there is one.
+    shows that there is one.
     """
     time.sleep(_GLOO_S)
 

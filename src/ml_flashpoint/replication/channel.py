@@ -53,7 +53,7 @@ class TurnedAwayError(AuthenticationError):
 
 
 class TransferCancelledError(ReplicationError):
-    """The caller's own `cancelled` told the transfer to stop."""
+    """The caller's own `cancelled` asked for the transfer to stop."""
 
 
 def track(sock: socket.socket) -> None:
@@ -178,14 +178,14 @@ class Channel:
         return self._decoder.decode(start, rest)
 
     def receive_reply(self, *, cancelled: Cancelled | None = None) -> Frame:
-        """The server's answer, however long it says that it is working. Raises as `receive` does."""
+        """The server's answer, however many keepalives come before. Raises as `receive` does."""
         while (frame := self.receive(cancelled=cancelled)).kind is FrameKind.KEEPALIVE:
             pass
         return frame
 
     @contextlib.contextmanager
     def working(self, *, every_s: float, limit_s: float) -> Iterator[None]:
-        """Tell the peer every `every_s`, for at most `limit_s`, that its request is being worked on."""
+        """Send a keepalive every `every_s`, for at most `limit_s`, while the peer's request is worked on."""
         finished = threading.Event()
 
         def keep_alive() -> None:

@@ -52,10 +52,10 @@ class Reception:
         secret: what is to be proved.
         deadline_s: seconds that a whole handshake may take.
         admit: called with each connection that is authenticated, who it is, and its keys. Owns the socket then.
-        tell: called with a peer that was dropped, and why.
+        report: called with a peer that was dropped, and why.
         identify: given a connection and its address, the host it is from and what to call it. A `FlashpointError` drops
             it.
-        refusal: said to who proves to know another secret.
+        refusal: sent to whoever proves to know another secret.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Reception:
         *,
         deadline_s: float,
         admit: Callable[[socket.socket, str, wire.SessionKeys], None],
-        tell: Callable[[str, FlashpointError | OSError], None],
+        report: Callable[[str, FlashpointError | OSError], None],
         identify: Callable[[socket.socket, Any], tuple[str, str]] = internet_peer,
         refusal: bytes = b"",
     ) -> None:
@@ -73,7 +73,7 @@ class Reception:
         self._secret = secret
         self._deadline_s = deadline_s
         self._admit = admit
-        self._tell = tell
+        self._report = report
         self._identify = identify
         self._refusal = refusal
         self._guests: OrderedDict[_Guest, None] = OrderedDict()  # oldest first
@@ -87,7 +87,7 @@ class Reception:
         """Serve until ``closed`` is set and the listener shut down, then hang up on who is not authenticated.
 
         Args:
-            cannot: told why no connection can be accepted now.
+            cannot: called with why no connection can be accepted now.
         """
         try:
             while not closed.is_set():
@@ -141,7 +141,7 @@ class Reception:
                 host, peer = self._identify(sock, address)
             except (FlashpointError, OSError) as error:
                 sock.close()
-                self._tell("somebody", error)
+                self._report("somebody", error)
                 continue
             until = time.monotonic() + self._deadline_s
             guest = _Guest(sock, host, peer, until, wire.ServerHandshake(self._secret, peer))
@@ -190,7 +190,7 @@ class Reception:
         self._forget(guest)
         guest.sock.close()
         if error is not None:
-            self._tell(guest.peer, error)
+            self._report(guest.peer, error)
 
     def _forget(self, guest: _Guest) -> None:
         del self._guests[guest]

@@ -161,7 +161,7 @@ class PeerConnection:
                             with buffer.cast("B") as view:
                                 channel.send_payload(view, cancelled=cancelled)
                 except ConnectionLostError:
-                    # A peer that finds the part damaged says so and hangs up; what it said may be there.
+                    # A peer that finds the part damaged reports it and hangs up; its report may be there.
                     with contextlib.suppress(ConnectionLostError):
                         _check_reply(channel.receive_reply(), FrameKind.ACK)
                     raise

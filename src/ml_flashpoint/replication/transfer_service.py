@@ -198,13 +198,13 @@ class TransferService:
             self._secret,
             deadline_s=self._handshake_deadline_s,
             admit=self._admit,
-            tell=self._tell_of_dropped,
+            report=self._report_dropped,
         )
         reception.run(
             self._closed, lambda exc: self._log.warning("transfer service cannot accept a connection: %s", exc)
         )
 
-    def _tell_of_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
+    def _report_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
         if isinstance(error, ConnectionLostError):
             _logger.debug("transfer connection ended: %s", error)
         elif not self._closed.is_set():
@@ -250,7 +250,7 @@ class TransferService:
                     return
                 self._serve(channel, request)
         except (FlashpointError, OSError) as exc:
-            self._tell_of_dropped(peer, exc)
+            self._report_dropped(peer, exc)
         except Exception as exc:
             self._log.warning("transfer connection from %s failed", peer, exc_info=exc)
         finally:

@@ -79,7 +79,7 @@ HANDSHAKE_DEADLINE_S = 5.0
 IDLE_DEADLINE_S = 300.0
 """An authenticated connection without any request for so long is closed by the server."""
 WORK_LIMIT_S = 600.0
-"""Longest that a server keeps telling a client that it is at work (allocating, verifying, committing)."""
+"""Longest that a server keeps sending keepalives while it is at work (allocating, verifying, committing)."""
 MAX_CONNECTIONS = 256
 """Authenticated connections served at once."""
 MAX_HANDSHAKES = 128
@@ -427,7 +427,7 @@ _MAX_TEXT = 1000  # characters; a header has room for four such texts even when 
 
 
 def error_frame(error: Exception) -> Frame:
-    """The NACK that tells a peer of `error`. Errors of other packages travel as their name and text."""
+    """The NACK that reports `error` to a peer. Errors of other packages travel as their name and text."""
     fields: dict[str, Scalar] = {"error": type(error).__name__}
     if isinstance(error, FlashpointError):
         fields.update(message=error.message[:_MAX_TEXT], step=error.step, rank=error.rank)
@@ -442,7 +442,7 @@ def error_frame(error: Exception) -> Frame:
 
 
 def error_of_frame(frame: Frame) -> FlashpointError:
-    """The error that a NACK tells of: of its own type where that type travels, else a `ReplicationError`.
+    """The error that a NACK reports: of its own type where that type travels, else a `ReplicationError`.
 
     Raises:
         ProtocolError: The frame is not a well-formed NACK.

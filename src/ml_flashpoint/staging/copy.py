@@ -118,7 +118,7 @@ def _copy_one(target: torch.Tensor, source: torch.Tensor, done: int, on_copied: 
     step = _PIECE // target.element_size()
     for at in range(0, flat_target.numel(), step):
         _copy([flat_target[at : at + step]], [flat_source[at : at + step]])
-        if at + step < flat_target.numel():  # the end is told by the caller
+        if at + step < flat_target.numel():  # the end is reported by the caller
             on_copied(done - nbytes + (at + step) * target.element_size())
 
 

@@ -69,8 +69,8 @@ def held_bytes(tensor: torch.Tensor) -> int:
         return 0
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without history whose memory says what its elements are: no collective under way, no lazy conjugate."""
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without history whose memory holds its elements: no collective under way, no lazy conjugate."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if tensor.requires_grad:
@@ -149,7 +149,7 @@ class TensorLeaves:
     def _collect_tensor(self, value: torch.Tensor, path: str) -> None:
         if isinstance(value, ShardedTensor):
             for number, shard in enumerate(value.local_shards()):
-                self._add(settled(shard.tensor), f"{path}.shard{number}")
+                self._add(materialized(shard.tensor), f"{path}.shard{number}")
             return
         plain = _memory_of(value)
         if plain is not None:
@@ -210,7 +210,7 @@ class TensorLeaves:
 
 def _memory_of(value: torch.Tensor) -> torch.Tensor | None:
     """The plain tensor that is all there is to a tensor on this rank, None if there is more to it, or nothing."""
-    local = settled(value._local_tensor if isinstance(value, DTensor) else value)
+    local = materialized(value._local_tensor if isinstance(value, DTensor) else value)
     return local if is_plain_strided(local) and not local.is_meta else None
 
 

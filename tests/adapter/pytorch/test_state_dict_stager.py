@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ml_flashpoint.staging.state_dict_stager import TensorLeaves, is_plain_strided, settled, storable_name
+from ml_flashpoint.staging.state_dict_stager import TensorLeaves, is_plain_strided, materialized, storable_name
 from tests.support.tensors import assert_same
 
 
@@ -132,7 +132,7 @@ def test_results_of_collectives_are_waited_for(process_group: None) -> None:
     under_way = all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     assert isinstance(under_way, AsyncCollectiveTensor)
     assert not is_plain_strided(under_way)
-    assert type(settled(under_way)) is torch.Tensor
+    assert type(materialized(under_way)) is torch.Tensor
     leaves = TensorLeaves({"a": under_way})
     assert_same(leaves.rebuild(_copies(leaves)), {"a": torch.ones(4)})
 

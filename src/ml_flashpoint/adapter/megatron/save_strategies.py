@@ -47,7 +47,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.staging.collection import collection_paused
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided, settled
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized
 from ml_flashpoint.unpickling.checks import place_of
 
 _log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ class _Writing:
                 self._data[item.index] = data
                 continue
             assert isinstance(data, torch.Tensor)
-            data = settled(data)
+            data = materialized(data)
             if is_plain_strided(data) and not data.is_meta:
                 staged.append(item.index)
                 tensors.append((key, data))

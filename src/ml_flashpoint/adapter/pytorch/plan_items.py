@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided, settled, storable_name
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized, storable_name
 from ml_flashpoint.unpickling.checks import refuse_unloadable
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -79,7 +79,7 @@ def resolve_items(
             byte_items.append((key, content))
             continue
         assert isinstance(data, torch.Tensor)
-        data = settled(data)
+        data = materialized(data)
         if data.is_meta:
             raise NotStagedError(
                 f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.cli import base_view
 from ml_flashpoint.cli.base_view import State
 from ml_flashpoint.cli.verify import verify_part

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core import handing_off
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.mailbox import Mailbox

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core import checkpoint_saver, handing_off
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.mailbox import Mailbox

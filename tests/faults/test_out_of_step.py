@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.core.read_back import checked_mode, read_back
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block

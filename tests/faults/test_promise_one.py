@@ -20,7 +20,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.inventory import has_objects, part_record
 from ml_flashpoint.core.part_reader import read_local_manifests
 from ml_flashpoint.core.recovery_run import _useless

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError, ReplicationError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy, Topology

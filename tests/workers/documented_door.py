@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import list_versions
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.part_reader import read_local_manifests
 from tests.support.processes import REPOSITORY
 

@@ -21,7 +21,9 @@ from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, list_versions
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.errors import CapacityError, SaveError
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager

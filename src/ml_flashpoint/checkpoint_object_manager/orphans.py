@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_version_folder, unpublish
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import (
@@ -32,29 +33,6 @@ _log = logging.getLogger(__name__)
 
 _Owner = tuple[int, str]
 """Rank and attempt of a part."""
-
-
-@dataclass(slots=True)
-class HeldPart:
-    """A committed part that a store answers for.
-
-    Attributes:
-        arenas: arenas that it keeps in use. With a manifest, they are those of its objects, in order.
-        manifest: ``None`` when it could not be read, or does not fit the arenas: the part is then only kept
-            until it is pruned.
-        names: files of its objects.
-        pins: how many readers there are.
-        doomed: to be dropped when the last reader is done.
-    """
-
-    version: str
-    rank: int
-    attempt: str
-    arenas: list[Arena]
-    manifest: Manifest | None
-    pins: int = 0
-    doomed: bool = False
-    names: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

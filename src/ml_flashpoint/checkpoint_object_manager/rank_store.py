@@ -29,18 +29,14 @@ from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR as PRIVATE_DIR
-from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
-from ml_flashpoint.checkpoint_object_manager.orphans import HeldPart as HeldPart
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.orphans import adopt_parts
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions as list_versions
-from ml_flashpoint.checkpoint_object_manager.version_files import map_object as map_object
-from ml_flashpoint.checkpoint_object_manager.version_files import publish as publish
-from ml_flashpoint.checkpoint_object_manager.version_files import unpublish as unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object, publish, unpublish
 from ml_flashpoint.format.errors import CapacityError, JobInUseError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.private_folders import is_at, make_tree, open_own, sweep_folder

@@ -14,7 +14,7 @@ import os
 import time
 from pathlib import Path
 
-from ml_flashpoint.checkpoint_object_manager.orphans import HeldPart
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.format.knobs import reader_hold_s
 from ml_flashpoint.format.manifest import manifest_name
 

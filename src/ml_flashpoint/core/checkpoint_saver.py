@@ -24,7 +24,8 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS, Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, preflight
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.attempts import Numbering, SaveIdentity
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import forget_complete
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, list_versions
-from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_version_folder
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.manifest import parse_manifest_name, parse_object_name
 from ml_flashpoint.ranks.rank_group import RankGroup

@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore, unpublish
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import unpublish
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox, lost
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver

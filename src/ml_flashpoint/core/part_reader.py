@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore, map_object
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.version_files import map_object
 from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError

@@ -6,7 +6,7 @@ this package or a memory that forgets; what a mismatch means for the version is 
 
 from __future__ import annotations
 
-from ml_flashpoint.checkpoint_object_manager.orphans import HeldPart
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import DigestMismatchError, InvalidArgumentError
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.departed import take_over_departed
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.inventory import NodeReport, read_node
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local

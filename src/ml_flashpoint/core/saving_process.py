@@ -16,8 +16,8 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
-from ml_flashpoint.checkpoint_object_manager.rank_store import publish
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
+from ml_flashpoint.checkpoint_object_manager.version_files import publish
 from ml_flashpoint.core.attempts import SaveIdentity, newest_of_other_runs
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject

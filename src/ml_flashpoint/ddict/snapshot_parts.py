@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
 from ml_flashpoint.ddict.snapshot_format import SNAPSHOT, VALUE, PartRef, labels_of, object_header, plan_object

@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.entries import Entry, StoredValue
 from ml_flashpoint.ddict.snapshot_copies import Copies, HolderBackend, Peers
 from ml_flashpoint.ddict.snapshot_copies import PeerAddress as PeerAddress

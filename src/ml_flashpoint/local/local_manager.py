@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import list_versions
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem

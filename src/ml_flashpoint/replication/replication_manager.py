@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.format.errors import (
     FlashpointError,
     ReplicationError,

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import HeldPart, RankStore
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 from ml_flashpoint.format.manifest import Manifest

@@ -97,6 +97,8 @@ class CheckpointEngine:
     def latest(self) -> CheckpointContainerId | None:
         """The newest version that all ranks can load, fetched and verified; None if there never was one. Collective.
 
+        Let saves under way end before (``saver.wait()``): what they replace may go while it is looked at.
+
         Raises:
             NothingLoadableError: there are versions, and none can be loaded.
             FlashpointError: ranks lost each other.

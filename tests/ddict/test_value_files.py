@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.value_arenas import ValueArenas, allow_many_files, is_unused
 from ml_flashpoint.ddict.value_files import ValueWriter, read_value
-from ml_flashpoint.ddict.value_objects import StaleValueError, object_blobs, object_size, read_object
+from ml_flashpoint.ddict.value_objects import object_blobs, object_size, read_object
 from ml_flashpoint.ddict.values import encode
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError

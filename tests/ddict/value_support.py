@@ -13,10 +13,10 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.entries import StoredValue
-from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 from ml_flashpoint.ddict.value_files import ValueWriter, read_value
-from ml_flashpoint.ddict.value_objects import StaleValueError, object_size
+from ml_flashpoint.ddict.value_objects import object_size
 from ml_flashpoint.ddict.values import encode
 
 INCARNATION = "0123456789abcdef"

@@ -18,7 +18,8 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
-from ml_flashpoint.ddict.snapshots import SnapshotRecord, Snapshots
+from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
+from ml_flashpoint.ddict.snapshots import Snapshots
 from ml_flashpoint.format.errors import ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
 from ml_flashpoint.replication.channel import Address

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from pathlib import Path
 
-from ml_flashpoint.ddict.snapshots import SnapshotRecord
+from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
 from ml_flashpoint.replication.channel import Address

@@ -19,7 +19,7 @@ from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry
 from ml_flashpoint.ddict.errors import DDictManagerLostError
 from ml_flashpoint.ddict.manager import Manager
-from ml_flashpoint.ddict.snapshots import SnapshotRecord
+from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)

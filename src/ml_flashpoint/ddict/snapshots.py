@@ -24,19 +24,23 @@ from types import TracebackType
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.entries import Entry, StoredValue
-from ml_flashpoint.ddict.snapshot_copies import Copies, HolderBackend, Peers
-from ml_flashpoint.ddict.snapshot_copies import PeerAddress as PeerAddress
+from ml_flashpoint.ddict.snapshot_copies import Copies, HolderBackend, PeerAddress, Peers
 from ml_flashpoint.ddict.snapshot_format import (
     STAMP_LABEL,
+    SnapshotRecord,
     check_checkpoint,
     check_stamp,
     format_stamp,
     snapshot_attempt,
 )
-from ml_flashpoint.ddict.snapshot_format import SnapshotRecord as SnapshotRecord
 from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, PartBuilder
-from ml_flashpoint.ddict.snapshot_recovery import RecoveredSnapshot as RecoveredSnapshot
-from ml_flashpoint.ddict.snapshot_recovery import Recoverer, complete_snapshots, newest_stamp, snapshots_here
+from ml_flashpoint.ddict.snapshot_recovery import (
+    RecoveredSnapshot,
+    Recoverer,
+    complete_snapshots,
+    newest_stamp,
+    snapshots_here,
+)
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology

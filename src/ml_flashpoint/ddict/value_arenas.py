@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Final
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.entries import StoredValue
-from ml_flashpoint.ddict.value_objects import StaleValueError, check_header
+from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.value_objects import check_header
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.value_arenas import allow_many_files, has_token
-from ml_flashpoint.ddict.value_objects import StaleValueError, read_object, write_object
+from ml_flashpoint.ddict.value_objects import read_object, write_object
 from ml_flashpoint.ddict.values import Encoded
 from ml_flashpoint.format.errors import FlashpointError
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from ml_flashpoint.ddict.errors import StaleValueError as StaleValueError
+from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import ObjectFormatError

@@ -240,6 +240,7 @@ def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
     assert kept == [2, 2, 2]
     for said, reason in (
         (undecided, "becomes of 'loader', whose place in the data means something else now"),
+        (undecided, "reshard={'loader': rest_of_epoch}"),
         (undealt, "was to be dealt, and the sampler is a SequentialSampler"),
         (longer, "the epoch that was begun has 20 samples, not 30"),
         (from_undealt, "the loader that was saved had no DistributedSampler"),
@@ -272,6 +273,8 @@ def test_lightnings_dictionary(tmpfs: Path) -> None:
     for said in own:
         assert "ReshardError" in said
         assert "becomes of 'lightning', which differs between the ranks that saved it" in said
+        assert 'FlashpointCallback(..., on_world_size_change="keep")' in said
+        assert "track(" not in said, "there is no such call in Lightning"
     assert kept == [(4, 5.0), (4, 6.0), (4, 5.0)]
     for said in place:
         assert "becomes of 'lightning', whose place in the data means something else now" in said

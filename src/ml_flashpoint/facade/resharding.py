@@ -162,11 +162,9 @@ class Resharding:
         if undecided:
             before, now = self._target.saved_by, self._tracked.world_size
             named = "; of ".join(f"{name!r}, {why}" for name, why in undecided.items())
-            functions = ", ".join(f"{name!r}: function" for name in undecided)
             raise ReshardError(
                 f"saved by {before} ranks, loaded by {now}, and nothing says what becomes of {named}",
-                hint=f"track(..., reshard={{{functions}}}) with what makes a rank's state of those of all ranks, or"
-                f' construct with on_world_size_change="keep", to give rank r what rank r modulo {before} had',
+                hint=f"{self._tracked.how_to_decide(undecided)}, to give rank r what rank r modulo {before} had",
             )
 
     def _seed_anew(self, seeds: Mapping[str, int], generators: Iterable[str]) -> None:

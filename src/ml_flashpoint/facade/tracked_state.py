@@ -161,6 +161,18 @@ class TrackedState:
         says = getattr(other, "has_place", None)
         return isinstance(other, LoaderState) or hasattr(type(other), "__iter__") or (says is not None and says(value))
 
+    def how_to_decide(self, names: Iterable[str]) -> str:
+        """What a user can do where nobody says what becomes of these states on another number of ranks."""
+        functions = ", ".join(
+            f"{name!r}: " + ("rest_of_epoch" if isinstance(self._others.get(name), LoaderState) else "function")
+            for name in names
+        )
+        dealt = " (rest_of_epoch is for a DistributedSampler)" if "rest_of_epoch" in functions else ""
+        return (
+            f"track(..., reshard={{{functions}}}) with what makes a rank's state of those of all ranks{dealt}, or"
+            ' construct with on_world_size_change="keep"'
+        )
+
     # ---- saving -------------------------------------------------------------------------------------------
 
     def to_save(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -152,6 +152,13 @@ class DictionaryState(TrackedState):
     def names(self) -> tuple[str, ...]:
         """Names of everything tracked."""
         return (*super().names, SHARED, OWN)
+
+    def how_to_decide(self, names: Iterable[str]) -> str:
+        """See `TrackedState.how_to_decide`. What is a rank's own here are loops, callbacks and loaders of Lightning."""
+        return (
+            "start as many ranks as there were (loops, callbacks and loaders are theirs), or make the callback with"
+            ' FlashpointCallback(..., on_world_size_change="keep")'
+        )
 
     def to_save(self) -> dict[str, Any]:
         """See `TrackedState.to_save`."""

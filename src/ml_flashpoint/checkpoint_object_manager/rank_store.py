@@ -297,7 +297,7 @@ class RankStore:
                 del self._by_name[(part.version, name)]
 
     def withdraw(self, attempt: str, *, sweep: bool = False) -> None:
-        """Remove what a saving process that died has published of ``attempt`` without reporting it.
+        """Remove what a saving process that died has committed of ``attempt`` without reporting it.
 
         Args:
             sweep: also remove arenas that are not known here: no saving process is at work that may have made them.

@@ -141,7 +141,7 @@ class PartSource:
         until: float,
         failures: Failures,
     ) -> Manifest:
-        """Bring a rank's part here and publish it, verified.
+        """Bring a rank's part here, verify it and commit it.
 
         Args:
             first, until, failures: see :meth:`manifest`.

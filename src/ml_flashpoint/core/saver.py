@@ -33,7 +33,7 @@ class ArenaSource(Protocol):
         ...
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back."""
+        """Return an arena."""
         ...
 
 

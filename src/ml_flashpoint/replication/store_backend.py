@@ -76,11 +76,11 @@ class IncomingCopy:
         self.buffers = tuple(a.buffer[: o.size] for a, o in zip(self._arenas, manifest.objects, strict=True))
 
     def commit(self) -> None:
-        """The bytes are verified: publish the part under this node's base."""
+        """The bytes are verified: commit the part under this node's base."""
         self._store.commit(self._manifest, self._arenas)
 
     def abort(self) -> None:
-        """Give the arenas back."""
+        """Release the arenas."""
         for arena in self._arenas:
             self._store.release(arena)
 

@@ -73,3 +73,27 @@ def test_a_thread_that_cannot_be_started_is_started_later() -> None:
         assert queue.wait_for_change(lambda: queue.idle, 10)
     assert len(group.votes) == 2
     queue.close(5)
+
+
+def test_a_save_that_turns_out_verified_is_not_evicted_at_that_instant() -> None:
+    """Older versions go then, so there would be none left."""
+    group: Any = TwoRanks()
+    evicted: list[bool] = []
+    queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=lambda save: 0.1)
+    store = SimpleNamespace(base="/job", advance=lambda attempt: None, reject=lambda attempt: None)
+    uncertain = Save(SaveIdentity("a", 4))
+    uncertain.commit(SimpleNamespace(), store)  # type: ignore[arg-type]
+    uncertain.replicate()
+    uncertain.uncertain = True
+    queue._uncertain.append(uncertain)
+    verify = queue._verify_save
+
+    def verify_after_an_eviction(save: Save) -> None:
+        evicted.append(queue.evict(save))
+        verify(save)
+
+    queue._verify_save = verify_after_an_eviction  # type: ignore[method-assign]
+    queue._clear_up(4)
+    assert evicted == [False]
+    assert uncertain.state is SaveState.VERIFIED
+    queue.close(5)

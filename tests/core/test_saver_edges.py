@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
@@ -169,15 +170,15 @@ def test_a_save_committed_after_its_deadline_gives_its_arena_back(
     saver.write(save, version(tmpfs, 1), TENSORS)
     assert save.finished.wait(10)
     monkeypatch.delenv("FLASHPOINT_SEAL_DEADLINE_S")
-    in_use, _ = store_of(saver).resident_bytes()
-    assert in_use  # whoever writes may still be at it
+    size = sum(store_of(saver).resident_bytes())
+    assert store_of(saver).resident_bytes() == (0, size)  # nobody writes to it, and nobody may begin to
     with pytest.raises(SaveError, match="given up") as caught:
         saver.commit(save)
     saver.fail(save, caught.value)
-    assert store_of(saver).resident_bytes() == (0, in_use)
+    assert store_of(saver).resident_bytes() == (0, size)
     saver.save(version(tmpfs, 2), TENSORS)
     saver.fail(save, caught.value)  # once more: the arena is another save's now
-    assert store_of(saver).resident_bytes()[0] == in_use
+    assert store_of(saver).resident_bytes()[0] == size
 
 
 def test_a_save_given_up_while_it_commits_leaves_nothing(
@@ -308,3 +309,133 @@ def test_a_child_forked_while_locks_are_held_ends(saver: DefaultMLFlashpointChec
     forked.set()
     holding.join(60)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def hold_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> tuple[threading.Event, threading.Event]:
+    """Have the first call of a method wait in its middle: events for that it has come, and that it may go on."""
+    real, came, go_on = getattr(owner, name), threading.Event(), threading.Event()
+
+    def held(*args: object, **kwargs: object) -> object:
+        if not came.is_set():
+            came.set()
+            assert go_on.wait(30)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, held)
+    return came, go_on
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("point", ["_fill_staged", "finish"])
+def test_a_save_given_up_while_it_is_written_keeps_its_arena_for_as_long(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    late = saver.begin()
+    staged = saver.stage(late, TENSORS)
+    assert staged is not None
+    arenas = late.arenas
+    came, go_on = hold_in(monkeypatch, saver._writer, point)
+    errors: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            saver.write(late, version(tmpfs, 2), [("weight", staged[0])], [("bytes", b"late" * 9)])
+            saver.commit(late)
+        except SaveError as error:
+            errors.append(error)
+            saver.fail(late, error)
+
+    worker = threading.Thread(target=write)
+    worker.start()
+    assert came.wait(30)
+    saver.fail(late, DeadlineError("not committed in time"))  # as a door does that waits no longer
+    for step in range(3, 7):
+        save = saver.begin()
+        saver.write(save, version(tmpfs, step), TENSORS)
+        assert not save.arenas & arenas, "another save may not have what is still written to"
+        saver.commit(save)
+    go_on.set()
+    worker.join(30)
+    assert "given up" in str(errors[0])
+    assert saver.wait(30)
+    assert saver.stats.last_verified == 6
+    assert not late.arenas
+    assert not any("step-2" in name for name in list_versions(tmpfs))
+
+
+@pytest.mark.timeout(60)
+def test_the_arena_of_a_save_that_is_not_gone_on_with_by_its_deadline_is_free(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator's, say, whose thread waits for the other ranks, and is told by none of them that it was in vain."""
+    saver.save(version(tmpfs, 1), TENSORS)
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
+    for _ in range(5):  # more than there may be arenas
+
+        def write_and_end() -> None:
+            save = saver.begin()
+            save.worker = threading.current_thread()
+            saver.write(save, version(tmpfs, 2), TENSORS)
+            assert save.finished.wait(30)
+
+        ending = threading.Thread(target=write_and_end)
+        ending.start()
+        ending.join(30)
+    monkeypatch.delenv("FLASHPOINT_SEAL_DEADLINE_S")
+    in_use, _ = store_of(saver).resident_bytes()
+    assert in_use == max(path.stat().st_size for path in store_of(saver).directory.glob("arena-*"))
+    saver.save(version(tmpfs, 3), TENSORS)
+    assert saver.wait(30)
+    assert saver.stats.last_verified == 3
+
+
+@pytest.mark.timeout(60)
+def test_a_save_can_begin_while_another_one_looks_for_an_arena(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        saver.save(version(tmpfs, step), TENSORS)
+    looks, began = threading.Event(), threading.Event()
+    missing, new = saver._missing_for_copies, saver._numbering.begin
+
+    def missing_for_copies(store: RankStore) -> int:
+        looks.set()
+        began.wait(5)
+        return missing(store)
+
+    def begin() -> object:
+        began.set()  # with the saver's lock held
+        return new()
+
+    save, other = saver.begin(), saver.begin()
+    saver.stage(other, TENSORS)
+    monkeypatch.setattr(saver, "_missing_for_copies", missing_for_copies)
+    monkeypatch.setattr(saver._numbering, "begin", begin)
+    writing = threading.Thread(target=saver.write, args=(save, version(tmpfs, 3), TENSORS), daemon=True)
+    writing.start()
+    assert looks.wait(30)
+    beginning = threading.Thread(target=saver.begin, daemon=True)
+    beginning.start()
+    beginning.join(10)
+    writing.join(10)
+    assert not beginning.is_alive()
+    assert not writing.is_alive()
+
+
+def test_who_looks_at_a_staged_state_that_is_being_saved_does_not_save_it(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
+) -> None:
+    save = saver.begin()
+    state = StagedStateDict({"weight": TENSORS[0][1]}, save, lambda save: None)
+    saver.offer(save)
+    state.items()
+    saver.claim(save)
+    looking = threading.Thread(target=state.items)
+    looking.start()
+    looking.join(30)
+    assert save.worker is threading.current_thread()
+    saver.write(save, version(tmpfs, 1), TENSORS)
+    saver.commit(save)
+    assert saver.wait(30)
+    assert saver.stats.last_verified == 1

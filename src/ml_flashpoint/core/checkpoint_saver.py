@@ -203,17 +203,19 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
         Raises:
             CapacityError: no room.
+            SaveError: the save was given up.
         """
         store = self._objects.store if base is None else self._store(base)
         if store is None:
             return None
-        staged = self._writer.stage(
-            lambda size: self._acquire(save, store, size),
-            lambda arena: self._release(save, store, arena),
-            tensors,
-            byte_keys,
-        )
-        save.stage(staged)
+        with self._at_work(save):
+            staged = self._writer.stage(
+                lambda size: self._acquire(save, store, size),
+                lambda arena: self._release(save, store, arena),
+                tensors,
+                byte_keys,
+            )
+            save.stage(staged)
         return staged.views
 
     def offer(self, save: Save) -> None:
@@ -229,20 +231,22 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         with self._lock:
             if not save.offered:
                 raise SaveError("what was staged was saved or given up before, and is not kept", rank=self.rank)
-            save.offered = False
+            save.offered, save.worker = False, threading.current_thread()
             return save
 
     def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up; see the base class."""
         store = self._objects.store
         with self._lock:
-            # One that was given up at its deadline keeps its arenas until who filled them says that it is over.
             if save.part is not None:
                 return
             save.fail(error)
             save.offered = False
-            arenas = save.release()
+            # Whoever writes to its arenas, here or in another process, keeps them, and comes here once it does no more.
+            arenas = None if save.key in self._handed_off else save.let_go()
         self._commits.go_on()
+        if arenas is None:
+            return
         for object_ in (save.staged, save.filled):
             if object_ is not None:
                 object_.discard()

@@ -59,7 +59,8 @@ class CommitQueue:
         verify: how what was committed is read back before it counts: see `read_back`.
         on_withdrawn: called when a save that was committed turns out damaged, on whatever rank; on the queue's thread.
         seal_deadline_s: seconds that a save may take to be committed once it is the oldest one.
-        watch: called while that is waited for; may commit it (a save in another process) or fail it.
+        watch: called while that is waited for, and once more if it was in vain; may commit it (a save in another
+            process) or fail it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class CommitQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._current: Save | None = None
+        self._changes = 0
         self._closing = False
         self._swept = False
         self._verified = -1
@@ -98,7 +100,7 @@ class CommitQueue:
         with self._changed:
             self._queue.append(save)
             self._ensure_thread()
-            self._changed.notify_all()
+            self._note_change()
 
     def go_on(self) -> None:
         """Have what is queued finished, if no thread could be started for that when it was queued."""
@@ -133,10 +135,22 @@ class CommitQueue:
 
     def wait_for_change(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Wait until ``done()``, asked again after every save that ends."""
-        with self._changed:
-            if self._queue:
-                self._ensure_thread()
-            return self._changed.wait_for(done, deadline_s)
+        give_up = time.monotonic() + deadline_s
+        while True:
+            with self._changed:
+                if self._queue:
+                    self._ensure_thread()
+                seen = self._changes
+            # Not under the lock: it may want others, whose holders want this one.
+            if done():
+                return True
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._changes != seen, give_up - time.monotonic()):  # noqa: B023
+                    return done()
+
+    def _note_change(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
 
     @property
     def idle(self) -> bool:
@@ -146,10 +160,10 @@ class CommitQueue:
 
     def close(self, deadline_s: float) -> bool:
         """Finish what is queued, within ``deadline_s`` seconds, and stop. Returns whether all was finished."""
-        finished = self.wait_for_change(lambda: not self._queue and self._current is None, deadline_s)
+        finished = self.wait_for_change(lambda: self.idle, deadline_s)
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._note_change()
         self._agreement.close()
         return finished
 
@@ -169,7 +183,7 @@ class CommitQueue:
                     self._current = None
                     self.finished_count += 1
                     save.finished.set()
-                    self._changed.notify_all()
+                    self._note_change()
 
     def _finish(self, save: Save) -> None:
         try:
@@ -225,6 +239,7 @@ class CommitQueue:
                 message = f"the save was not committed within {self._seal_deadline_s():.0f} s"
                 save.fail(DeadlineError(message, step=save.step, rank=self._group.rank))
                 _log.error("%s", save.error)
+                self._watch(save)
                 return
             save.decided.wait(min(left, poll_s if poll_s is not None else left))
 
@@ -319,12 +334,12 @@ class CommitQueue:
         """Finish the saves of which only other ranks could know, now that all have reported which one is verified."""
         uncertain, self._uncertain = self._uncertain, []
         for save in uncertain:
-            save.uncertain = False
             if save.sequence == verified:
                 self._verify_save(save)
             elif save.sequence > verified and save.store is not None:
                 # It never will be: its copies must not keep the room of later ones.
                 save.store.reject(save.attempt)
+            save.uncertain = False  # at last: until then, it must not be evicted
 
     def _diverged(self, save: Save, vote: _Vote) -> None:
         """Ranks came with different saves. Doors that exchange a save's name are in step again by themselves; those

@@ -77,8 +77,11 @@ class HandingOff(MLFlashpointCheckpointSaver):
         Raises:
             SaveError: see :meth:`claim`.
         """
-        save = self.claim(save) if save is not None else self.begin(exchanged=True)
-        save.worker = threading.current_thread()
+        if save is not None:
+            self.claim(save)
+        else:
+            save = self.begin(exchanged=True)
+            save.worker = threading.current_thread()
         store = self._objects.store
         asked = store is not None and store.base in self._group.asked
         spare: Path | None = None
@@ -92,27 +95,34 @@ class HandingOff(MLFlashpointCheckpointSaver):
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = Mailbox()
-            self._handed_off[save.key] = _HandedOff(save, time.monotonic())
-            return HandOff(self.rank, self.world_size, self.node, save, self._mailbox, asked, spare)
+            if not save.decided.is_set():
+                self._handed_off[save.key] = _HandedOff(save, time.monotonic())
+                return HandOff(self.rank, self.world_size, self.node, save, self._mailbox, asked, spare)
+        late = SaveError(f"the save was given up before it was handed over: {save.error}", rank=self.rank)
+        self.fail(save, late)
+        raise late
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.hand_off().__reduce__()
 
     def _watch(self, save: Save) -> float | None:
-        """Called by the commit queue while it waits for a save: look for the other process's completion record."""
+        """Called by the commit queue while it waits for a save, and once when it gives it up: look for the other
+        process's completion record."""
         for late in [each for each in list(self._handed_off.values()) if each.save.decided.is_set()]:
             self._look_for_record(late)  # given up at its deadline; until now its process may have been writing
         away = self._handed_off.get(save.key)
-        if away is None:
+        if away is None and save.error is not None:
+            self.fail(save, save.error)  # at its deadline: nobody may write to its arenas any more
+        elif away is None:
             self._fail_if_deserted(save)
-            return DESERTED_POLL_S
-        return self._look_for_record(away)
+        return DESERTED_POLL_S if away is None else self._look_for_record(away)
 
     def _look_for_record(self, away: _HandedOff) -> float:
         assert self._mailbox is not None
         save = away.save
-        answered = not self._is_worked_on(save)
         pid = self._mailbox.process_of(save.key)
+        # A thread that goes on to other saves need not have waited for the process that signed for this one.
+        answered = not self._is_worked_on(save) and (pid is None or not _is_running(save.worker))
         may_begin = time.monotonic() < away.since + _TAKE_UP_S
         alive = may_begin if pid is None else _is_alive(pid)
         # Asked last: a record posted just before the answer or the end is not missed.
@@ -158,6 +168,10 @@ class HandingOff(MLFlashpointCheckpointSaver):
             unpublish(Path(record.base), record.version, self.rank, save.attempt, [name])
         for path in set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}:
             path.unlink(missing_ok=True)  # made there, and not known here
+
+
+def _is_running(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
 
 
 def _is_alive(pid: int) -> bool:

@@ -23,6 +23,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.object_writer import FilledObject, StagedObject
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import SaveError
 
 
 class SaveState(enum.Enum):
@@ -111,6 +112,7 @@ class Save:
         self.error: BaseException | None = None
         self.decided, self.finished = threading.Event(), threading.Event()
         self._arenas: set[Arena] = set()
+        self._at_work = 0
         self._lock = threading.Lock()
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -163,6 +165,31 @@ class Save:
         with self._lock:
             released = self._arenas & set(arenas) if arenas else set(self._arenas)
             self._arenas -= released
+            return released
+
+    def enter(self) -> None:
+        """The calling thread is about to write to its arenas. They stay its own until that thread has left.
+
+        Raises:
+            SaveError: it was given up, and they may be another save's.
+        """
+        with self._lock:
+            if self.state is SaveState.FAILED:
+                raise SaveError(f"the save was given up: {self.error}", step=self.step)
+            self._at_work += 1
+
+    def leave(self) -> bool:
+        """The calling thread does not write to its arenas any more. Returns whether it was given up meanwhile."""
+        with self._lock:
+            self._at_work -= 1
+            return self.state is SaveState.FAILED
+
+    def let_go(self) -> set[Arena] | None:
+        """All arenas that it holds: they are the caller's now. None while a thread writes to them."""
+        with self._lock:
+            if self._at_work:
+                return None
+            released, self._arenas = self._arenas, set()
             return released
 
     # ---- its states ---------------------------------------------------------------------------------------

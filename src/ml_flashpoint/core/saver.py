@@ -7,13 +7,14 @@ process (`saving_process`). Where arenas come from and what follows the commit i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.core.attempts import SaveIdentity, later_than
-from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, StagedObject, TensorItem
+from ml_flashpoint.core.object_writer import BytesItem, FilledObject, ObjectWriter, StagedObject, TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
@@ -130,7 +131,18 @@ class MLFlashpointCheckpointSaver(ABC):
         save.version = version
         if not save.adopted:
             self._number_alone(save, version)
-        store = self._store(version.parent)
+        with self._at_work(save):
+            self._fill(save, version.parent, tensors, byte_items, metadata)
+
+    def _fill(
+        self,
+        save: Save,
+        base: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+    ) -> None:
+        store = self._store(base)
         staged = save.staged
         arena = self._arena_of(staged) if staged is not None else None
         if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
@@ -148,6 +160,16 @@ class MLFlashpointCheckpointSaver(ABC):
             for each in taken:
                 self._release(save, store, each)
             raise
+
+    @contextmanager
+    def _at_work(self, save: Save) -> Iterator[None]:
+        # Whoever gives the save up meanwhile, for its deadline, say, leaves the arenas to this thread.
+        save.enter()
+        try:
+            yield
+        finally:
+            if save.leave() and save.error is not None:
+                self.fail(save, save.error)
 
     def _number_alone(self, save: Save, version: CheckpointContainerId) -> None:
         mine = self.propose(version, save)
@@ -172,15 +194,26 @@ class MLFlashpointCheckpointSaver(ABC):
         """
         if save.filled is None or save.version is None:
             raise SaveError("nothing was written to commit", rank=self.rank)
-        written = self._writer.finish(save.filled, extra)
+        with self._at_work(save):
+            return self._commit(save, save.filled, save.version, extra, labels or {})
+
+    def _commit(
+        self,
+        save: Save,
+        filled: FilledObject,
+        version: CheckpointContainerId,
+        extra: Sequence[BytesItem],
+        labels: Mapping[str, str],
+    ) -> Manifest:
+        written = self._writer.finish(filled, extra)
         manifest = Manifest(
-            version=save.version.name,
+            version=version.name,
             rank=self.rank,
             world_size=self.world_size,
             attempt=save.attempt,
             node=self.node,
             objects=(written.record(object_name(self.rank, save.attempt)),),
-            labels=dict(labels or {}),
+            labels=dict(labels),
         )
         self._publish(save, manifest, written.arena)
         return manifest

@@ -42,7 +42,8 @@ class StagedStateDict(dict[str, Any]):
         return dict, (dict(self),)
 
     def _take_on(self) -> None:
-        self._save.worker = threading.current_thread()
+        if self._save.offered:  # once it is claimed, whoever else looks at it does not save it
+            self._save.worker = threading.current_thread()
         self._on_taken(self._save)
 
 

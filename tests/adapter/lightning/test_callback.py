@@ -149,7 +149,10 @@ def test_goes_behind_all_others(tmpfs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_model_checkpoint_goes_on(tmpfs: Path, tmp_path: Path, asynchronous: bool) -> None:
+def test_model_checkpoint_goes_on(
+    tmpfs: Path, tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ml_flashpoint")
     plugins = [AsyncCheckpointIO()] if asynchronous else []
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     ours = FlashpointCallback(tmpfs / "job", 2, strict=True)
@@ -163,6 +166,7 @@ def test_model_checkpoint_goes_on(tmpfs: Path, tmp_path: Path, asynchronous: boo
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[other])
     path = resume_path(trainer, fallback=tmp_path / "step=9.ckpt")
     assert path == tmp_path / "step=9.ckpt"
+    assert f"no checkpoint to go on from in {tmpfs / 'other'}: on from {path}" in caplog.messages
     assert fit(tmp_path, other, path=path, max_steps=12).global_step == 12
 
 

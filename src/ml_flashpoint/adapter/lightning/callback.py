@@ -29,6 +29,7 @@ from ml_flashpoint.core.arguments import (
 )
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -255,7 +256,8 @@ def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None
         flashpoint.overwrite()
         return fallback
     if version is None:
-        _log.info("memory has no version to go on from")
+        then = "training starts anew" if fallback is None else f"on from {os.fspath(fallback)}"
+        tell(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)
         return fallback
     return str(version)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 from ml_flashpoint.ranks.strategies import (
+    STRATEGIES,
     CliqueStrategy,
     NoReplicationStrategy,
     PairwiseReplicationStrategy,
@@ -138,7 +139,7 @@ class TestEveryStrategy:
         copy = pickle.loads(pickle.dumps(strategy))
         assert copy == strategy
         assert hash(copy) == hash(strategy)
-        assert strategy.name in {"none", "pairwise", "ring", "clique"}
+        assert STRATEGIES.get(strategy.name, type(strategy)) is type(strategy)
 
     @unhurried
     @given(st.one_of(st.just(PAIRWISE), st.builds(RingReplicationStrategy, copies=st.integers(1, 7))), topologies)
@@ -294,11 +295,14 @@ def test_any_ranks_may_form_a_clique() -> None:
 
 
 class TestCheckedStrategy:
-    @pytest.mark.parametrize("strategy", [PAIRWISE, RingReplicationStrategy(), NoReplicationStrategy()])
-    def test_a_name_stands_for_its_strategy(self, strategy: ReplicationStrategy) -> None:
-        assert checked_strategy(strategy.name) == strategy
+    @pytest.mark.parametrize(
+        ("name", "strategy"),
+        [("pairwise", PAIRWISE), ("ring", RingReplicationStrategy()), ("none", NoReplicationStrategy())],
+    )
+    def test_a_name_stands_for_its_strategy(self, name: str, strategy: ReplicationStrategy) -> None:
+        assert checked_strategy(name) == strategy
         assert checked_strategy(strategy) is strategy
-        assert ReplicationManager(strategy.name).strategy == strategy
+        assert ReplicationManager(name).strategy == strategy
 
     def test_none_leaves_the_choice_open(self) -> None:
         assert checked_strategy(None) is None

@@ -1,4 +1,4 @@
-"""The trainer's end of a save in another process: what is handed over, and how it is told what became of it.
+"""The trainer's end of a save in another process: what is handed over, and how it learns what became of it.
 
 Owns which saves are away, and what to make of the completion records that come back. The other end is `saving_process`;
 the saves themselves are `checkpoint_saver`'s.

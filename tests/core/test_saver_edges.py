@@ -109,6 +109,26 @@ def test_the_oldest_save_finds_an_arena_where_later_ones_hold_all(
     assert saver.stats.last_verified == 5
 
 
+def test_a_save_is_given_up_only_for_one_that_all_ranks_have(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were a rank killed now that has not committed the newest one, all would go back to the one before it."""
+    verdict = threading.Event()
+    monkeypatch.setattr(saver._commits, "_finish", lambda save: verdict.wait(60))
+    monkeypatch.setattr(saver, "_verify_saves", "all")  # so that a save does not wait for its verdict
+    try:
+        for step in range(1, 5):
+            saver.save(version(tmpfs, step), TENSORS)
+        saver._saves[2].complete, saver._saves[3].complete = True, False
+        assert saver._evict_one(None, full=False)
+        assert not saver._evict_one(None, full=False)
+        assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt", "step-4_ckpt"], "1 is being verified"
+        assert saver._evict_one(None, full=True)
+        assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt"]
+    finally:
+        verdict.set()
+
+
 def test_many_saves_at_once_take_no_more_arenas_than_a_few(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
 ) -> None:

@@ -25,6 +25,7 @@ EVERYWHERE = [
     "lowest_rank",
     "planners_take_turns",
     "others_are_not_staged",
+    "every_rank_learns_that_a_save_is_complete",
     "a_rank_changes_its_structure",
     "all_ranks_change_their_structure",
     "memory_stays_at_two_versions",

@@ -206,6 +206,15 @@ def others_are_not_staged(door: Door, mode: str) -> None:
 
 
 @case
+def every_rank_learns_that_a_save_is_complete(door: Door, mode: str) -> None:
+    """Before it is verified: until then, no older one is given up for it. A saving process tells nobody."""
+    for step in range(1, 4):
+        door.save_by(mode, {"w": numbered(step, 64, 8)}, step)
+        door.settle()
+        assert door.saver._saves[-1].complete is (None if mode == "process" else True)
+
+
+@case
 def a_rank_changes_its_structure(door: Door, mode: str) -> None:
     """Which can change what all the others have to write. At most the save in which it happens may be lost."""
     failed: list[int] = []

@@ -380,12 +380,15 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def _evict_one(self, save: Save | None, *, full: bool, adopted: int = 0) -> bool:
         """Evict the oldest save (before this one) that is committed, but neither verified nor being copied, if a newer
-        one is committed; without room on the filesystem, if any other is."""
+        one is complete; without room on the filesystem, if any other is committed."""
         held = [each for each in self._own_arenas() if each.part is not None]
         if len(held) + adopted < 2:
             return False
-        earlier = [each for each in held[: None if full else -1] if save is None or each.number < save.number]
-        return any(self._commits.evict(each) for each in earlier)
+        # What a newer one replaces only if other ranks have come as far is what a crash would go back to.
+        newest = max((i for i, each in enumerate(held) if each.complete is not False), default=-1)
+        older, newer = held[: max(newest, 0)], held[newest + 1 :]
+        given_up = older + (newer + held[newest : newest + 1] if full else [])
+        return any(self._commits.evict(each) for each in given_up if save is None or each.number < save.number)
 
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:

@@ -85,6 +85,8 @@ class Save:
         deserted: nobody will write it any more. Only a note: it is set wherever garbage is collected.
         part, store: what was committed, and where.
         error: why it failed, or why what was committed is gone again.
+        complete: whether all ranks have committed it, as far as this one knows; None if its door does not find out
+            before it is verified.
         uncertain: other ranks may know that it is verified, and have pruned what is older.
         decided: set once it is committed here, or has failed.
         finished: set once nothing more will be done for it, whatever its state.
@@ -104,6 +106,7 @@ class Save:
         self.state = SaveState.BEGUN if self.staged is None else SaveState.STAGED
         self.filled: FilledObject | None = None
         self.version: CheckpointContainerId | None = None
+        self.complete: bool | None = None
         self.others: frozenset[str] | None = None
         self.worker: threading.Thread | None = None
         self.offered = self.deserted = self.uncertain = False

@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.futures import Future
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, planned_first, tensor_names
 from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, resolve_items, written_plan
-from ml_flashpoint.adapter.pytorch.plan_rider import PlanRider, listen
+from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.core.attempts import SaveIdentity
@@ -375,6 +376,7 @@ class MemoryStorageWriter(StorageWriter):
                 # DCP keeps the plan for as long as it saves, and does not say if it gives up before the write.
                 weakref.finalize(rider, _desert, save).atexit = False
             saver.adopt(save, rider.identity)
+            save.complete = False  # until the coordinator says so
             call.trouble = rider.diverged
         except Exception as error:
             call.trouble = error
@@ -404,6 +406,7 @@ class MemoryStorageWriter(StorageWriter):
             if not call.is_coordinator and call.use_collectives:
                 self._saver.commit(save, labels={"door": "dcp", **call.labels})
                 call.save = None
+                listen_for_completion(partial(setattr, save, "complete", True))
         except BaseException as error:
             self._saver.fail(save, error)
             call.save = None
@@ -440,6 +443,10 @@ class MemoryStorageWriter(StorageWriter):
         except BaseException as error:
             self._saver.fail(save, error)
             raise
+        if call.use_collectives:
+            # All others have committed theirs before.
+            save.complete = True
+            metadata.storage_meta = CompletionRider(**vars(metadata.storage_meta))
 
     def _claimed(self) -> Save:
         saver, call = self._saver, self._call

@@ -1,9 +1,9 @@
-"""What ranks tell each other about a save beside DCP's plans: the name that it gets.
+"""What ranks tell each other about a save in DCP's own messages: the name that it gets, and that it is complete.
 
-Owns what rides on a plan as its ``storage_data``, and how it is noted. DCP sends every plan as a pickle, from each rank
-to the coordinator and back, and a planner may then go on with another plan than the one it is given, such as one it
-has kept from an earlier save. A rider is therefore noted when it is unpickled, on the thread that saves, and not looked
-for in the plan afterwards.
+Owns what rides on a plan as its ``storage_data`` and on the metadata as its ``storage_meta``, and how it is noted. DCP
+sends every plan as a pickle, from each rank to the coordinator and back, and a planner may then go on with another plan
+than the one it is given, such as one it has kept from an earlier save. A rider is therefore noted when it is unpickled,
+on the thread that saves, and not looked for in the plan afterwards. The metadata goes to all ranks in the end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ml_flashpoint.core.attempts import SaveIdentity, common_identity
 from ml_flashpoint.format.errors import DivergedError
@@ -43,16 +45,29 @@ class PlanRider:
             return cls(max(proposals, key=lambda each: each.sequence), error)
 
 
+class CompletionRider(StorageMeta):
+    """Rides on the metadata that the coordinator sends to all ranks once it has committed the last part."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _completed, (vars(self),)
+
+
 class _Listener(threading.local):
     note: Note | None = None
+    completed: Callable[[], None] | None = None
 
 
 _listener = _Listener()
 
 
 def listen(note: Note | None) -> None:
-    """Have riders that arrive on the calling thread noted from now on, or (with None) no longer."""
-    _listener.note = note
+    """Have riders on plans that arrive on the calling thread noted from now on, or (with None) no longer."""
+    _listener.note, _listener.completed = note, None
+
+
+def listen_for_completion(completed: Callable[[], None]) -> None:
+    """Have it noted when the calling thread hears that its save is complete."""
+    _listener.completed = completed
 
 
 def _arrived(identity: SaveIdentity, diverged: DivergedError | None) -> PlanRider:
@@ -60,3 +75,10 @@ def _arrived(identity: SaveIdentity, diverged: DivergedError | None) -> PlanRide
     if _listener.note is not None:
         _listener.note(rider)
     return rider
+
+
+def _completed(fields: dict[str, Any]) -> StorageMeta:
+    completed, _listener.completed = _listener.completed, None
+    if completed is not None:
+        completed()
+    return StorageMeta(**fields)

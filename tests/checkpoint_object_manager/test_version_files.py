@@ -7,9 +7,11 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager import version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object, publish, unpublish
 from ml_flashpoint.format.errors import CapacityError, InvalidNameError, ObjectNotFoundError, SaveError
@@ -240,3 +242,24 @@ def opened(base: Path, rank: int, stack: contextlib.ExitStack) -> RankStore:
     store = RankStore(base, rank)
     stack.callback(store.close)
     return store
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(5, "no")])
+def test_what_interrupts_a_commit_leaves_nothing_of_it(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Its arena goes to the next save, whose bytes must not pass for this one's."""
+    store = RankStore(tmpfs, 0)
+    part = manifest_of(1, 0, "attempt-1")
+    arena = write(store.acquire(ARENA, exact=True), 0, part.attempt)
+    real = version_files.write_manifest
+
+    def write_and_be_interrupted(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise error
+
+    monkeypatch.setattr(version_files, "write_manifest", write_and_be_interrupted)
+    with pytest.raises((SaveError, type(error))):
+        publish(tmpfs, part, [arena.path])
+    assert list_versions(tmpfs) == []
+    store.close()

@@ -455,6 +455,7 @@ def test_a_background_thread_that_cannot_be_started_loses_one_save(tmpfs: Path) 
     with pytest.raises(CheckpointingException, match="can't start new thread"):
         request.execute_sync()
     assert injector.fired
+    assert not list(tmpfs.rglob("under-way-*")), "a process that a queue forks would wait for it for good"
     manager.close()
 
 

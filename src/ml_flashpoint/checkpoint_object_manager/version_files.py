@@ -85,13 +85,15 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
                 raise
             write_manifest(directory, manifest)
     except UnsafePathError as error:  # nothing in there is touched
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # if it is empty
         raise SaveError(
             f"cannot commit: {error.message}", step=manifest.step, rank=manifest.rank, path=directory, hint=error.hint
         ) from error
-    except (OSError, FlashpointError) as error:
+    except BaseException as error:  # also of a signal's handler: what it lies in is another save's next
         with contextlib.suppress(OSError, FlashpointError):  # the first error says more
-            _remove(directory, [link.name for link in links])
-        if isinstance(error, FlashpointError):
+            unpublish(base, manifest.version, manifest.rank, manifest.attempt, [link.name for link in links])
+        if not isinstance(error, OSError):
             raise
         kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
         raise kind(

@@ -331,7 +331,11 @@ class LocalCheckpointManager:
             name=f"flashpoint-local-{version.step}",
             daemon=True,
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            marker.unlink(missing_ok=True)
+            raise
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         return request
 

@@ -27,21 +27,35 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(_keeps_lives_apart(), reason="this torch keeps the lives of ranks apart")
-@pytest.mark.parametrize(("restarts", "disabled", "warns"), [(1, False, True), (1, True, False), (0, False, False)])
+@pytest.mark.parametrize(
+    ("backend", "restarts", "disabled", "says"),
+    [
+        ("c10d", 1, False, f"export {VARIABLE}=1"),
+        ("c10d", 1, True, ""),
+        ("c10d", 0, False, ""),
+        ("static", 1, True, "pass --rdzv-backend=c10d"),
+    ],
+)
 def test_a_job_is_warned_where_it_may_hang(
-    tmpfs: Path, tmp_path: Path, restarts: int, disabled: bool, warns: bool
+    tmpfs: Path, tmp_path: Path, backend: str, restarts: int, disabled: bool, says: str
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     env = {name: value for name, value in os.environ.items() if name != VARIABLE}
     env |= {"FLASHPOINT_TEST_BASE": str(tmpfs / "job"), **({VARIABLE: "1"} if disabled else {})}
-    flags = ["--nproc-per-node=2", f"--max-restarts={restarts}", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    place = (
+        ["--rdzv-backend=c10d", "--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        if backend == "c10d"
+        else ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    )
+    flags = ["--nproc-per-node=2", f"--max-restarts={restarts}", *place]
     said = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}", script],
+        [sys.executable, "-m", "torch.distributed.run", *flags, script],
         env=env,
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert said.returncode == 0, said.stderr[-3000:]
-    assert said.stderr.count(f"export {VARIABLE}=1") == warns, said.stderr[-3000:]  # once, by rank 0
+    assert said.stderr.count("torchrun will start ranks again") == bool(says), said.stderr[-3000:]  # once, by rank 0
+    assert says in said.stderr

@@ -34,6 +34,7 @@ def test_warns_where_ranks_may_hang(
         """As torch 2.13: one store, the same keys."""
 
     monkeypatch.setattr(rendezvous, "_create_c10d_store", keeps_addresses)
+    monkeypatch.delenv(VARIABLE, raising=False)
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", shared), ("TORCHELASTIC_MAX_RESTARTS", restarts)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -41,6 +42,18 @@ def test_warns_where_ranks_may_hang(
     with caplog.at_level(logging.WARNING):
         warn_of_shared_store(rank)
     assert (f"export {VARIABLE}=1" in caplog.text) == warns
+
+
+def test_says_what_to_do_where_the_variable_is_set_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as agents with static rendezvous say in any case
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv(VARIABLE, "1")
+    warn_of_shared_store(0)
+    assert "pass --rdzv-backend=c10d" in caplog.text
+    assert "export" not in caplog.text
 
 
 def test_does_not_warn_where_lives_are_kept_apart(

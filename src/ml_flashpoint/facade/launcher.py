@@ -25,13 +25,15 @@ def warn_of_shared_store(rank: int) -> None:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank != 0 or not shared or restarts in ("", "0") or _keeps_lives_apart():
         return
+    # Told of in two parts: the variable does nothing where agents meet without a backend that keeps track of them.
+    static = f"--rdzv-backend=c10d (or --standalone): its default, static, ignores {VARIABLE}"
     _log.warning(
-        "torchrun will start ranks again that fail (--max-restarts=%s), but with torch %s they may then hang in "
-        "init_process_group, since its agents keep the addresses of dead ranks in a store that all ranks use. Where "
-        "torchrun is started, on every node: export %s=1",
+        "torchrun will start ranks again that fail (--max-restarts=%s), but with torch %s they may then hang or fail "
+        "in init_process_group, since its agents keep the addresses of dead ranks in a store that all ranks use. Where "
+        "torchrun is started, on every node: %s",
         restarts,
         torch.__version__,
-        VARIABLE,
+        f"pass {static}=1" if os.environ.get(VARIABLE) == "1" else f"export {VARIABLE}=1, and pass {static}",
     )
 
 

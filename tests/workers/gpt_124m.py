@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,7 @@ def train_with_lightning(steps: int, protected: bool) -> None:
             if ours is not None and (fp := ours.flashpoint) is not None:
                 report(step=trainer.global_step, replicated=fp.last_replicated, safe=is_safe(fp))
 
+    os.environ.setdefault("NODE_RANK", os.environ["RANK"])  # where Lightning looks if torchrun has not started it
     ours = FlashpointCallback(base_path(), 1, strict=True, deadline_s=120) if protected else None
     seed_everything(5)
     module = Module()

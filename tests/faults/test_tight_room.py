@@ -46,7 +46,8 @@ def check(results: list[dict[str, Any]], room: int, *, most_behind: int = 40) ->
         verified = [said["loaded"], *said["verified"], said["last_verified"]]
         longest = max(len(list(group)) for _, group in itertools.groupby(verified))
         assert longest <= most_behind, verified
-        assert verified[-1] == said["loaded"] + len(said["verified"]), "the last one is verified"
+        why = said["replication_error"] or said["agreement_error"]
+        assert verified[-1] == said["loaded"] + len(said["verified"]), f"the last one is not verified: {why}"
 
 
 def constant(count: int) -> list[int]:

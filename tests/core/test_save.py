@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -17,6 +16,11 @@ from ml_flashpoint.core.save import Save, SaveState
 UNDER_WAY = (SaveState.BEGUN, SaveState.STAGED, SaveState.FILLED)
 HERE = (SaveState.COMMITTED, SaveState.REPLICATED, SaveState.VERIFIED)
 ENDS = (SaveState.VERIFIED, SaveState.FAILED, SaveState.EVICTED, SaveState.WITHDRAWN)
+
+
+def _thing() -> Any:
+    """A part, a store, an arena or a staged object: a save only keeps them."""
+    return object()
 
 
 class SaveMachine(RuleBasedStateMachine):
@@ -32,18 +36,18 @@ class SaveMachine(RuleBasedStateMachine):
 
     @rule()
     def stage(self) -> None:
-        self.save.stage(Mock())
+        self.save.stage(_thing())
         assert (self.save.state is SaveState.STAGED) == (self.before in (SaveState.BEGUN, SaveState.STAGED))
 
     @rule()
     def fill(self) -> None:
-        self.save.fill(Mock())
+        self.save.fill(_thing())
         assert (self.save.state is SaveState.FILLED) == (self.before in UNDER_WAY)
 
     @rule()
     def commit(self) -> None:
-        part = Mock()
-        assert self.save.commit(part, Mock()) == (self.before in UNDER_WAY)
+        part = _thing()
+        assert self.save.commit(part, _thing()) == (self.before in UNDER_WAY)
         self.parts.append(part)
 
     @rule()
@@ -79,12 +83,12 @@ class SaveMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        self.taken.add(self.save.take(Mock()))
+        self.taken.add(self.save.take(_thing()))
 
     @rule(which=st.randoms(use_true_random=False))
     def release(self, which: Any) -> None:
         some = set(which.sample(sorted(self.taken, key=id), which.randint(0, len(self.taken))))
-        released = self.save.release(*some, Mock()) if some else self.save.release()
+        released = self.save.release(*some, _thing()) if some else self.save.release()
         assert released == (some or self.taken)
         self.taken -= released
 
@@ -111,10 +115,10 @@ def test_only_the_first_outcome_counts() -> None:
     failed, committed = Save(SaveIdentity("run", 1)), Save(SaveIdentity("run", 2))
     assert failed.fail(OSError("first"))
     assert not failed.fail(OSError("second"))
-    assert not failed.commit(Mock(), Mock())
+    assert not failed.commit(_thing(), _thing())
     assert str(failed.error) == "first"
     assert failed.part is None
-    assert committed.commit(Mock(), Mock())
+    assert committed.commit(_thing(), _thing())
     assert not committed.fail(OSError("late"))
     assert committed.error is None
 
@@ -140,7 +144,7 @@ def test_a_name_is_known_to_others_once_it_is_adopted_or_if_each_counts_alone(ex
 def test_in_another_process_it_starts_anew_from_what_was_staged() -> None:
     save = Save(SaveIdentity("run", 3), number=7, exchanged=True)
     save.staging_error = MemoryError("no room")
-    save.take(Mock())
+    save.take(_thing())
     save.fail(OSError("lost"))
     there = pickle.loads(pickle.dumps(save))
     assert (there.identity, there.number, there.key) == (save.identity, 7, save.key)
@@ -149,4 +153,4 @@ def test_in_another_process_it_starts_anew_from_what_was_staged() -> None:
     assert there.error is None
     assert not there.arenas
     assert not there.decided.is_set()
-    assert there.commit(Mock(), Mock())
+    assert there.commit(_thing(), _thing())

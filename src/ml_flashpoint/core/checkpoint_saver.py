@@ -125,7 +125,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self._begun = 0
         self._process = os.getpid()
         self._saves: list[Save] = []  # under way or held, oldest first
-        self._taking: set[Save] = set()  # about to take an arena, or filling one
+        self._taking: set[Save] = set()  # about to take an arena
         self._largest = 0
         self._closed = False
         _live_savers.add(self)

@@ -33,7 +33,7 @@ class _OneObject:
     def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
         return nullcontext(self._data)
 
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
+    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
         raise ObjectNotFoundError("not here")
 
     def begin_receive(self, manifest: Manifest) -> None:

@@ -13,35 +13,35 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 ARENA = 65536
 
 
-def content(rank: int, attempt: str, kind: str = "safetensors") -> bytes:
+def content(rank: int, save_id: str, kind: str = "safetensors") -> bytes:
     """The bytes of an object, different for each."""
-    return f"rank {rank} {attempt} {kind} ".encode() * 50
+    return f"rank {rank} {save_id} {kind} ".encode() * 50
 
 
 def manifest_of(
-    step: int, rank: int, attempt: str, *, world_size: int = 4, kinds: tuple[str, ...] = ("safetensors",)
+    step: int, rank: int, save_id: str, *, world_size: int = 4, kinds: tuple[str, ...] = ("safetensors",)
 ) -> Manifest:
     """The manifest of a part of such objects."""
     records = []
     for kind in kinds:
-        data = content(rank, attempt, kind)
-        name = object_name(rank, attempt, kind)
+        data = content(rank, save_id, kind)
+        name = object_name(rank, save_id, kind)
         records.append(ObjectRecord(name, len(data), ARENA, (digest_block(data),), BLOCK_SIZE))
-    return Manifest(f"step-{step}_ckpt", rank, world_size, attempt, "node", tuple(records))
+    return Manifest(f"step-{step}_ckpt", rank, world_size, save_id, "node", tuple(records))
 
 
-def write(arena: Arena, rank: int, attempt: str, kind: str = "safetensors") -> Arena:
+def write(arena: Arena, rank: int, save_id: str, kind: str = "safetensors") -> Arena:
     """Fill an arena with an object."""
-    data = content(rank, attempt, kind)
+    data = content(rank, save_id, kind)
     arena.buffer[: len(data)] = data
     return arena
 
 
-def commit(store: RankStore, step: int, attempt: str, *, rank: int | None = None) -> HeldPart:
+def commit(store: RankStore, step: int, save_id: str, *, rank: int | None = None) -> HeldPart:
     """Save a part, or take in another rank's."""
     rank = store.rank if rank is None else rank
-    arena = write(store.acquire(ARENA, exact=True), rank, attempt)
-    return store.commit(manifest_of(step, rank, attempt), [arena])
+    arena = write(store.acquire(ARENA, exact=True), rank, save_id)
+    return store.commit(manifest_of(step, rank, save_id), [arena])
 
 
 def files(base: Path) -> set[str]:

@@ -25,8 +25,8 @@ def store(tmpfs: Path) -> Iterator[RankStore]:
     store.close()
 
 
-def read(store: RankStore, step: int, attempt: str, rank: int = 0) -> bytes:
-    with store.open_object(f"step-{step}_ckpt", object_name(rank, attempt)) as view:
+def read(store: RankStore, step: int, save_id: str, rank: int = 0) -> bytes:
+    with store.open_object(f"step-{step}_ckpt", object_name(rank, save_id)) as view:
         return bytes(view)
 
 

@@ -79,11 +79,11 @@ def test_it_grows_with_the_manifest(small_tmpfs: Path) -> None:
     blocks = 2000
     digest = "0123456789abcdef"
 
-    def large(step: int, attempt: str) -> Manifest:
+    def large(step: int, save_id: str) -> Manifest:
         record = ObjectRecord(
-            object_name(0, attempt), blocks * BLOCK_SIZE, blocks * BLOCK_SIZE, (digest,) * blocks, BLOCK_SIZE
+            object_name(0, save_id), blocks * BLOCK_SIZE, blocks * BLOCK_SIZE, (digest,) * blocks, BLOCK_SIZE
         )
-        return Manifest(f"step-{step}_ckpt", 0, 1, attempt, "node", (record,))
+        return Manifest(f"step-{step}_ckpt", 0, 1, save_id, "node", (record,))
 
     store = RankStore(base, 0)
     first, second = (store.acquire(ARENA, exact=True) for _ in range(2))

@@ -185,7 +185,7 @@ class TestTwoRanksOfOneNode:
         yield from interleavings(steps[0] + 1, steps[1] + 1)
 
     def check(self, base: Path, order: str) -> None:
-        """Rank 0 has its part of attempt a2, and it is whole; of rank 1 nothing is left."""
+        """Rank 0 has its part of save id a2, and it is whole; of rank 1 nothing is left."""
         assert files(base) == {
             f"step-3_ckpt/{manifest_name(0, 'a2')}",
             f"step-3_ckpt/{object_name(0, 'a2')}",
@@ -251,7 +251,7 @@ def test_what_interrupts_a_commit_leaves_nothing_of_it(
     """Its arena goes to the next save, whose bytes must not pass for this one's."""
     store = RankStore(tmpfs, 0)
     part = manifest_of(1, 0, "attempt-1")
-    arena = write(store.acquire(ARENA, exact=True), 0, part.attempt)
+    arena = write(store.acquire(ARENA, exact=True), 0, part.save_id)
     real = version_files.write_manifest
 
     def write_and_be_interrupted(*args: Any, **kwargs: Any) -> None:

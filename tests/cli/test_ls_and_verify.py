@@ -60,7 +60,7 @@ def base(tmpfs: Path) -> Path:
 
 def part_path(base: Path, part: Part, *, manifest: bool = False) -> Path:
     folder = base / f"step-{part.step}_ckpt"
-    return folder / (manifest_name(part.rank, part.attempt) if manifest else part.name)
+    return folder / (manifest_name(part.rank, part.save_id) if manifest else part.name)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -218,8 +218,8 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     assert text.returncode == 1
     assert f"damaged  {hurt}: " in text.stdout
     assert "1 of 8 parts are damaged" in text.stdout
-    assert f"ok       step-6_ckpt {Part(0, 6).attempt}: ranks 0-3, " in text.stdout
-    assert f"ok       step-5_ckpt {Part(0, 5).attempt}: ranks 0-1,3, " in text.stdout
+    assert f"ok       step-6_ckpt {Part(0, 6).save_id}: ranks 0-3, " in text.stdout
+    assert f"ok       step-5_ckpt {Part(0, 5).save_id}: ranks 0-1,3, " in text.stdout
     assert "pruned" not in text.stdout
     assert 0 <= found["seconds"] < 60
 

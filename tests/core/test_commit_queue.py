@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.commit_queue import CommitQueue
 from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from tests.support.injector import Fault, Injector
 
@@ -49,7 +49,7 @@ def test_a_rank_votes_whatever_goes_wrong_before() -> None:
     assert [vote[:2] for vote in group.votes] == [(0, 1)]
     assert isinstance(broken.error, OSError)
 
-    part, store = SimpleNamespace(), SimpleNamespace(base="/job", advance=lambda attempt: None)
+    part, store = SimpleNamespace(), SimpleNamespace(base="/job", advance=lambda save_id: None)
     later = Save(SaveIdentity("a", 2))
     later.version = CheckpointContainerId("/job/step-2_ckpt")
     later.commit(part, store)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_a_save_that_turns_out_verified_is_not_evicted_at_that_instant() -> None
     group: Any = TwoRanks()
     evicted: list[bool] = []
     queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=lambda save: 0.1)
-    store = SimpleNamespace(base="/job", advance=lambda attempt: None, reject=lambda attempt: None)
+    store = SimpleNamespace(base="/job", advance=lambda save_id: None, reject=lambda save_id: None)
     uncertain = Save(SaveIdentity("a", 4))
     uncertain.commit(SimpleNamespace(), store)  # type: ignore[arg-type]
     uncertain.replicate()

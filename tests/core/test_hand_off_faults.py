@@ -85,11 +85,11 @@ def test_a_notice_that_cannot_be_posted_leaves_nothing(
     saver.save(version(tmpfs, 1), TENSORS)
     post, posted = Mailbox.post, []
 
-    def failing(mailbox: Mailbox, attempt: str, record: Any) -> None:
+    def failing(mailbox: Mailbox, save_id: str, record: Any) -> None:
         posted.append(record)
         if len(posted) == 1:
             raise OSError(errno.ENOSPC, "no space left")
-        post(mailbox, attempt, record)
+        post(mailbox, save_id, record)
 
     monkeypatch.setattr(Mailbox, "post", failing)
     with pytest.raises(OSError, match="no space"):

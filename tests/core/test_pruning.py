@@ -17,8 +17,8 @@ from tests.ranks.recovery_support import NODES, Store, carry_out, inventories, p
 class TestPrunable:
     def test_only_what_is_strictly_older_oldest_first(self) -> None:
         # Step 6 was saved, then the job went back to step 4 and saved step 5.
-        older = [part(3, 1), part(6, 0, attempt="a3"), part(5, 0, attempt="a4"), part(5, 1, attempt="a4")]
-        kept = [part(5, 0, attempt="a5"), part(4, 0, attempt="a6")]
+        older = [part(3, 1), part(6, 0, save_id="a3"), part(5, 0, save_id="a4"), part(5, 1, save_id="a4")]
+        kept = [part(5, 0, save_id="a5"), part(4, 0, save_id="a6")]
         assert prunable(reversed(older + kept), "a5") == tuple(older)
         assert prunable([], "a5") == ()
 
@@ -47,7 +47,7 @@ class Pruning(RuleBasedStateMachine):
         self.claim = self.strategy.survivable_losses(self.topology)
         self.store: Store = {node: set() for node in self.topology.node_order}
         self.ranks = range(self.topology.world_size)
-        self.attempts = 0
+        self.save_ids = 0
         self.step = 0
         self.lost: set[str] = set()
         self.bad: set[tuple[str, str]] = set()
@@ -77,8 +77,8 @@ class Pruning(RuleBasedStateMachine):
     def begin_save(self, advance: int) -> None:
         """Starts the save of a later step, or of the same one once more."""
         self.step += advance
-        self.attempts += 1
-        self.saves.append((self.step, f"run-{self.attempts:06d}"))
+        self.save_ids += 1
+        self.saves.append((self.step, f"run-{self.save_ids:06d}"))
 
     def deliver(self, rank: int, save: tuple[int, str], node: str) -> None:
         """Commits the part on its own node, or a copy of it on another; nothing where that cannot be."""
@@ -156,15 +156,15 @@ class Pruning(RuleBasedStateMachine):
             return
         carry_out(plan, self.store, self.topology, self.strategy)
         self.step = plan.version.step
-        self.restart((plan.version.step, plan.version.attempt))
+        self.restart((plan.version.step, plan.version.save_id))
 
     @rule()
     def recover_from_an_older_version(self) -> None:
         """The newest version does not validate, wherever it is fetched from, and the ranks step back."""
         usable = [
-            (found.version, found.attempt)
+            (found.version, found.save_id)
             for found in complete_versions(inventories(self.store))
-            if (found.version, found.attempt) not in self.bad
+            if (found.version, found.save_id) not in self.bad
         ]
         if len(usable) > 1:
             self.bad.add(usable[0])
@@ -181,7 +181,7 @@ class Pruning(RuleBasedStateMachine):
             left = {node: set() if node in further else {*records} for node, records in self.store.items()}
             plan = self.plan(left)
             assert plan is not None, f"nothing is left after losing {further}"
-            assert plan.version.attempt >= self.verified[1]
+            assert plan.version.save_id >= self.verified[1]
             carry_out(plan, left, self.topology, self.strategy)
 
     def further_losses(self) -> Iterable[tuple[str, ...]]:

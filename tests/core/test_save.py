@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.core.save_identity import SaveIdentity
 
 UNDER_WAY = (SaveState.BEGUN, SaveState.STAGED, SaveState.FILLED)
 HERE = (SaveState.COMMITTED, SaveState.REPLICATED, SaveState.VERIFIED)
@@ -137,7 +137,7 @@ def test_a_name_is_known_to_others_once_it_is_adopted_or_if_each_counts_alone(ex
     assert save.known is not exchanged
     save.adopt(SaveIdentity("run", 5))
     assert save.known
-    assert save.attempt.endswith("-0000000000000000005")
+    assert save.save_id.endswith("-0000000000000000005")
     assert save.key == Save(SaveIdentity("run", 1)).key, "the name by which this rank knows it stays"
 
 

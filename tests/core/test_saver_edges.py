@@ -227,9 +227,9 @@ def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
 ) -> None:
     looked, process_of = threading.Semaphore(0), Mailbox.process_of
 
-    def noting(mailbox: Mailbox, attempt: str) -> int | None:
+    def noting(mailbox: Mailbox, save_id: str) -> int | None:
         looked.release()
-        return process_of(mailbox, attempt)
+        return process_of(mailbox, save_id)
 
     monkeypatch.setattr(Mailbox, "process_of", noting)
     saver.save(version(tmpfs, 1), TENSORS)

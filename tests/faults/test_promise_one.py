@@ -57,16 +57,16 @@ class Save:
     """One save of the job. Ranks are in `committed` and pairs (rank, holder) in `copied` once that is done."""
 
     step: int
-    attempt: str
+    save_id: str
     committed: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
     copied: set[tuple[int, int]] = field(default_factory=set)
     verified: bool | None = None
 
 
-def content(rank: int, attempt: str) -> bytes:
+def content(rank: int, save_id: str) -> bytes:
     """The bytes of a part: of one length, so that arenas are reused, and each different."""
-    return f"rank {rank} {attempt} ".encode().ljust(64, b".") * 80
+    return f"rank {rank} {save_id} ".encode().ljust(64, b".") * 80
 
 
 class Job(RuleBasedStateMachine):
@@ -158,14 +158,14 @@ class Job(RuleBasedStateMachine):
     @rule(advance=st.sampled_from([0, 1, 1, 2]))
     def begin_save(self, advance: int) -> None:
         self.step += advance
-        attempt = f"{self.life:03d}-{len(self.saves):04d}"
-        self.saves.append(Save(self.step, attempt))
+        save_id = f"{self.life:03d}-{len(self.saves):04d}"
+        self.saves.append(Save(self.step, save_id))
 
     def manifest(self, rank: int, save: Save) -> Manifest:
-        data = content(rank, save.attempt)
-        record = ObjectRecord(object_name(rank, save.attempt), len(data), 65536, (digest_block(data),), BLOCK_SIZE)
+        data = content(rank, save.save_id)
+        record = ObjectRecord(object_name(rank, save.save_id), len(data), 65536, (digest_block(data),), BLOCK_SIZE)
         return Manifest(
-            f"step-{save.step}_ckpt", rank, len(self.ranks), save.attempt, self.topology.nodes[rank], (record,)
+            f"step-{save.step}_ckpt", rank, len(self.ranks), save.save_id, self.topology.nodes[rank], (record,)
         )
 
     def commit_next(self, rank: int) -> Save | None:
@@ -186,7 +186,7 @@ class Job(RuleBasedStateMachine):
         def write() -> None:
             arena = store.acquire(65536, exact=True)
             arena.buffer[:] = bytes(arena.size)  # what was there is gone from here on
-            data = content(rank, save.attempt)
+            data = content(rank, save.save_id)
             arena.buffer[: len(data)] = data
             store.commit(manifest, [arena])
 
@@ -227,17 +227,17 @@ class Job(RuleBasedStateMachine):
     def can_copy(self, save: Save, rank: int, holder: int) -> bool:
         if not (self.idle(rank) and self.idle(holder)) or rank not in save.committed or (rank, holder) in save.copied:
             return False
-        return self.stores[rank].find(save.attempt, rank) is not None
+        return self.stores[rank].find(save.save_id, rank) is not None
 
     def begin_copy(self, save: Save, rank: int, holder: int) -> None:
         source, target, manifest = self.stores[rank], self.stores[holder], self.manifest(rank, save)
         name = manifest.objects[0].name
         with source.open_object(manifest.version, name) as view:
             data = bytes(view)
-        assert data == content(rank, save.attempt), "a part that is pushed has changed"
+        assert data == content(rank, save.save_id), "a part that is pushed has changed"
 
         def receive() -> None:
-            held = target.find(save.attempt, rank)
+            held = target.find(save.save_id, rank)
             if held is not None and held.manifest is not None:
                 return
             incoming = IncomingCopy(target, manifest)
@@ -263,7 +263,7 @@ class Job(RuleBasedStateMachine):
         if ready or give_up or save.given_up:
             save.verified = ready
             if ready:
-                self.verified = save.attempt
+                self.verified = save.save_id
 
     @rule(data=st.data())
     def learn(self, data: st.DataObject) -> None:
@@ -284,7 +284,7 @@ class Job(RuleBasedStateMachine):
         def heard() -> None:
             self.learned[rank] += 1
 
-        self.do(rank, lambda: verdict(save.attempt), heard)
+        self.do(rank, lambda: verdict(save.save_id), heard)
 
     @rule(data=st.data())
     def drop_an_unverified_save(self, data: st.DataObject) -> None:
@@ -292,7 +292,7 @@ class Job(RuleBasedStateMachine):
         droppable: list[tuple[int, Save]] = []
         for rank in self.ranks:
             if self.idle(rank):
-                held = [s for s in self.saves if self.stores[rank].find(s.attempt, rank) is not None]
+                held = [s for s in self.saves if self.stores[rank].find(s.save_id, rank) is not None]
                 droppable += [
                     (rank, s)
                     for s in held
@@ -300,7 +300,7 @@ class Job(RuleBasedStateMachine):
                 ]
         if droppable:
             rank, save = data.draw(st.sampled_from(droppable), label="drop")
-            part = self.stores[rank].find(save.attempt, rank)
+            part = self.stores[rank].find(save.save_id, rank)
             assert part is not None
             if save.verified is None:
                 save.given_up.add(rank)
@@ -354,7 +354,7 @@ class Job(RuleBasedStateMachine):
             store, part = data.draw(st.sampled_from(parts), label="part")
             stack = ExitStack()
             view = stack.enter_context(store.open_object(part.version, part.names[0]))
-            self.readers.append((stack, view, content(part.rank, part.attempt)))
+            self.readers.append((stack, view, content(part.rank, part.save_id)))
 
     @precondition(lambda self: self.readers and not self.operations)
     @rule(data=st.data())
@@ -430,8 +430,8 @@ class Job(RuleBasedStateMachine):
             self.step = 0
             return
         for fetch in plan.fetches:
-            store, save = self.stores[fetch.target_rank], Save(plan.version.step, plan.version.attempt)
-            part_bytes = content(fetch.part_rank, save.attempt)
+            store, save = self.stores[fetch.target_rank], Save(plan.version.step, plan.version.save_id)
+            part_bytes = content(fetch.part_rank, save.save_id)
             manifest = self.manifest(fetch.part_rank, save)
 
             def receive(store: RankStore = store, manifest: Manifest = manifest, data: bytes = part_bytes) -> None:
@@ -445,7 +445,7 @@ class Job(RuleBasedStateMachine):
             useless = _useless(store, plan.version, self.inventories(), f"{self.life:03d}")
             store.drop_before_next_save(useless)
         self.lost.clear()
-        self.verified = plan.version.attempt
+        self.verified = plan.version.save_id
         self.step = plan.version.step
 
     # ---- what must hold ------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ class Job(RuleBasedStateMachine):
         """What can be seen of a part can be loaded."""
         (record,) = manifest.objects
         data = (base / manifest.version / record.name).read_bytes()[: record.size]
-        assert data == content(manifest.rank, manifest.attempt), f"{manifest} has other bytes"
+        assert data == content(manifest.rank, manifest.save_id), f"{manifest} has other bytes"
 
     def plan(self, without: Iterable[str] = ()) -> RecoveryPlan | None:
         return plan_recovery(self.inventories(without), self.topology, strategy=self.strategy)
@@ -487,7 +487,7 @@ class Job(RuleBasedStateMachine):
         for further in itertools.combinations(sorted({*self.topology.nodes} - self.lost), self.claim - len(self.lost)):
             plan = self.plan(further)
             assert plan is not None, f"nothing is left after losing {further}"
-            assert plan.version.attempt >= self.verified, f"{self.verified} is gone after losing {further}"
+            assert plan.version.save_id >= self.verified, f"{self.verified} is gone after losing {further}"
 
 
 @pytest.mark.slow

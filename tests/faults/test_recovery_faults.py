@@ -114,11 +114,11 @@ def test_a_part_of_a_later_save_of_the_step_that_was_cut_short_is_not_taken_for_
     assert not list(here.glob("rank-00001-*"))
     (path,) = elsewhere.glob("rank-00001-*.manifest")
     sound = read_manifest(path)
-    later = f"9{sound.attempt[1:]}"
+    later = f"9{sound.save_id[1:]}"
     name = object_name(1, later)
     shutil.copy(elsewhere / sound.objects[0].name, here / name)
-    write_manifest(here, replace(sound, attempt=later, objects=(replace(sound.objects[0], name=name),)))
-    assert team(faults.attempts_of, tmpfs, 2, "next") == [[sound.attempt] * 3] * 2
+    write_manifest(here, replace(sound, save_id=later, objects=(replace(sound.objects[0], name=name),)))
+    assert team(faults.save_ids_of, tmpfs, 2, "next") == [[sound.save_id] * 3] * 2
 
 
 # ---- descriptors ----------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def record(**changes: Any) -> dict[str, Any]:
 segments = st.text(
     st.characters(blacklist_categories=["Cs"], blacklist_characters="/\0"), min_size=1, max_size=40
 ).filter(lambda text: text not in (".", ".."))
-attempts = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,40}", fullmatch=True)
+save_ids = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,40}", fullmatch=True)
 
 
 @st.composite
@@ -87,7 +87,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         version=f"step-{draw(st.integers(0, 2**63 - 1))}_ckpt",
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
-        attempt=draw(attempts),
+        save_id=draw(save_ids),
         node=draw(segments),
         objects=tuple(draw(records(name)) for name in names),
         labels=draw(st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=4)),
@@ -141,7 +141,7 @@ class TestNames:
     def test_no_object_passes_for_a_manifest(self) -> None:
         with pytest.raises(InvalidArgumentError, match="kind"):
             object_name(0, "a", "manifest")
-        # A dot in the attempt would leave open where the kind begins.
+        # A dot in the save id would leave open where the kind begins.
         with pytest.raises(InvalidArgumentError, match="attempt"):
             object_name(0, "a.manifest", "x")
         assert parse_object_name("rank-00000-a.manifest") is None
@@ -247,9 +247,9 @@ class TestEncoding:
 
     @given(st.binary(max_size=200))
     def test_any_bytes(self, data: bytes) -> None:
-        for attempt in (data, committed(data)):
+        for each in (data, committed(data)):
             with pytest.raises(ManifestError):
-                decode(attempt)
+                decode(each)
 
     @pytest.mark.parametrize(
         "body",
@@ -349,7 +349,7 @@ class TestFiles:
         assert len(list(version.iterdir())) == 1
 
     def test_another_attempt_stands_beside_it(self, version: Path) -> None:
-        other = replace(MANIFEST, attempt="a2")
+        other = replace(MANIFEST, save_id="a2")
         paths = [write_manifest(version, each) for each in (MANIFEST, other)]
         assert [read_manifest(path) for path in paths] == [MANIFEST, other]
 

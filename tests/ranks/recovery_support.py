@@ -19,8 +19,8 @@ Store = dict[str, set[PartRecord]]
 Damaged = frozenset[tuple[str, str, str, int]]
 
 
-def part(step: int, rank: int, world_size: int = 2, attempt: str = "a1", size: int = 10) -> PartRecord:
-    return PartRecord(f"step-{step}_ckpt", step, rank, world_size, attempt, size)
+def part(step: int, rank: int, world_size: int = 2, save_id: str = "a1", size: int = 10) -> PartRecord:
+    return PartRecord(f"step-{step}_ckpt", step, rank, world_size, save_id, size)
 
 
 def inventories(store: Mapping[str, Collection[PartRecord]]) -> list[NodeInventory]:
@@ -28,10 +28,10 @@ def inventories(store: Mapping[str, Collection[PartRecord]]) -> list[NodeInvento
 
 
 def is_of(record: PartRecord, version: CompleteVersion) -> bool:
-    return (record.version, record.step, record.attempt, record.world_size) == (
+    return (record.version, record.step, record.save_id, record.world_size) == (
         version.version,
         version.step,
-        version.attempt,
+        version.save_id,
         version.world_size,
     )
 
@@ -48,7 +48,7 @@ def carry_out(
         (node, record.rank): record
         for node, records in store.items()
         for record in records
-        if is_of(record, plan.version) and (node, record.version, record.attempt, record.rank) not in damaged
+        if is_of(record, plan.version) and (node, record.version, record.save_id, record.rank) not in damaged
     }
     received = {}
     for fetch in plan.fetches:

@@ -49,21 +49,21 @@ def scattered_parts(draw: st.DrawFn) -> Store:
     """Parts of several saves, some of the same step, strewn over the nodes in any way."""
     store: Store = {node: set() for node in draw(st.sets(st.sampled_from(NODES), min_size=1))}
     saves = st.tuples(st.integers(0, 2), st.sampled_from(["a1", "a2", "b1"]), st.integers(1, 4))
-    for step, attempt, world_size in draw(st.sets(saves, max_size=5)):
+    for step, save_id, world_size in draw(st.sets(saves, max_size=5)):
         least_holders = draw(st.sampled_from([0, 1, 1]))
         for rank in range(world_size):
             size = draw(st.integers(0, 5))
             for node in draw(st.sets(st.sampled_from(sorted(store)), min_size=least_holders)):
-                store[node].add(part(step, rank, world_size, attempt, size))
+                store[node].add(part(step, rank, world_size, save_id, size))
     return store
 
 
 def brute_force_complete(store: Store, damaged: Damaged) -> list[tuple[str, int, int]]:
     sound = {
-        (record.attempt, record.step, record.world_size, record.rank)
+        (record.save_id, record.step, record.world_size, record.rank)
         for node, records in store.items()
         for record in records
-        if (node, record.version, record.attempt, record.rank) not in damaged
+        if (node, record.version, record.save_id, record.rank) not in damaged
     }
     saves = sorted({save[:3] for save in sound}, reverse=True)
     return [save for save in saves if all((*save, rank) in sound for rank in range(save[2]))]
@@ -80,15 +80,15 @@ class TestPlanning:
         strategy: ReplicationStrategy | None,
         data: st.DataObject,
     ) -> None:
-        listed = sorted((node, r.version, r.attempt, r.rank) for node, records in store.items() for r in records)
+        listed = sorted((node, r.version, r.save_id, r.rank) for node, records in store.items() for r in records)
         damaged: Damaged = frozenset(data.draw(st.sets(st.sampled_from(listed), max_size=2)) if listed else ())
         complete = brute_force_complete(store, damaged)
         found = complete_versions(inventories(store), damaged=damaged)
-        assert [(v.attempt, v.step, v.world_size) for v in found] == complete
+        assert [(v.save_id, v.step, v.world_size) for v in found] == complete
 
-        tried = sorted({(v.version, v.attempt) for v in found})
+        tried = sorted({(v.version, v.save_id) for v in found})
         excluded = data.draw(st.sets(st.sampled_from(tried), max_size=1)) if tried else set()
-        left = [v for v in found if (v.version, v.attempt) not in excluded]
+        left = [v for v in found if (v.version, v.save_id) not in excluded]
         plan = plan_recovery(inventories(store), topology, strategy=strategy, damaged=damaged, excluded=excluded)
         if not left:
             assert plan is None
@@ -100,7 +100,7 @@ class TestPlanning:
                 node
                 for node, records in store.items()
                 if any(is_of(r, plan.version) and r.rank == rank for r in records)
-                and (node, plan.version.version, plan.version.attempt, rank) not in damaged
+                and (node, plan.version.version, plan.version.save_id, rank) not in damaged
             )
         assert plan.same_topology == (plan.version.world_size == topology.world_size)
         if plan.same_topology:
@@ -152,14 +152,14 @@ class TestPlanning:
         assert plan_recovery(inventories({"a": {part(1, 0)}}), topology) is None
 
     def test_attempts_of_one_step_are_never_mixed(self) -> None:
-        store = {"a": {part(3, 0, attempt="a1"), part(3, 0, attempt="a2")}, "b": {part(3, 1, attempt="a1")}}
+        store = {"a": {part(3, 0, save_id="a1"), part(3, 0, save_id="a2")}, "b": {part(3, 1, save_id="a1")}}
         plan = plan_recovery(inventories(store), Topology(("a", "b")))
         assert plan is not None
         assert plan.version == CompleteVersion("step-3_ckpt", 3, "a1", 2, (("a",), ("b",)))
 
     def test_what_was_saved_later_wins_whatever_its_step(self) -> None:
         store = {"a": {part(2, 0, 1, "z"), part(10, 0, 1, "a"), part(10, 0, 1, "b"), part(9, 0, 1, "y")}}
-        found = [(v.step, v.attempt) for v in complete_versions(inventories(store))]
+        found = [(v.step, v.save_id) for v in complete_versions(inventories(store))]
         assert found == [(2, "z"), (9, "y"), (10, "b"), (10, "a")]
 
     def test_parts_that_claim_another_world_size_spoil_nothing(self) -> None:
@@ -278,7 +278,7 @@ class TestScale:
 @st.composite
 def node_inventories(draw: st.DrawFn) -> NodeInventory:
     text = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20)
-    attempts = text.filter(lambda name: name not in (".", ".."))
+    save_ids = text.filter(lambda name: name not in (".", ".."))
     parts = []
     for _ in range(draw(st.integers(0, 4))):
         world_size = draw(st.integers(1, 2**24))
@@ -288,7 +288,7 @@ def node_inventories(draw: st.DrawFn) -> NodeInventory:
                 draw(st.integers(0, 2**63 - 1)),
                 rank,
                 world_size,
-                draw(attempts),
+                draw(save_ids),
                 draw(st.integers(0, 2**63 - 1)),
             )
         )
@@ -420,7 +420,7 @@ class TestRecords:
 
     def test_attempt_must_fit_in_a_file_name(self) -> None:
         with pytest.raises(InvalidNameError):
-            part(1, 0, attempt="../a1")
+            part(1, 0, save_id="../a1")
 
     def test_planning_imports_no_torch(self) -> None:
         code = "import sys, ml_flashpoint.ranks.recovery; sys.exit('torch' in sys.modules)"

@@ -38,7 +38,7 @@ def test_any_error_of_any_push_fails_the_replication(failing: int, monkeypatch: 
     monkeypatch.setattr(manager, "_push", push)
     manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", ())
     with pytest.raises(ReplicationError, match="released memoryview"):
-        manager.replicate(HeldPart(manifest.version, 0, manifest.attempt, [], manifest))
+        manager.replicate(HeldPart(manifest.version, 0, manifest.save_id, [], manifest))
 
 
 @pytest.mark.parametrize("name", ["rank-00001-a-1.safetensors", "rank-00000-a-2.safetensors", "other"])

@@ -115,10 +115,10 @@ class MemoryStore:
         with memoryview(self.objects[name]) as view:
             yield view.toreadonly()
 
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
-        self.calls.append(f"manifest {version} {rank} {attempt}")
+    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
+        self.calls.append(f"manifest {version} {rank} {save_id}")
         try:
-            return self.manifests[rank, attempt]
+            return self.manifests[rank, save_id]
         except KeyError:
             raise ObjectNotFoundError("no such part here", rank=rank) from None
 

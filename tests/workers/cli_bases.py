@@ -34,12 +34,12 @@ class Part:
     size: int = 3 * BLOCK + 100
 
     @property
-    def attempt(self) -> str:
+    def save_id(self) -> str:
         return f"{self.run}-{self.step:08d}"
 
     @property
     def name(self) -> str:
-        return object_name(self.rank, self.attempt)
+        return object_name(self.rank, self.save_id)
 
 
 def commit(store: RankStore, part: Part) -> None:
@@ -48,7 +48,7 @@ def commit(store: RankStore, part: Part) -> None:
     digests = BlockDigester(arena.buffer, part.size, block_size=BLOCK).finish()
     record = ObjectRecord(part.name, part.size, arena.size, digests, BLOCK)
     node = f"node-{part.rank // 2}"
-    store.commit(Manifest(f"step-{part.step}_ckpt", part.rank, part.world_size, part.attempt, node, (record,)), [arena])
+    store.commit(Manifest(f"step-{part.step}_ckpt", part.rank, part.world_size, part.save_id, node, (record,)), [arena])
 
 
 def make(report: Report, base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> None:

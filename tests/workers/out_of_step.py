@@ -264,11 +264,11 @@ def _version(door: Door, name: str) -> Any:
 
 
 def names_of_many_savers(report: Report, rank: int) -> list[str]:
-    """Attempts of savers made long after another."""
-    from ml_flashpoint.core.attempts import Numbering
+    """Save ids of savers made long after another."""
+    from ml_flashpoint.core.save_identity import Numbering
 
     group = rank_groups.rank_group()
-    return [Numbering(group, saver).begin().attempt for saver in (1, 999, 1000, 1001, 10**6)]
+    return [Numbering(group, saver).begin().save_id for saver in (1, 999, 1000, 1001, 10**6)]
 
 
 def reads_back(report: Report, rank: int, how: str, verify_saves: str) -> dict[str, Any]:

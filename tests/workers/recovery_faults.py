@@ -56,16 +56,16 @@ def load_as(report: Report, rank: int, strategy: str) -> Any:
     return found
 
 
-def attempts_of(report: Report, rank: int, strategy: str) -> list[str]:
-    """The attempts of all parts of what is loaded, as a reader on this rank finds them."""
+def save_ids_of(report: Report, rank: int, strategy: str) -> list[str]:
+    """The save ids of all parts of what is loaded, as a reader on this rank finds them."""
     engine = rank_with(strategy)
     found = engine.loader.get_latest_complete_checkpoint(engine.base)
     assert found is not None
     count = engine.loader.read_manifest(found, 0).world_size
-    attempts = [engine.loader.read_manifest(found, part).attempt for part in range(count)]
+    save_ids = [engine.loader.read_manifest(found, part).save_id for part in range(count)]
     dist.barrier()
     engine.close()
-    return attempts
+    return save_ids
 
 
 def said(engine: Rank) -> Any:

@@ -54,8 +54,8 @@ def holds_parts(base: Path, *, but_of_run: str | None = None) -> bool:
     try:
         for version in list_versions(base):
             with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
-                attempts = [found[1] for found in map(parse_manifest_name, os.listdir(base / version)) if found]
-                if any(but_of_run is None or not attempt.startswith(but_of_run) for attempt in attempts):
+                save_ids = [found[1] for found in map(parse_manifest_name, os.listdir(base / version)) if found]
+                if any(but_of_run is None or not save_id.startswith(but_of_run) for save_id in save_ids):
                     return True
     except OSError:
         return True

@@ -43,12 +43,12 @@ def take_over_departed(store: RankStore, ranks_here: Sequence[int], gather: Call
                 _log.warning("cannot take over what rank %d left: %s", rank, error)
 
 
-def sweep_departed(store: RankStore, ranks_here: Collection[int], attempt: str) -> bool:
+def sweep_departed(store: RankStore, ranks_here: Collection[int], save_id: str) -> bool:
     """Prune what departed ranks left and nobody took over, and give its memory back.
 
     Args:
         ranks_here: ranks that run on this node; theirs is never touched.
-        attempt: older parts may go, see `RankStore.advance`.
+        save_id: older parts may go, see `RankStore.advance`.
 
     Returns:
         Whether nothing is left to be swept. False: a process still uses some of it.
@@ -60,7 +60,7 @@ def sweep_departed(store: RankStore, ranks_here: Collection[int], attempt: str) 
         except JobInUseError:
             done = False
             continue
-        left.advance(attempt)
+        left.advance(save_id)
         left.delete_and_close()
     return done
 

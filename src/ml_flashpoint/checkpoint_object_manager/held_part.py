@@ -26,7 +26,7 @@ class HeldPart:
 
     version: str
     rank: int
-    attempt: str
+    save_id: str
     arenas: list[Arena]
     manifest: Manifest | None
     pins: int = 0

@@ -32,7 +32,7 @@ from ml_flashpoint.format.manifest import (
 _log = logging.getLogger(__name__)
 
 _Owner = tuple[int, str]
-"""Rank and attempt of a part."""
+"""Rank and save id of a part."""
 
 
 @dataclass(slots=True)
@@ -83,9 +83,9 @@ def _adopt_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Ite
                 files.others += 1
     for name in names:
         _sweep(directory, name, parts)
-    for (rank, attempt), files in parts.items():
+    for (rank, save_id), files in parts.items():
         if files.objects or files.stranded:
-            part = _adopt_part(base, version, rank, attempt, files)
+            part = _adopt_part(base, version, rank, save_id, files)
             if part is not None:
                 yield part
 
@@ -105,20 +105,20 @@ def _sweep(directory: Path, name: str, parts: Mapping[_Owner, _Files]) -> None:
             (directory / name).unlink(missing_ok=True)
 
 
-def _adopt_part(base: Path, version: str, rank: int, attempt: str, files: _Files) -> HeldPart | None:
-    path = base / version / manifest_name(rank, attempt)
+def _adopt_part(base: Path, version: str, rank: int, save_id: str, files: _Files) -> HeldPart | None:
+    path = base / version / manifest_name(rank, save_id)
     found = [*files.objects, *files.stranded]
     manifest: Manifest | None
     try:
         manifest = read_manifest(path)
     except ObjectNotFoundError:
-        unpublish(base, version, rank, attempt, found)
+        unpublish(base, version, rank, save_id, found)
         return None
     except FlashpointError as error:
         _log.warning("this part cannot be recovered from: %s", error)
         manifest = None
     if manifest is None or {o.name for o in manifest.objects} != set(files.objects):
         # Not whole, or not in arenas of ours: to be pruned like any other, whatever is there of it.
-        return HeldPart(version, rank, attempt, list(files.objects.values()), None, names=found)
+        return HeldPart(version, rank, save_id, list(files.objects.values()), None, names=found)
     names = [o.name for o in manifest.objects]
-    return HeldPart(version, rank, attempt, [files.objects[name] for name in names], manifest, names=names)
+    return HeldPart(version, rank, save_id, [files.objects[name] for name in names], manifest, names=names)

@@ -10,8 +10,8 @@ go: the saver does.
     <base>/.flashpoint/rank-00003/lock, arena-0, arena-1, ...      faulted in for the life of the job
     <base>/.flashpoint/rank-00003/saving                           locked by a saving process at work
     <base>/.flashpoint/rank-00003/reserve                          pages for manifests
-    <base>/step-7_ckpt/rank-00003-<attempt>.safetensors            hard link to an arena
-    <base>/step-7_ckpt/rank-00003-<attempt>.manifest               the commit record
+    <base>/step-7_ckpt/rank-00003-<save id>.safetensors            hard link to an arena
+    <base>/step-7_ckpt/rank-00003-<save id>.manifest               the commit record
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RankStore:
         try:
             warn_unless_memory(base)
             self._adopt()
-        except BaseException:  # the lock would keep the next attempt out
+        except BaseException:  # the lock would keep the next one who tries out
             self.close()
             raise
 
@@ -160,7 +160,7 @@ class RankStore:
 
     def _drop_rejected_of(self, rank: int) -> bool:
         with self._lock:
-            parts = [p for p in self.held() if p.rank == rank != self.rank and p.attempt in self._rejected]
+            parts = [p for p in self.held() if p.rank == rank != self.rank and p.save_id in self._rejected]
             for part in parts:
                 self.drop(part)
             return any(not part.pins for part in parts)
@@ -227,39 +227,39 @@ class RankStore:
         part = HeldPart(
             manifest.version,
             manifest.rank,
-            manifest.attempt,
+            manifest.save_id,
             list(arenas),
             manifest,
             names=[o.name for o in manifest.objects],
         )
         with self._lock:
-            replaced = self._parts.pop((part.attempt, part.rank), None)
+            replaced = self._parts.pop((part.save_id, part.rank), None)
             if replaced is not None:
                 self._forget_names(replaced)
             self._note(part)
             self._arenas.use(arenas)
             if replaced is not None:
                 if replaced.version != part.version:
-                    unpublish(self.base, replaced.version, part.rank, part.attempt, replaced.names)
+                    unpublish(self.base, replaced.version, part.rank, part.save_id, replaced.names)
                 replaced.doomed = True
                 self._retire(replaced)
         keep_reserve(self.directory, manifest)
         return part
 
     def held(self) -> list[HeldPart]:
-        """Parts in this store, own and copies, oldest attempt first."""
+        """Parts in this store, own and copies, oldest save id first."""
         with self._lock:
             return [self._parts[key] for key in sorted(self._parts)]
 
-    def find(self, attempt: str, rank: int) -> HeldPart | None:
-        """The part of ``rank`` from ``attempt``, if this store holds it."""
+    def find(self, save_id: str, rank: int) -> HeldPart | None:
+        """The part of ``rank`` from ``save_id``, if this store holds it."""
         with self._lock:
-            return self._parts.get((attempt, rank))
+            return self._parts.get((save_id, rank))
 
     def drop(self, part: HeldPart) -> None:
         """Forget a part: manifest, then links; its arenas are free once nobody reads them."""
         with self._lock:
-            if self._parts.get((part.attempt, part.rank)) is not part:
+            if self._parts.get((part.save_id, part.rank)) is not part:
                 return
             part.doomed = True
             self._retire(part)
@@ -276,19 +276,19 @@ class RankStore:
         """Remove a doomed part once nobody reads it; of one that was replaced, what its successor does not use."""
         if part.pins or self._readers.keeps(part, at_once=at_once):
             return
-        key = (part.attempt, part.rank)
+        key = (part.save_id, part.rank)
         successor = self._parts.get(key)
         if successor is part:
             del self._parts[key]
             self._forget_names(part)
-            unpublish(self.base, part.version, part.rank, part.attempt, part.names)
+            unpublish(self.base, part.version, part.rank, part.save_id, part.names)
             successor = None
         for arena in part.arenas:
             if successor is None or arena not in successor.arenas:
                 self.release(arena)
 
     def _note(self, part: HeldPart) -> None:
-        self._parts[(part.attempt, part.rank)] = part
+        self._parts[(part.save_id, part.rank)] = part
         self._by_name.update(((part.version, name), part) for name in part.names)
 
     def _forget_names(self, part: HeldPart) -> None:
@@ -296,25 +296,25 @@ class RankStore:
             if self._by_name.get((part.version, name)) is part:
                 del self._by_name[(part.version, name)]
 
-    def withdraw(self, attempt: str, *, sweep: bool = False) -> None:
-        """Remove what a saving process that died has committed of ``attempt`` without reporting it.
+    def withdraw(self, save_id: str, *, sweep: bool = False) -> None:
+        """Remove what a saving process that died has committed of ``save_id`` without reporting it.
 
         Args:
             sweep: also remove arenas that are not known here: no saving process is at work that may have made them.
         """
         with self._lock:
-            if self.closed or (attempt, self.rank) in self._parts:
+            if self.closed or (save_id, self.rank) in self._parts:
                 return
             for version in list_versions(self.base):
-                unpublish(self.base, version, self.rank, attempt, [object_name(self.rank, attempt)])
+                unpublish(self.base, version, self.rank, save_id, [object_name(self.rank, save_id)])
             if sweep:
                 self._arenas.sweep_unknown()
 
-    def reject(self, attempt: str) -> None:
-        """Take note that ``attempt`` will never be verified. Other ranks' copies of it are then only kept until
+    def reject(self, save_id: str) -> None:
+        """Take note that ``save_id`` will never be verified. Other ranks' copies of it are then only kept until
         there is a newer one of that rank, or copies would pile up for as long as nothing can be verified."""
         with self._lock:
-            self._rejected.append(attempt)
+            self._rejected.append(save_id)
         self._drop_rejected()
 
     def _drop_rejected(self) -> None:
@@ -322,16 +322,16 @@ class RankStore:
             if not self._rejected:
                 return
             copies = [part for part in self.held() if part.rank != self.rank]
-            newest = {part.rank: part.attempt for part in copies}
+            newest = {part.rank: part.save_id for part in copies}
             for part in copies:
-                if part.attempt in self._rejected and part.attempt < newest[part.rank]:
+                if part.save_id in self._rejected and part.save_id < newest[part.rank]:
                     self.drop(part)
 
-    def advance(self, attempt: str) -> None:
-        """Drop every part older than ``attempt``, which is verified on every rank and copy."""
+    def advance(self, save_id: str) -> None:
+        """Drop every part older than ``save_id``, which is verified on every rank and copy."""
         mark_complete(self.base)
         for part in self.held():
-            if superseded(part.attempt, attempt):
+            if superseded(part.save_id, save_id):
                 self.drop(part)
         with self._lock:
             self._arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
@@ -458,7 +458,7 @@ class RankStore:
         with self._released, other._lock:
             self._arenas.take_over(other._arenas)
             for part in other.held():
-                if (part.attempt, part.rank) in self._parts:
+                if (part.save_id, part.rank) in self._parts:
                     for arena in part.arenas:
                         self._arenas.release(arena)
                 else:

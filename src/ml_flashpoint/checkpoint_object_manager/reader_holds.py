@@ -38,7 +38,7 @@ class ReaderHolds:
         Args:
             at_once: it has to go now, whoever reads it.
         """
-        key = (part.attempt, part.rank)
+        key = (part.save_id, part.rank)
         if at_once or not self._is_locked(part):
             self._since.pop(key, None)
             return False
@@ -49,7 +49,7 @@ class ReaderHolds:
         return False
 
     def _is_locked(self, part: HeldPart) -> bool:
-        path = self._base / part.version / manifest_name(part.rank, part.attempt)
+        path = self._base / part.version / manifest_name(part.rank, part.save_id)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:

@@ -92,7 +92,7 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
         ) from error
     except BaseException as error:  # also of a signal's handler: what it lies in is another save's next
         with contextlib.suppress(OSError, FlashpointError):  # the first error says more
-            unpublish(base, manifest.version, manifest.rank, manifest.attempt, [link.name for link in links])
+            unpublish(base, manifest.version, manifest.rank, manifest.save_id, [link.name for link in links])
         if not isinstance(error, OSError):
             raise
         kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
@@ -112,9 +112,9 @@ def _link(path: Path, link: Path) -> None:
         spare.unlink(missing_ok=True)  # still there if both were links to one file
 
 
-def unpublish(base: Path, version: str, rank: int, attempt: str, names: Sequence[str]) -> None:
+def unpublish(base: Path, version: str, rank: int, save_id: str, names: Sequence[str]) -> None:
     """Undo :func:`publish`: the manifest goes first, so that no instant shows a part without its bytes."""
-    _remove(base / version, [manifest_name(rank, attempt), *names])
+    _remove(base / version, [manifest_name(rank, save_id), *names])
 
 
 def _remove(directory: Path, names: Sequence[str]) -> None:

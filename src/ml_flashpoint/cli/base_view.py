@@ -81,7 +81,7 @@ class PartView:
 
     Attributes:
         rank: Rank whose part it is.
-        attempt: The save that it belongs to.
+        save_id: The save that it belongs to.
         path: Its manifest.
         manifest: Content of that; `None` if it cannot be read.
         copy: Whether this node holds it for another rank than the one whose arena it lies in.
@@ -89,7 +89,7 @@ class PartView:
     """
 
     rank: int
-    attempt: str
+    save_id: str
     path: Path
     manifest: Manifest | None
     copy: bool
@@ -108,7 +108,7 @@ class VersionView:
     Attributes:
         version: Name of its directory.
         step: Training step.
-        attempt: The save; two saves of one step stand side by side.
+        save_id: The save; two saves of one step stand side by side.
         world_size: Ranks that saved it; `None` if no manifest of it can be read.
         state: See `State`.
         parts: Parts on this node, by rank.
@@ -117,7 +117,7 @@ class VersionView:
 
     version: str
     step: int
-    attempt: str
+    save_id: str
     world_size: int | None
     state: State
     parts: tuple[PartView, ...]
@@ -180,7 +180,7 @@ class _FoundPart:
 
     version: str
     rank: int
-    attempt: str
+    save_id: str
     path: Path
     manifest: Manifest | None
     problems: list[Problem]
@@ -228,7 +228,7 @@ def _read_base(base: Path) -> BaseView:
     saves: dict[tuple[str, str], list[_FoundPart]] = {}
     resident = dict(private.resident)
     for part in found:
-        saves.setdefault((part.attempt, part.version), []).append(part)
+        saves.setdefault((part.save_id, part.version), []).append(part)
         resident |= part.files
     newest = max(saves, default=("", ""))
     for path_of_object in loose:
@@ -296,7 +296,7 @@ def _read_version(directory: Path) -> tuple[list[_FoundPart], list[Path]]:
     for name in names:
         if parse_manifest_name(name) is not None and (part := _read_part(directory, name)) is not None:
             parts.append(part)
-    committed = {(part.rank, part.attempt) for part in parts}
+    committed = {(part.rank, part.save_id) for part in parts}
     loose = []
     for name in names:
         owner = parse_object_name(name)
@@ -316,7 +316,7 @@ def _read_part(directory: Path, name: str) -> _FoundPart | None:
     """The part of a manifest; None if it was pruned meanwhile."""
     parsed = parse_manifest_name(name)
     assert parsed is not None
-    rank, attempt = parsed
+    rank, save_id = parsed
     path = directory / name
     problems: list[Problem] = []
     manifest: Manifest | None = None
@@ -328,7 +328,7 @@ def _read_part(directory: Path, name: str) -> _FoundPart | None:
         return None
     except FlashpointError as error:
         problems.append(Problem(str(path), error.message))
-        files = _files_by_name(directory, rank, attempt)
+        files = _files_by_name(directory, rank, save_id)
     else:
         for record in manifest.objects:
             file = directory / record.name
@@ -347,7 +347,7 @@ def _read_part(directory: Path, name: str) -> _FoundPart | None:
     # Pruning takes the manifest away first. If it is still there, what is missing was missing before.
     if problems and not _exists(path):
         return None
-    return _FoundPart(directory.name, rank, attempt, path, manifest, problems, files, committed_ns)
+    return _FoundPart(directory.name, rank, save_id, path, manifest, problems, files, committed_ns)
 
 
 def _read_private(directory: Path) -> _Private:
@@ -420,11 +420,11 @@ def _judge(saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private)
         yield VersionView(
             version=save[1],
             step=CheckpointContainerId.parse_version_container(save[1]) or 0,
-            attempt=save[0],
+            save_id=save[0],
             world_size=size,
             state=state,
             parts=tuple(
-                PartView(p.rank, p.attempt, p.path, p.manifest, p.rank in copied[save], tuple(p.problems))
+                PartView(p.rank, p.save_id, p.path, p.manifest, p.rank in copied[save], tuple(p.problems))
                 for p in sorted(parts, key=lambda p: p.rank)
             ),
             writing=tuple(sorted(writing)),
@@ -437,19 +437,19 @@ def _is_copy(part: _FoundPart, private: _Private) -> bool:
     return bool(owners) and part.rank not in owners
 
 
-def _run_of(attempt: str) -> str:
+def _run_of(save_id: str) -> str:
     # Run id and sequence number; see `core.checkpoint_saver`.
-    return attempt.rpartition("-")[0]
+    return save_id.rpartition("-")[0]
 
 
 def _world_size(parts: Iterable[_FoundPart]) -> int | None:
     return max((part.manifest.world_size for part in parts if part.manifest is not None), default=None)
 
 
-def _files_by_name(directory: Path, rank: int, attempt: str) -> dict[int, int]:
+def _files_by_name(directory: Path, rank: int, save_id: str) -> dict[int, int]:
     files = {}
     for name in _names(directory):
-        if parse_object_name(name) == (rank, attempt):
+        if parse_object_name(name) == (rank, save_id):
             with contextlib.suppress(OSError):
                 status = os.stat(directory / name, follow_symlinks=False)
                 files[status.st_ino] = status.st_blocks * _STAT_BLOCK

@@ -57,7 +57,7 @@ def _version_to_json(version: VersionView) -> dict[str, Any]:
     return {
         "version": version.version,
         "step": version.step,
-        "attempt": version.attempt,
+        "attempt": version.save_id,
         "state": version.state.value,
         "world_size": version.world_size,
         "complete": version.complete,
@@ -93,7 +93,7 @@ def _print_lines(view: BaseView) -> None:
             f"{version.version} step={version.step} state={version.state.value} own={format_ranks(version.own_ranks)}"
             f" copies={format_ranks(version.copied_ranks)} writing={format_ranks(version.writing)}"
             f" world={_world(version)} complete={'yes' if version.complete else 'no'} bytes={version.bytes}"
-            f" attempt={version.attempt}"
+            f" save_id={version.save_id}"
         )
     for problem in view.problems:
         print(f"damaged: {problem.path}: {problem.message}")
@@ -116,7 +116,7 @@ def _print_table(view: BaseView) -> None:
                 _world(version),
                 "yes" if version.complete else "no",
                 format_bytes(version.bytes),
-                escape(version.attempt),
+                escape(version.save_id),
             )
         console.print(table)
     for problem in view.problems:

@@ -151,7 +151,7 @@ def _to_json(view: BaseView, results: list[tuple[VersionView, list[PartResult]]]
             {
                 "version": version.version,
                 "step": version.step,
-                "attempt": version.attempt,
+                "attempt": version.save_id,
                 "ok": not any(result.problems for result in parts),
                 "parts": [
                     {
@@ -186,7 +186,7 @@ def _print(view: BaseView, results: list[tuple[VersionView, list[PartResult]]], 
             if fitting:
                 size = format_bytes(sum(result.part.bytes for result in fitting))
                 ranks = format_ranks(result.part.rank for result in fitting)
-                say(verdict, f"{version.version} {version.attempt}: ranks {ranks}, {size}")
+                say(verdict, f"{version.version} {version.save_id}: ranks {ranks}, {size}")
         for result in parts:
             for problem in result.problems:
                 say("damaged", f"{problem.path}: {problem.message}")

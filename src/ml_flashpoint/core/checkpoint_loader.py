@@ -112,7 +112,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         )
         self._recovered = run.run()
         self.last_recovery = run.report()
-        newest = max((part.attempt for report in run.reports for part in report.inventory.parts), default=None)
+        newest = max((part.save_id for report in run.reports for part in report.inventory.parts), default=None)
         group.renew_run(newest)
         if self._recovered is not None:
             return CheckpointContainerId.create_child(base, self._recovered.version)
@@ -126,7 +126,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         """Write the files that belong beside the parts of a version on this node: see `core.sidecars`."""
         self._recovered = version  # where holders are looked up
         path = CheckpointContainerId.create_child(store.base, version.version)
-        own = find_local_manifest(store.base, version.version, store.rank, version.attempt)
+        own = find_local_manifest(store.base, version.version, store.rank, version.save_id)
         carrier = carrier_of(own or self.read_manifest(path, 0))
         if carrier is None:
             return
@@ -140,7 +140,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
     def discard(self, version: CheckpointContainerId) -> None:
         """See `MLFlashpointCheckpointLoader.discard`."""
         if self._recovered is not None and self._recovered.version == version.name:
-            self._discarded.add((self._recovered.version, self._recovered.attempt))
+            self._discarded.add((self._recovered.version, self._recovered.save_id))
             self._store_of(version).drop_before_next_save([])
         self.release()
 
@@ -171,13 +171,13 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
                 raise ObjectNotFoundError(
                     f"it was saved by {known.world_size} ranks", step=version.step, rank=rank, path=str(version)
                 )
-            found = find_local_manifest(store.base, version.name, rank, known.attempt)
+            found = find_local_manifest(store.base, version.name, rank, known.save_id)
             if found is not None:
                 return found
         manifests, errors = read_local_manifests(store.base, version.name)
         # What was recovered is gone, from everywhere, if the same step was saved again since. If it is elsewhere, a
         # later one that is here was cut short.
-        mine = [m for m in manifests if m.rank == rank and (known is None or m.attempt > known.attempt)]
+        mine = [m for m in manifests if m.rank == rank and (known is None or m.save_id > known.save_id)]
         if known is not None:
             try:
                 return self._source.manifest(known, rank, rank_group())
@@ -192,7 +192,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
                 path=str(version),
                 hint="call get_latest_complete_checkpoint() first: it finds parts on other nodes",
             )
-        return max(mine, key=lambda m: m.attempt)
+        return max(mine, key=lambda m: m.save_id)
 
     def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
         """A verified reader of one object, local or remote.
@@ -201,7 +201,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             FlashpointError: it is damaged here, or no holder is known.
         """
         store = self._store_of(version)
-        key = (version.name, manifest.attempt, record.name)
+        key = (version.name, manifest.save_id, record.name)
         path = store.base / version.name / record.name
         if path.exists():
             until = time.monotonic() + recovery_deadline_s()
@@ -223,7 +223,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
 
     def _is_elsewhere(self, version: CheckpointContainerId, manifest: Manifest) -> bool:
         known = self._known(version)
-        if known is None or known.attempt != manifest.attempt or self._source.strategy is None:
+        if known is None or known.save_id != manifest.save_id or self._source.strategy is None:
             return False
         return bool(self._source.holders(known, manifest.rank, rank_group()))
 
@@ -242,6 +242,6 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
 
     def _fetch_blocks(self, manifest: Manifest, record: ObjectRecord, first: int, buffer: memoryview) -> None:
         known = self._recovered
-        if known is None or known.attempt != manifest.attempt:
+        if known is None or known.save_id != manifest.save_id:
             raise ObjectNotFoundError("no holder of this object is known", rank=manifest.rank, step=manifest.step)
         self._source.blocks(known, manifest, record, first, buffer, rank_group())

@@ -1,6 +1,6 @@
 """The trainer's saver: it stages, commits, and has what it committed replicated.
 
-Owns which saves of this rank are under way, their attempts and arenas, what happens when one fails, and the rule
+Owns which saves of this rank are under way, their save ids and arenas, what happens when one fails, and the rule
 for which arena may be taken when all are in use. The order of the calls, write and commit included, is `saver`'s;
 copying and layout are `object_writer`'s; what follows the commit (copies, agreement, pruning) is `commit_queue`'s.
 
@@ -26,7 +26,6 @@ from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, prefl
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.attempts import Numbering, SaveIdentity
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_writer import (
@@ -36,6 +35,7 @@ from ml_flashpoint.core.object_writer import (
 )
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -295,7 +295,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def _holds_arena(self, save: Save) -> bool:
         if save.part is not None:
-            return save.store is not None and save.store.find(save.attempt, save.part.rank) is not None
+            return save.store is not None and save.store.find(save.save_id, save.part.rank) is not None
         return not save.decided.is_set() and (save in self._taking or bool(save.arenas))
 
     def _own_arenas(self) -> list[Save]:
@@ -305,8 +305,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def _adopted(self, store: RankStore) -> list[HeldPart]:
         """Versions of this rank that no save of this saver has made: what was recovered, say."""
         with self._lock:
-            mine = {save.attempt for save in self._saves}
-        return [part for part in store.held() if part.rank == self.rank and part.attempt not in mine]
+            mine = {save.save_id for save in self._saves}
+        return [part for part in store.held() if part.rank == self.rank and part.save_id not in mine]
 
     def _missing_for_copies(self, store: RankStore) -> int:
         own = [arena for part in store.held() if part.rank == self.rank for arena in part.arenas]

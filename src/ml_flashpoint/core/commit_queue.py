@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
-from ml_flashpoint.core.attempts import Numbering
 from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.core.save_identity import Numbering
 from ml_flashpoint.format.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
 from ml_flashpoint.ranks.rank_group import Agreement, RankGroup
 from ml_flashpoint.replication.replication_manager import ReplicationManager
@@ -200,7 +200,7 @@ class CommitQueue:
                 self._verify_save(save)
             case _Outcome.NOT_VERIFIED:
                 if save.store is not None:
-                    save.store.reject(save.attempt)
+                    save.store.reject(save.save_id)
             case _Outcome.UNCERTAIN:
                 save.uncertain = True
                 self._uncertain.append(save)
@@ -213,10 +213,10 @@ class CommitQueue:
         self.stats.last_verified = save.step
         if save.store is None:
             return
-        save.store.advance(save.attempt)
+        save.store.advance(save.save_id)
         if not self._swept and self._group.is_node_leader:
             here = self._group.topology.ranks_of(self._group.node)
-            self._swept = sweep_departed(save.store, here, save.attempt)
+            self._swept = sweep_departed(save.store, here, save.save_id)
 
     def _make_ready(self, save: Save) -> bool:
         """Whether this rank has committed the save and has all copies of it."""
@@ -260,7 +260,7 @@ class CommitQueue:
         self.stats.withdrawn += 1
         if save.store is not None:
             for part in save.store.held():
-                if part.attempt == save.attempt:
+                if part.save_id == save.save_id:
                     save.store.drop(part)
         self._on_withdrawn(save)
 
@@ -338,7 +338,7 @@ class CommitQueue:
                 self._verify_save(save)
             elif save.sequence > verified and save.store is not None:
                 # It never will be: its copies must not keep the room of later ones.
-                save.store.reject(save.attempt)
+                save.store.reject(save.save_id)
             save.uncertain = False  # at last: until then, it must not be evicted
 
     def _diverged(self, save: Save, vote: _Vote) -> None:

@@ -136,7 +136,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
             self.adopt(save, identity)
         if record is None:
             if self._objects.store is not None:
-                self._objects.store.withdraw(save.attempt, sweep=not alive and not self._handed_off)
+                self._objects.store.withdraw(save.save_id, sweep=not alive and not self._handed_off)
             why = "it failed before this rank's part was committed" if alive else "its process is gone"
             self.fail(save, lost(save, why, self.rank))
         else:
@@ -151,7 +151,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
             store = self._objects.open(record.base, self.rank)
             if record.error is not None:
                 raise SaveError(record.error, step=save.step, rank=self.rank)
-            manifest = read_manifest(store.base / record.version / manifest_name(self.rank, save.attempt))
+            manifest = read_manifest(store.base / record.version / manifest_name(self.rank, save.save_id))
             part = store.register(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
         except (FlashpointError, OSError) as error:
             self._disown(save, record)
@@ -164,8 +164,8 @@ class HandingOff(MLFlashpointCheckpointSaver):
         """Remove what the other process has published, whose arenas are about to be another save's. If that fails, the
         arenas stay as they are."""
         if record.version:
-            name = object_name(self.rank, save.attempt)
-            unpublish(Path(record.base), record.version, self.rank, save.attempt, [name])
+            name = object_name(self.rank, save.save_id)
+            unpublish(Path(record.base), record.version, self.rank, save.save_id, [name])
         for path in set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}:
             path.unlink(missing_ok=True)  # made there, and not known here
 

@@ -150,7 +150,7 @@ def part_record(manifest: Manifest) -> PartRecord:
         manifest.step,
         manifest.rank,
         manifest.world_size,
-        manifest.attempt,
+        manifest.save_id,
         manifest.total_size,
     )
 
@@ -169,7 +169,7 @@ def has_objects(base: Path, manifest: Manifest) -> bool:
         try:
             found = os.stat(path).st_size
         except FileNotFoundError as error:
-            if not (path.parent / manifest_name(manifest.rank, manifest.attempt)).exists():
+            if not (path.parent / manifest_name(manifest.rank, manifest.save_id)).exists():
                 return False
             raise ObjectNotFoundError("an object of the part is gone", rank=manifest.rank, path=path) from error
         except OSError as error:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.errors import SaveError, UnsafePathError
 from ml_flashpoint.format.private_folders import open_folder, open_own
 
@@ -78,22 +78,22 @@ class Mailbox:
             self._owned.close()
             self._owned = None
 
-    def post(self, attempt: str, record: CompletionRecord) -> None:
+    def post(self, save_id: str, record: CompletionRecord) -> None:
         """Leave a record; it appears whole or not at all."""
         fields = {name: getattr(record, name) for name in CompletionRecord.__slots__}
-        temporary = self.directory / f".{attempt}.tmp"
+        temporary = self.directory / f".{save_id}.tmp"
         temporary.write_text(json.dumps(fields))
-        os.replace(temporary, self.directory / attempt)
+        os.replace(temporary, self.directory / save_id)
 
-    def note(self, attempt: str, identity: SaveIdentity) -> None:
+    def note(self, save_id: str, identity: SaveIdentity) -> None:
         """Report what ranks have come to for a save that this process has taken on."""
-        temporary = self.directory / f".{attempt}.as.tmp"
+        temporary = self.directory / f".{save_id}.as.tmp"
         temporary.write_text(json.dumps([identity.run_id, identity.sequence, identity.step]))
-        os.replace(temporary, self.directory / f".{attempt}.as")
+        os.replace(temporary, self.directory / f".{save_id}.as")
 
-    def noted(self, attempt: str) -> SaveIdentity | None:
+    def noted(self, save_id: str) -> SaveIdentity | None:
         """What ranks have come to for a save, if they have; once."""
-        path = self.directory / f".{attempt}.as"
+        path = self.directory / f".{save_id}.as"
         try:
             run_id, sequence, step = json.loads(path.read_text())
         except FileNotFoundError:
@@ -101,56 +101,56 @@ class Mailbox:
         path.unlink(missing_ok=True)
         return SaveIdentity(str(run_id), int(sequence), int(step))
 
-    def sign(self, attempt: str) -> None:
+    def sign(self, save_id: str) -> None:
         """Report that this process has taken on a save.
 
         Raises:
             SaveError: too late: it was given up, and its arenas may be another save's.
         """
         try:
-            signed = self._claim(attempt, str(os.getpid())) or self.process_of(attempt) is not None
+            signed = self._claim(save_id, str(os.getpid())) or self.process_of(save_id) is not None
         except FileNotFoundError:  # the mailbox is gone, with its owner
             signed = False
         if not signed:
             raise SaveError(
-                f"the save {attempt} was given up before this process began", hint="the next save is not affected"
+                f"the save {save_id} was given up before this process began", hint="the next save is not affected"
             )
 
-    def revoke(self, attempt: str) -> bool:
+    def revoke(self, save_id: str) -> bool:
         """See to it that no process can sign for a save any more. Returns false if one has."""
         try:
-            return self._claim(attempt, "") or self.process_of(attempt) is None
+            return self._claim(save_id, "") or self.process_of(save_id) is None
         except FileNotFoundError:  # the mailbox was removed, and nobody can
             return True
 
-    def _claim(self, attempt: str, signature: str) -> bool:
+    def _claim(self, save_id: str, signature: str) -> bool:
         # A link, so that the file appears whole, and only once.
-        temporary = self.directory / f".{attempt}.{os.getpid()}.tmp"
+        temporary = self.directory / f".{save_id}.{os.getpid()}.tmp"
         temporary.write_text(signature)
         try:
-            os.link(temporary, self.directory / f".{attempt}.pid")
+            os.link(temporary, self.directory / f".{save_id}.pid")
         except FileExistsError:
             return False
         finally:
             temporary.unlink(missing_ok=True)
         return True
 
-    def process_of(self, attempt: str) -> int | None:
+    def process_of(self, save_id: str) -> int | None:
         """Pid of the process that signed for a save, if any did."""
         try:
-            return int((self.directory / f".{attempt}.pid").read_text())
+            return int((self.directory / f".{save_id}.pid").read_text())
         except (FileNotFoundError, ValueError):
             return None
 
-    def take(self, attempt: str) -> CompletionRecord | None:
+    def take(self, save_id: str) -> CompletionRecord | None:
         """The record of a save, once; None while there is none."""
-        path = self.directory / attempt
+        path = self.directory / save_id
         try:
             fields = json.loads(path.read_text())
         except FileNotFoundError:
             return None
         path.unlink(missing_ok=True)
-        (self.directory / f".{attempt}.pid").unlink(missing_ok=True)
+        (self.directory / f".{save_id}.pid").unlink(missing_ok=True)
         return CompletionRecord(
             base=str(fields["base"]),
             version=str(fields["version"]),
@@ -172,4 +172,4 @@ def _sweep_mailboxes() -> None:
 
 def lost(save: Save, why: str, rank: int) -> SaveError:
     """The error of a save whose process is gone."""
-    return SaveError(f"the save {save.attempt} was lost: {why}", rank=rank, hint="the next save is not affected")
+    return SaveError(f"the save {save.save_id} was lost: {why}", rank=rank, hint="the next save is not affected")

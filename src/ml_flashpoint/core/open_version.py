@@ -56,7 +56,7 @@ class HeldVersion:
             raise
 
     def _hold(self, manifest: Manifest) -> int:
-        path = self.path / manifest_name(manifest.rank, manifest.attempt)
+        path = self.path / manifest_name(manifest.rank, manifest.save_id)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -155,7 +155,7 @@ def _choose(base: Path, step: int | None, partial: bool) -> list[Manifest]:
                 manifests, errors = read_local_manifests(base, version)
                 problems += errors
                 for manifest in manifests:
-                    found.setdefault((manifest.step, manifest.attempt), []).append(manifest)
+                    found.setdefault((manifest.step, manifest.save_id), []).append(manifest)
     except OSError as error:
         raise UnreadableError(f"the versions cannot be listed: {error.strerror}", path=base) from error
     problems = [each for each in problems if is_transient(each) or not found]

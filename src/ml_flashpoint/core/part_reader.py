@@ -55,7 +55,7 @@ class ObjectReader:
         self._fetch = fetch
         self._present: set[int] | None = None
         self._local = local is not None
-        name = manifest_name(manifest.rank, manifest.attempt)
+        name = manifest_name(manifest.rank, manifest.save_id)
         self._manifest_path = os.path.join(os.path.dirname(path), name)
         if local is not None:
             if local.nbytes < record.size:
@@ -171,7 +171,7 @@ def open_local(
     """
     stack = contextlib.ExitStack()
     try:
-        held = store.find(manifest.attempt, manifest.rank)
+        held = store.find(manifest.save_id, manifest.rank)
         if held is not None and held.version == manifest.version:
             view = stack.enter_context(store.open_object(manifest.version, record.name))
         else:
@@ -205,14 +205,14 @@ def read_local_manifests(base: Path, version: str) -> tuple[list[Manifest], list
     return manifests, errors
 
 
-def find_local_manifest(base: Path, version: str, rank: int, attempt: str) -> Manifest | None:
+def find_local_manifest(base: Path, version: str, rank: int, save_id: str) -> Manifest | None:
     """The manifest of one part, if this node has it and it is sound.
 
     Raises:
         UnreadableError: that cannot be known just now.
     """
     try:
-        return read_manifest(base / version / manifest_name(rank, attempt))
+        return read_manifest(base / version / manifest_name(rank, save_id))
     except (DamagedError, ObjectNotFoundError):
         return None
 

@@ -95,7 +95,7 @@ class PartSource:
 
         def ask(holder: Holder) -> Manifest:
             return fetch_manifest(
-                holder, group.secret, version.version, rank, version.attempt, deadline_s=transfer_deadline_s()
+                holder, group.secret, version.version, rank, version.save_id, deadline_s=transfer_deadline_s()
             )
 
         holders = self.holders(version, rank, group, first=first)

@@ -38,11 +38,11 @@ from ml_flashpoint.ranks.recovery import (
 _log = logging.getLogger(__name__)
 
 Damage = tuple[str, str, str, int]
-"""``(node, version, attempt, rank)`` of a part that is not what it should be."""
+"""``(node, version, save id, rank)`` of a part that is not what it should be."""
 
 
 Verified = set[tuple[str, str, str]]
-"""``(version, attempt, object)`` of what this process has verified on this node."""
+"""``(version, save id, object)`` of what this process has verified on this node."""
 
 
 class RecoveryRun:
@@ -53,13 +53,13 @@ class RecoveryRun:
         group: who votes.
         source: where parts come from that are not here.
         verified: what need not be verified again; grows.
-        discarded: versions (name, attempt) that are not wanted.
+        discarded: versions (name, save id) that are not wanted.
         finish: called on one rank of each node with the version, once its parts are in their places; may raise.
 
     Attributes:
         plan: the one that all ranks have carried out; None if there was none.
         reports: what the nodes have, as of the last look.
-        given_up: why versions could not be recovered, by name and attempt.
+        given_up: why versions could not be recovered, by name and save id.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class RecoveryRun:
             if plan.same_topology:
                 self._verify_own(version, share)
                 # Where there is nothing older to let go, they are verified when they are needed.
-                if any(p.attempt != version.attempt for r in self.reports for p in r.inventory.parts):
+                if any(p.save_id != version.save_id for r in self.reports for p in r.inventory.parts):
                     self._verify_copies(version, share)
             if self._group.is_node_leader:
                 retrying(lambda: self._finish(version), self._until, "restoring the files beside the parts")
@@ -201,10 +201,10 @@ class RecoveryRun:
             return
         finally:
             share.damage += [
-                (node, version.version, version.attempt, rank) for node, error in failures if is_damage(error)
+                (node, version.version, version.save_id, rank) for node, error in failures if is_damage(error)
             ]
         share.count += manifest.total_size
-        self._verified.update((version.version, version.attempt, record.name) for record in manifest.objects)
+        self._verified.update((version.version, version.save_id, record.name) for record in manifest.objects)
 
     def _verify_own(self, version: CompleteVersion, share: _Share) -> None:
         rank = self._store.rank
@@ -212,13 +212,13 @@ class RecoveryRun:
             retrying(lambda: self._verify(version, rank), self._until, "verifying this rank's part")
         except FlashpointError as error:
             if is_damage(error):
-                share.damage.append((self._group.node, version.version, version.attempt, rank))
+                share.damage.append((self._group.node, version.version, version.save_id, rank))
             raise
 
     def _verify_copies(self, version: CompleteVersion, share: _Share) -> None:
         """Only what was verified protects, and lets older versions go."""
         for part in self._store.held():
-            if part.attempt != version.attempt or part.rank == self._store.rank:
+            if part.save_id != version.save_id or part.rank == self._store.rank:
                 continue
             try:
                 self._verify(version, part.rank)
@@ -228,11 +228,11 @@ class RecoveryRun:
 
     def _verify(self, version: CompleteVersion, rank: int) -> None:
         store = self._store
-        manifest = find_local_manifest(store.base, version.version, rank, version.attempt)
+        manifest = find_local_manifest(store.base, version.version, rank, version.save_id)
         if manifest is None:
             raise ObjectNotFoundError("the manifest is gone", rank=rank, path=store.base / version.version)
         for record in manifest.objects:
-            key = (version.version, version.attempt, record.name)
+            key = (version.version, version.save_id, record.name)
             if key not in self._verified:
                 _, stack = open_local(store, manifest, record, verified=False)
                 stack.close()
@@ -246,7 +246,7 @@ class RecoveryRun:
             next plan differs. And whether every copy of it is in its place, so that it survives what the strategy
             claims.
         """
-        version = (plan.version.version, plan.version.attempt)
+        version = (plan.version.version, plan.version.save_id)
         group, before = self._group, len(self._damaged)
         blob = b""
         if share.damage or share.error is not None or not share.protected:
@@ -298,11 +298,11 @@ def _useless(
     what an earlier run began and did not complete, and its own parts that belong on other nodes, since only those of
     the ranks ``due_here`` belong on this one. If they stayed, a job that crashes again and again before its first
     verified save would fill the memory, and one whose ranks changed places might have no room."""
-    complete = {found.attempt for found in complete_versions(inventories)}
+    complete = {found.save_id for found in complete_versions(inventories)}
     return [
         part
         for part in store.held()
-        if superseded(part.attempt, version.attempt)
-        or (part.attempt == version.attempt and due_here is not None and part.rank not in due_here)
-        or (part.attempt > version.attempt and part.attempt not in complete and not part.attempt.startswith(run_id))
+        if superseded(part.save_id, version.save_id)
+        or (part.save_id == version.save_id and due_here is not None and part.rank not in due_here)
+        or (part.save_id > version.save_id and part.save_id not in complete and not part.save_id.startswith(run_id))
     ]

@@ -20,8 +20,8 @@ from typing import Any
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.object_writer import FilledObject, StagedObject
+from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError
 
@@ -67,7 +67,7 @@ class Save:
     was staged; what belongs to this process stays behind.
 
     Args:
-        identity: the name of the save, as long as ranks have not come to another one; see `core.attempts`.
+        identity: the name of the save, as long as ranks have not come to another one; see `core.save_identity`.
         number: of this saver's saves on this rank, in the order in which they began.
         exchanged: whether ranks will come to its identity together, so that until then it is known to this one only.
 
@@ -95,7 +95,7 @@ class Save:
     def __init__(self, identity: SaveIdentity, *, number: int = 0, exchanged: bool = False) -> None:
         self.identity = identity
         self.number = number
-        self.key = identity.attempt
+        self.key = identity.save_id
         self.adopted = False
         self.staged: StagedObject | None = None
         self.staging_error: BaseException | None = None
@@ -128,9 +128,9 @@ class Save:
     # ---- what it is ---------------------------------------------------------------------------------------
 
     @property
-    def attempt(self) -> str:
+    def save_id(self) -> str:
         """The string by which its parts are named."""
-        return self.identity.attempt
+        return self.identity.save_id
 
     @property
     def sequence(self) -> int:

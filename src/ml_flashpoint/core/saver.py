@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.core.attempts import SaveIdentity, later_than
 from ml_flashpoint.core.object_writer import BytesItem, FilledObject, ObjectWriter, StagedObject, TensorItem
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_identity import SaveIdentity, later_than
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
 from ml_flashpoint.format.manifest import Manifest, object_name
@@ -63,7 +63,7 @@ class MLFlashpointCheckpointSaver(ABC):
     @abstractmethod
     def propose(self, version: CheckpointContainerId | None, save: Save | None = None) -> SaveIdentity:
         """What this rank proposes as the identity of a save, begun here or not, to a door that lets ranks exchange
-        it; `attempts.common_identity` is what comes of all proposals.
+        it; `save_identity.common_identity` is what comes of all proposals.
 
         Raises:
             UnaskedVersionsError: there are versions of an earlier run on this node that nobody has asked about: the
@@ -210,9 +210,9 @@ class MLFlashpointCheckpointSaver(ABC):
             version=version.name,
             rank=self.rank,
             world_size=self.world_size,
-            attempt=save.attempt,
+            save_id=save.save_id,
             node=self.node,
-            objects=(written.record(object_name(self.rank, save.attempt)),),
+            objects=(written.record(object_name(self.rank, save.save_id)),),
             labels=dict(labels),
         )
         self._publish(save, manifest, written.arena)

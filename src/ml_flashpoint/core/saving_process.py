@@ -18,10 +18,10 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import publish
-from ml_flashpoint.core.attempts import SaveIdentity, newest_of_other_runs
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_identity import SaveIdentity, newest_of_other_runs
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError

@@ -30,7 +30,7 @@ def why_nothing(
 
     Args:
         reports: of every node that has ranks. All of them answered.
-        given_up: versions (name, attempt) that could not be fetched or verified, and why.
+        given_up: versions (name, save id) that could not be fetched or verified, and why.
         discarded: versions that the caller did not want any more.
 
     Returns:
@@ -61,13 +61,13 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
     saves: dict[tuple[str, str, int], set[int]] = {}
     for report in reports:
         for part in report.inventory.parts:
-            saves.setdefault((part.attempt, part.version, part.world_size), set()).add(part.rank)
-    complete = {version.attempt for version in complete_versions(report.inventory for report in reports)}
+            saves.setdefault((part.save_id, part.version, part.world_size), set()).add(part.rank)
+    complete = {version.save_id for version in complete_versions(report.inventory for report in reports)}
     here = frozenset[int]().union(*(report.savers for report in reports))
     remembered = any(report.was_complete for report in reports)
     reasons, doubtful = [], remembered
-    for (attempt, version, world_size), ranks in sorted(saves.items(), reverse=True):
-        if attempt in complete:
+    for (save_id, version, world_size), ranks in sorted(saves.items(), reverse=True):
+        if save_id in complete:
             continue
         missing = (rank for rank in range(world_size) if rank not in ranks)
         shown = ", ".join(map(str, itertools.islice(missing, _MOST_SHOWN)))

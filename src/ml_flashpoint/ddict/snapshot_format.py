@@ -140,7 +140,7 @@ def labels_of(kind: str, checkpoint_id: int, stamp: str) -> dict[str, str]:
 def part_kind(manifest: Manifest) -> str | None:
     """`SNAPSHOT` or `VALUE`; None: the manifest is of no part that a dictionary would have made."""
     kind = manifest.labels.get(KIND_LABEL)
-    match = _SNAPSHOT_ATTEMPT.fullmatch(manifest.attempt)
+    match = _SNAPSHOT_ATTEMPT.fullmatch(manifest.save_id)
     stamp = manifest.labels.get(STAMP_LABEL, "")
     if (
         kind not in (SNAPSHOT, VALUE)
@@ -148,7 +148,7 @@ def part_kind(manifest: Manifest) -> str | None:
         or (match is not None and match[1] != stamp)
         or not _STAMP.fullmatch(stamp)
         or manifest.labels.get("checkpoint") != str(manifest.step)
-        or [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.attempt)]
+        or [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]
     ):
         return None
     return kind

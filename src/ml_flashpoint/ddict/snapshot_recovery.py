@@ -83,7 +83,7 @@ def snapshots_here(store: RankStore, rank: int) -> list[SnapshotRecord]:
     found = []
     for part in store.held():
         if part.rank == rank and part.manifest is not None and part_kind(part.manifest) == SNAPSHOT:
-            found.append(SnapshotRecord(part.manifest.step, part.attempt))
+            found.append(SnapshotRecord(part.manifest.step, part.save_id))
     return sorted(found, key=lambda record: record.attempt)
 
 
@@ -334,7 +334,7 @@ class Recoverer:
             connection = self._connections[holder] = self._peers.connect(holder, _CONNECT_S)
         manifest = decode(connection.read_manifest(ref.version, self._rank, ref.attempt))
         if (
-            (manifest.version, manifest.rank, manifest.attempt) != (ref.version, self._rank, ref.attempt)
+            (manifest.version, manifest.rank, manifest.save_id) != (ref.version, self._rank, ref.attempt)
             or manifest.world_size != self._managers
             or part_kind(manifest) is None
         ):

@@ -355,14 +355,14 @@ class Snapshots:
         with self._lock:
             needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
         mine = [part for part in self._store.held() if part.rank == self._manager]
-        spare = [part for part in mine if part.attempt not in needed and not self._in_use(part.attempt)]
+        spare = [part for part in mine if part.save_id not in needed and not self._in_use(part.save_id)]
         with self._lock:
-            dropped = [part for part in spare if not self._pins[part.attempt]]
+            dropped = [part for part in spare if not self._pins[part.save_id]]
             for part in dropped:
                 self._store.drop(part)
-                self._let_go.pop(part.attempt, None)
-        gone = {part.attempt for part in dropped}
-        keep = [part.attempt for part in mine if part.attempt not in gone]
+                self._let_go.pop(part.save_id, None)
+        gone = {part.save_id for part in dropped}
+        keep = [part.save_id for part in mine if part.save_id not in gone]
         self._copies.forget(gone)
         self._builder.memory = self._builder.memory.without_dropped(frozenset(keep))
         self._trim(dropped)
@@ -392,7 +392,7 @@ class Snapshots:
             for part in self._store.held()
             # One whose manifest cannot be read is of no use.
             if part.rank == of
-            and part.attempt not in kept
+            and part.save_id not in kept
             and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
         ]
         for part in dropped:

@@ -2,7 +2,7 @@
 
 Owns the names of the files of a part, the content and encoding of a manifest, and its atomic write. A part
 exists from the moment its manifest does; a version is complete when the parts of all ranks exist with one
-attempt, which is for `ranks.recovery` to decide. Whether the objects' bytes have the digests recorded here is
+save id, which is for `ranks.recovery` to decide. Whether the objects' bytes have the digests recorded here is
 checked by `format.digest`. Knows neither torch nor any process group.
 
 A manifest file is one line, `MLFLASHPOINT-MANIFEST 1 <xxh3_128 of the rest>`, and then JSON, so that any
@@ -57,45 +57,45 @@ _MANIFEST_KIND = "manifest"
 _KIND = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 
 
-def manifest_name(rank: int, attempt: str) -> str:
-    """Returns the file name of the manifest of a rank's part: `rank-00003-<attempt>.manifest`.
+def manifest_name(rank: int, save_id: str) -> str:
+    """Returns the file name of the manifest of a rank's part: `rank-00003-<save id>.manifest`.
 
-    The attempt is in it so that the parts of two saves of one step can stand side by side: the earlier save
+    The save id is in it so that the parts of two saves of one step can stand side by side: the earlier save
     must stay whole until the later one is.
 
     Raises:
-        InvalidArgumentError: `rank` is not an integer from 0 to `MAX_WORLD_SIZE` - 1, or `attempt` no plain name.
+        InvalidArgumentError: `rank` is not an integer from 0 to `MAX_WORLD_SIZE` - 1, or `save_id` no plain name.
     """
-    return _part_file(rank, attempt, _MANIFEST_KIND)
+    return _part_file(rank, save_id, _MANIFEST_KIND)
 
 
 def parse_manifest_name(name: str) -> tuple[int, str] | None:
-    """Returns rank and attempt from a manifest's file name, or `None` if `manifest_name` would not have written it."""
+    """Returns rank and save id from a manifest's file name, or `None` if `manifest_name` would not have written it."""
     parsed = _parse_part_file(name)
     return parsed[:2] if parsed is not None and parsed[2] == _MANIFEST_KIND else None
 
 
-def object_name(rank: int, attempt: str, kind: str = "safetensors") -> str:
-    """Returns the file name of a rank's object: `rank-00003-<attempt>.<kind>`.
+def object_name(rank: int, save_id: str, kind: str = "safetensors") -> str:
+    """Returns the file name of a rank's object: `rank-00003-<save id>.<kind>`.
 
     Raises:
-        InvalidArgumentError: `rank` is out of range, or `attempt` or `kind` is not a plain name.
+        InvalidArgumentError: `rank` is out of range, or `save_id` or `kind` is not a plain name.
     """
     if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind == _MANIFEST_KIND:
         raise InvalidArgumentError("kind must be a file name extension", argument="kind", value=kind)
-    return _part_file(rank, attempt, kind)
+    return _part_file(rank, save_id, kind)
 
 
 def parse_object_name(name: str) -> tuple[int, str] | None:
-    """Returns rank and attempt from an object's file name, or `None` if `object_name` would not have written it."""
+    """Returns rank and save id from an object's file name, or `None` if `object_name` would not have written it."""
     parsed = _parse_part_file(name)
     return parsed[:2] if parsed is not None and parsed[2] != _MANIFEST_KIND else None
 
 
-def _part_file(rank: int, attempt: str, kind: str) -> str:
+def _part_file(rank: int, save_id: str, kind: str) -> str:
     _check_rank(rank)
-    _check_attempt(attempt)
-    return f"rank-{rank:05d}-{attempt}.{kind}"
+    _check_save_id(save_id)
+    return f"rank-{rank:05d}-{save_id}.{kind}"
 
 
 def _parse_part_file(name: str) -> tuple[int, str, str] | None:
@@ -160,8 +160,8 @@ class Manifest:
         version: Name of the version's directory, `step-<n>_ckpt`.
         rank: Global rank whose part this is.
         world_size: Number of ranks, and so of parts, of the version.
-        attempt: Common to all parts of one save of the step; letters, digits, `_` and `-`. Later
-            attempts compare greater as strings.
+        save_id: Common to all parts of one save of the step; letters, digits, `_` and `-`. Later
+            save ids compare greater as strings.
         node: Id of the node that the rank ran on, at most 255 bytes.
         objects: The objects of the part, with distinct names.
         labels: Anything else that the writer wants known before the objects are opened.
@@ -173,7 +173,7 @@ class Manifest:
     version: str
     rank: int
     world_size: int
-    attempt: str
+    save_id: str
     node: str
     objects: tuple[ObjectRecord, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class Manifest:
             )
         _check_integer("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         _check_integer("rank", self.rank, 0, self.world_size - 1)
-        _check_attempt(self.attempt)
+        _check_save_id(self.save_id)
         try:
             validate_segment(self.node)
         except InvalidNameError as error:
@@ -197,7 +197,7 @@ class Manifest:
         names = {record.name for record in self.objects}
         if len(names) != len(self.objects):
             raise InvalidArgumentError("objects must have distinct names", argument="objects", value=self.objects)
-        own_name = manifest_name(self.rank, self.attempt)
+        own_name = manifest_name(self.rank, self.save_id)
         if own_name in names:
             raise InvalidArgumentError(
                 "an object must not be called like its manifest", argument="objects", value=own_name
@@ -236,7 +236,7 @@ def encode(m: Manifest) -> bytes:
         "version": m.version,
         "rank": m.rank,
         "world_size": m.world_size,
-        "attempt": m.attempt,
+        "attempt": m.save_id,
         "node": m.node,
         "objects": [
             {
@@ -263,7 +263,7 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
     Args:
         data: Content of a manifest file.
-        path: Where it was read from, if it is a file: then its name must be that of the rank and attempt in it, and its
+        path: Where it was read from, if it is a file: then its name must be that of the rank and save id in it, and its
             directory's name, if it is a version's at all, that of the version in it.
 
     Raises:
@@ -286,9 +286,9 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
 
 def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: bool = False) -> Path:
-    """Commits a part: makes its manifest appear in `directory`, whole, beside those of the rank's other attempts.
+    """Commits a part: makes its manifest appear in `directory`, whole, beside those of the rank's other save ids.
 
-    One of the same rank and attempt is replaced. A writer that is killed leaves at most a hidden `.*.tmp` file.
+    One of the same rank and save id is replaced. A writer that is killed leaves at most a hidden `.*.tmp` file.
 
     Args:
         directory: The version's directory; must exist.
@@ -304,7 +304,7 @@ def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: boo
         InvalidArgumentError: The manifest is too large.
     """
     data = encode(m)
-    target = Path(directory, manifest_name(m.rank, m.attempt))
+    target = Path(directory, manifest_name(m.rank, m.save_id))
     temporary = Path(directory, f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         try:
@@ -408,8 +408,8 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _check_place(manifest: Manifest, path: str) -> None:
     directory, name = os.path.split(path)
-    if name != manifest_name(manifest.rank, manifest.attempt):
-        own = f"rank {manifest.rank}, attempt {manifest.attempt}"
+    if name != manifest_name(manifest.rank, manifest.save_id):
+        own = f"rank {manifest.rank}, save id {manifest.save_id}"
         raise ManifestError(f"the manifest is of {own}, unlike its file name", path=path)
     container = os.path.basename(directory)
     if container != manifest.version and _step_of(container) is not None:
@@ -440,10 +440,10 @@ def _check_rank(rank: object) -> None:
     _check_integer("rank", rank, 0, MAX_WORLD_SIZE - 1)
 
 
-def _check_attempt(attempt: object) -> None:
-    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
+def _check_save_id(save_id: object) -> None:
+    if not isinstance(save_id, str) or not _ATTEMPT.fullmatch(save_id):
         raise InvalidArgumentError(
             "attempt must be 1 to 128 letters, digits, '_' or '-', the first a letter or digit",
-            argument="attempt",
-            value=attempt,
+            argument="save_id",
+            value=save_id,
         )

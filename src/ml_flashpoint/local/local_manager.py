@@ -360,7 +360,7 @@ class LocalCheckpointManager:
 
     def _marker(self, save: Save) -> Path:
         # Swept at the next start, if this process dies.
-        return self._engine.store.directory / f"under-way-{save.attempt}"
+        return self._engine.store.directory / f"under-way-{save.save_id}"
 
     def _request(self, save: Save, iteration: int, error: Exception | None) -> AsyncRequest:
         finalized = False

@@ -158,7 +158,7 @@ def check_pack(store: DurableStore, folder: str, receipt: PackReceipt) -> Manife
     if xxhash.xxh3_128(data).hexdigest() != receipt.digest:
         raise ManifestError("this is not the manifest that was written: its digest differs", path=path)
     manifest = decode(data, path)
-    own = object_name(manifest.rank, manifest.attempt)
+    own = object_name(manifest.rank, manifest.save_id)
     if len(manifest.objects) != 1 or manifest.objects[0].name != own:
         raise ManifestError("the manifest is not that of a pack", path=path)
     size = store.size(f"{folder}/{own}")

@@ -62,7 +62,7 @@ def new_run_id(not_before: str | None = None) -> str:
     """A run id that sorts after those of earlier runs: milliseconds since the epoch, then random digits.
 
     Args:
-        not_before: an attempt or run id that the new one must sort after, even if a clock was set back.
+        not_before: a save id or run id that the new one must sort after, even if a clock was set back.
     """
     now = time.time_ns() // 1_000_000
     if not_before is not None and not_before[:13].isdigit():
@@ -213,9 +213,9 @@ class RankGroup:
         """Another group of all ranks, of the default process group that there must be; see `LastingGroup`."""
         return LastingGroup(f"{self._name}/{purpose}-{self.new_number()}", deadline_s=deadline_s, calls=calls)
 
-    def renew_run(self, newest_attempt: str | None) -> None:
-        """Collective: make sure that this run's attempts sort after ``newest_attempt`` found in the job."""
-        newest = max((blob.decode() for blob in self.gather((newest_attempt or "").encode())), default="")
+    def renew_run(self, newest_save_id: str | None) -> None:
+        """Collective: make sure that this run's save ids sort after ``newest_save_id`` found in the job."""
+        newest = max((blob.decode() for blob in self.gather((newest_save_id or "").encode())), default="")
         if newest > self.run_id and not newest.startswith(self.run_id):
             self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
 

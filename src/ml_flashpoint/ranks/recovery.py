@@ -6,8 +6,8 @@ functions: inventories in, plan out. It does the same for 2 ranks in a test and 
 Reading manifests, moving bytes, checking digests and voting belong to the loader and to replication. Nothing
 here imports torch.
 
-Versions are ordered by step, then by attempt: an attempt is the string common to all ranks of one save, later
-ones compare greater. Parts of different attempts are never mixed. Results depend on the content of the
+Versions are ordered by step, then by save_id: a save id is the string common to all ranks of one save, later
+ones compare greater. Parts of different save ids are never mixed. Results depend on the content of the
 inventories alone, not on their order, so all ranks that hold the same inventories compute the same plan.
 """
 
@@ -37,11 +37,11 @@ class PartRecord:
         step: Its step.
         rank: Rank that saved the part.
         world_size: Number of ranks, and so of parts, of the save.
-        attempt: The string common to all parts of one save.
+        save_id: The string common to all parts of one save.
         size: Bytes of the objects of the part, for balancing transfers.
 
     Raises:
-        InvalidNameError: `attempt` cannot be part of a file name.
+        InvalidNameError: `save_id` cannot be part of a file name.
         InvalidArgumentError: Another field has the wrong type or range, or `version` is not that of `step`.
     """
 
@@ -49,7 +49,7 @@ class PartRecord:
     step: int
     rank: int
     world_size: int
-    attempt: str
+    save_id: str
     size: int
 
     def __post_init__(self) -> None:
@@ -61,16 +61,16 @@ class PartRecord:
         _check_integer("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         _check_integer("rank", self.rank, 0, self.world_size - 1)
         _check_integer("size", self.size, 0, 2**63 - 1)
-        validate_segment(self.attempt)
+        validate_segment(self.save_id)
 
     @property
     def order(self) -> tuple[str, int]:
-        """`(attempt, step)`: what versions are ordered by, oldest first.
+        """`(save id, step)`: what versions are ordered by, oldest first.
 
         In the order in which they were saved, not by step: after going back to an older step, what is saved
         from then on is newer than what the abandoned steps left.
         """
-        return self.attempt, self.step
+        return self.save_id, self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class NodeInventory:
 
     Args:
         node: Id of the node.
-        parts: In any order; several attempts of the same part may be among them.
+        parts: In any order; several save ids of the same part may be among them.
 
     Raises:
         InvalidArgumentError: `node` is not a printable, non-empty string of at most 255 characters.
@@ -98,7 +98,7 @@ class NodeInventory:
 
     def to_json(self) -> bytes:
         """Returns the inventory as UTF-8 JSON, to be read by `from_json`."""
-        parts = [[part.step, part.rank, part.world_size, part.attempt, part.size] for part in self.parts]
+        parts = [[part.step, part.rank, part.world_size, part.save_id, part.size] for part in self.parts]
         document = {"format": _FORMAT, "node": self.node, "parts": parts}
         return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -134,14 +134,14 @@ class CompleteVersion:
     Args:
         version: Its directory name.
         step: Its step.
-        attempt: The attempt that all its parts are of.
+        save_id: The save id that all its parts are of.
         world_size: Number of its parts.
         holders: For each rank, the nodes that hold its part, ascending, at least one.
     """
 
     version: str
     step: int
-    attempt: str
+    save_id: str
     world_size: int
     holders: tuple[tuple[str, ...], ...]
 
@@ -185,11 +185,11 @@ class RecoveryPlan:
 def complete_versions(
     inventories: Iterable[NodeInventory], *, damaged: Collection[tuple[str, str, str, int]] = ()
 ) -> list[CompleteVersion]:
-    """Returns the versions of which the parts of all ranks exist with the same attempt, newest first.
+    """Returns the versions of which the parts of all ranks exist with the same save id, newest first.
 
     Args:
         inventories: What the reachable nodes hold. Several of the same node count as one.
-        damaged: `(node, version, attempt, rank)` of parts that are not to be used, although they are listed.
+        damaged: `(node, version, save id, rank)` of parts that are not to be used, although they are listed.
     """
     saves = _collect(inventories, frozenset(damaged))
     return [version for version, _ in _complete(saves)]
@@ -214,7 +214,7 @@ def plan_recovery(
         topology: Where the ranks run now.
         strategy: If given, the copies that it asks for are fetched too, so that the next loss is survived.
         damaged: As for `complete_versions`; a node replaces its damaged parts.
-        excluded: `(version, attempt)` of versions that were tried and found bad, whoever holds them.
+        excluded: `(version, save id)` of versions that were tried and found bad, whoever holds them.
 
     Returns:
         The plan, or `None` if no version that is not excluded is complete.
@@ -222,7 +222,7 @@ def plan_recovery(
     saves = _collect(inventories, frozenset(damaged))
     forbidden = frozenset(excluded)
     for version, sizes in _complete(saves):
-        if (version.version, version.attempt) in forbidden:
+        if (version.version, version.save_id) in forbidden:
             continue
         if version.world_size != topology.world_size:
             return RecoveryPlan(version, same_topology=False, fetches=())
@@ -232,9 +232,9 @@ def plan_recovery(
     return None
 
 
-def superseded(attempt: str, verified: str) -> bool:
-    """Whether parts of `attempt` may be removed: only if saved before the verified attempt; see `prunable`."""
-    return attempt < verified
+def superseded(save_id: str, verified: str) -> bool:
+    """Whether parts of `save_id` may be removed: only if saved before the verified save id; see `prunable`."""
+    return save_id < verified
 
 
 def prunable(parts_here: Iterable[PartRecord], verified: str) -> tuple[PartRecord, ...]:
@@ -245,14 +245,14 @@ def prunable(parts_here: Iterable[PartRecord], verified: str) -> tuple[PartRecor
 
     Args:
         parts_here: Parts on one node, its own and its copies.
-        verified: Attempt of a version of which *every* rank's part has been committed and *every*
+        verified: Save id of a version of which *every* rank's part has been committed and *every*
             copy that the strategy asks for has been acknowledged. A version for which this holds on some
             ranks only must not be given.
 
     Returns:
         The removable parts, oldest first.
     """
-    return tuple(sorted((part for part in parts_here if superseded(part.attempt, verified)), key=_age))
+    return tuple(sorted((part for part in parts_here if superseded(part.save_id, verified)), key=_age))
 
 
 # Of one save: for each rank, the nodes that hold its part, with the size that each states.
@@ -265,7 +265,7 @@ def _collect(inventories: Iterable[NodeInventory], damaged: frozenset[tuple[str,
     for inventory in inventories:
         node = inventory.node
         for part in inventory.parts:
-            if damaged and (node, part.version, part.attempt, part.rank) in damaged:
+            if damaged and (node, part.version, part.save_id, part.rank) in damaged:
                 continue
             # The world size is part of the key so that a stray part that claims another one cannot spoil a
             # save.
@@ -276,14 +276,14 @@ def _collect(inventories: Iterable[NodeInventory], damaged: frozenset[tuple[str,
 
 
 def _complete(saves: _Saves) -> Iterator[tuple[CompleteVersion, _Sizes]]:
-    for attempt, step, world_size in sorted(saves, reverse=True):
-        sizes = saves[attempt, step, world_size]
+    for save_id, step, world_size in sorted(saves, reverse=True):
+        sizes = saves[save_id, step, world_size]
         # Ranks are distinct and below the world size, so counting them is enough; and nothing proportional to
         # a claimed world size is allocated before as many parts have been seen.
         if len(sizes) == world_size:
             holders = tuple(tuple(sorted(sizes[rank])) for rank in range(world_size))
             name = CheckpointContainerId.format_version_container(step)
-            yield CompleteVersion(name, step, attempt, world_size, holders), sizes
+            yield CompleteVersion(name, step, save_id, world_size, holders), sizes
 
 
 def _missing_copies(sizes: _Sizes, topology: Topology, strategy: ReplicationStrategy) -> list[tuple[int, int]]:
@@ -330,9 +330,9 @@ def _age(part: PartRecord) -> tuple[str, int, int]:
 def _part_from_json(fields: object) -> PartRecord:
     if not isinstance(fields, list) or len(fields) != 5:
         raise InvalidArgumentError("a part must be a list of five fields", argument="part", value=fields)
-    step, rank, world_size, attempt, size = fields
+    step, rank, world_size, save_id, size = fields
     version = CheckpointContainerId.format_version_container(step)
-    return PartRecord(version, step, rank, world_size, attempt, size)
+    return PartRecord(version, step, rank, world_size, save_id, size)
 
 
 def _check_integer(argument: str, value: int, minimum: int, maximum: int) -> None:

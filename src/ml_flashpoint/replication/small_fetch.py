@@ -12,7 +12,7 @@ from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
 
 
 def fetch_manifest(
-    holder: Holder, secret: bytes, version: str, rank: int, attempt: str, *, deadline_s: float
+    holder: Holder, secret: bytes, version: str, rank: int, save_id: str, *, deadline_s: float
 ) -> Manifest:
     """The manifest of a part, from a node that has it, checked to be that part's.
 
@@ -20,13 +20,13 @@ def fetch_manifest(
         FlashpointError: The holder does not give it, or gives something else (`ManifestError`).
     """
     with PeerConnection(holder.address, secret, node=holder.node, deadline_s=deadline_s) as peer:
-        manifest = decode(peer.read_manifest(version, rank, attempt))
-    if (manifest.version, manifest.rank, manifest.attempt) != (version, rank, attempt):
+        manifest = decode(peer.read_manifest(version, rank, save_id))
+    if (manifest.version, manifest.rank, manifest.save_id) != (version, rank, save_id):
         raise ManifestError(
             f"asked for rank {rank} of {version}, got rank {manifest.rank} of {manifest.version}",
             node=holder.node,
         )
-    if any(parse_object_name(record.name) != (rank, attempt) for record in manifest.objects):
+    if any(parse_object_name(record.name) != (rank, save_id) for record in manifest.objects):
         raise ManifestError("it names objects of another part", rank=rank, node=holder.node)
     return manifest
 

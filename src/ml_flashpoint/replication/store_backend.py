@@ -31,9 +31,9 @@ class StoreBackend:
         """See `TransferBackend`."""
         return self._store().open_object(version, name)
 
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
+    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
         """See `TransferBackend`."""
-        path = self._store().base / version / manifest_name(rank, attempt)
+        path = self._store().base / version / manifest_name(rank, save_id)
         try:
             return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -45,7 +45,7 @@ class StoreBackend:
         """See `TransferBackend`."""
         _check_names(manifest)  # before the store is asked for, which may have to be waited for
         store = self._store()
-        held = store.find(manifest.attempt, manifest.rank)
+        held = store.find(manifest.save_id, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:
             return None
         return IncomingCopy(store, manifest, timeout_s=ROOM_S)
@@ -87,6 +87,6 @@ class IncomingCopy:
 
 def _check_names(manifest: Manifest) -> None:
     for record in manifest.objects:
-        if parse_object_name(record.name) != (manifest.rank, manifest.attempt):
+        if parse_object_name(record.name) != (manifest.rank, manifest.save_id):
             # It would take the place of another part's file.
             raise InvalidNameError(f"no object of this part: {record.name!a}", rank=manifest.rank)

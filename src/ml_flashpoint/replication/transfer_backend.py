@@ -42,8 +42,8 @@ class TransferBackend(Protocol):
         """
         ...
 
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
-        """The encoded manifest of the part of `rank` that was saved in `attempt`.
+    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
+        """The encoded manifest of the part of `rank` that was saved in `save_id`.
 
         Raises:
             ObjectNotFoundError: There is none.

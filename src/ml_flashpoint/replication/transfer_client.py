@@ -115,10 +115,10 @@ class PeerConnection:
         with error_context(step=None, node=self._node):
             self._ask(Frame(FrameKind.PING), FrameKind.PONG, cancelled=cancelled)
 
-    def read_manifest(self, version: str, rank: int, attempt: str) -> bytes:
-        """The encoded manifest of the part of `rank` saved in `attempt`, not checked in any way yet."""
+    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
+        """The encoded manifest of the part of `rank` saved in `save_id`, not checked in any way yet."""
         with self._error_context(version, rank):
-            request = Frame(FrameKind.GET_MANIFEST, {"version": version, "rank": rank, "attempt": attempt})
+            request = Frame(FrameKind.GET_MANIFEST, {"version": version, "rank": rank, "attempt": save_id})
             return self._ask(request, FrameKind.MANIFEST)[1].body
 
     def push(

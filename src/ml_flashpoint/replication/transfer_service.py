@@ -282,8 +282,8 @@ class TransferService:
     def _give_manifest(self, channel: Channel, request: Frame) -> None:
         try:
             version = _checked_version(request.text("version"))
-            attempt = validate_segment(request.text("attempt"))
-            body = self._backend.read_manifest(version, request.integer("rank"), attempt)
+            save_id = validate_segment(request.text("attempt"))
+            body = self._backend.read_manifest(version, request.integer("rank"), save_id)
         except Exception as exc:
             self._refuse(channel, exc)
             return

@@ -98,14 +98,14 @@ def test_parts_of_different_saves_are_not_mixed(door: Door) -> None:
     (name,) = (path.name for path in folder.glob("*.manifest"))
     assert parse_manifest_name(name) is not None
     ours = read_manifest(folder / name)
-    for rank, attempt in ((0, ours.attempt), (1, f"{ours.attempt}9")):
+    for rank, save_id in ((0, ours.save_id), (1, f"{ours.save_id}9")):
         record = ours.objects[0]
-        other = record.name.replace("rank-00000", f"rank-{rank:05d}").replace(ours.attempt, attempt)
+        other = record.name.replace("rank-00000", f"rank-{rank:05d}").replace(ours.save_id, save_id)
         made = type(ours)(
             version=ours.version,
             rank=rank,
             world_size=2,
-            attempt=attempt,
+            save_id=save_id,
             node=ours.node,
             objects=(type(record)(other, record.size, record.file_size, record.digests, record.block_size),),
             labels=ours.labels,
@@ -113,7 +113,7 @@ def test_parts_of_different_saves_are_not_mixed(door: Door) -> None:
         if not (folder / other).exists():
             (folder / other).hardlink_to(folder / record.name)
         write_manifest(folder, made)
-        assert (folder / manifest_name(rank, attempt)).exists()
+        assert (folder / manifest_name(rank, save_id)).exists()
     reader = MemoryStorageReader(path=door.version(1), checkpoint_loader=door.loader)
     reader.read_metadata(rank=0)
     reader._reader(0)

@@ -74,7 +74,7 @@ class MemoryStorageReader(StorageReader):
         self._trust_bytes = trust_bytes
         self._places: dict[Any, ItemPlace] = {}
         self._readers: dict[int, ObjectReader] = {}
-        self._attempt: str | None = None
+        self._save_id: str | None = None
         self._load_id = str(uuid.uuid4())
 
     @property
@@ -89,7 +89,7 @@ class MemoryStorageReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._readers.clear()
         self._loader.release()  # of a load that failed while it was planned
-        self._attempt = None
+        self._save_id = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -219,8 +219,8 @@ class MemoryStorageReader(StorageReader):
         if reader is None:
             version = self._checked_version()
             manifest = self._loader.read_manifest(version, rank)
-            self._attempt = self._attempt or manifest.attempt
-            if manifest.attempt != self._attempt:
+            self._save_id = self._save_id or manifest.save_id
+            if manifest.save_id != self._save_id:
                 raise LoadError(
                     "the parts of this version are of different saves",
                     step=version.step,

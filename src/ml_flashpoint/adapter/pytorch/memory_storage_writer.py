@@ -33,13 +33,13 @@ from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, res
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
-from ml_flashpoint.core.attempts import SaveIdentity
 from ml_flashpoint.core.checkpoint_saver import (
     DefaultMLFlashpointCheckpointSaver,
     MLFlashpointCheckpointSaver,
 )
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s

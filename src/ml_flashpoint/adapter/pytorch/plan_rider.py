@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from ml_flashpoint.core.attempts import SaveIdentity, common_identity
+from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
 from ml_flashpoint.format.errors import DivergedError
 
 Note = Callable[["PlanRider"], None]

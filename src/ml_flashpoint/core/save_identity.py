@@ -34,7 +34,7 @@ class SaveIdentity:
         run_id: of the run that saves; later ones compare greater.
         sequence: rises from save to save of a run.
         step: of the version, -1 if it is not known yet.
-        newest_ms: in a proposal, the time in the newest attempt of other runs that this rank has found in the base
+        newest_ms: in a proposal, the time in the newest save id of other runs that this rank has found in the base
             container, if it does not compare less than this run's; else -1.
     """
 
@@ -44,7 +44,7 @@ class SaveIdentity:
     newest_ms: int = -1
 
     @property
-    def attempt(self) -> str:
+    def save_id(self) -> str:
         """The string by which the parts are named. Of one run, all have the same length, so they sort as numbers."""
         return f"{self.run_id}-{self.sequence:019d}"
 
@@ -74,8 +74,8 @@ def later_than(identity: SaveIdentity, newest_ms: int) -> SaveIdentity:
 
 
 def newest_of_other_runs(base: Path, run_id: str) -> int:
-    """The time in the newest attempt in a base container that does not sort before this run's, in milliseconds since
-    the epoch; -1 if there is none. A clock that was set back leaves such attempts behind."""
+    """The time in the newest save id in a base container that does not sort before this run's, in milliseconds since
+    the epoch; -1 if there is none. A clock that was set back leaves such save ids behind."""
     newest = -1
     for version in list_versions(base):
         try:

@@ -51,8 +51,8 @@ _MAX_SIZE = 2**63 - 1
 _MAX_LABEL_CHARACTERS = 4096
 _MAGIC = b"MLFLASHPOINT-MANIFEST 1 "
 _HEADER_LENGTH = len(_MAGIC) + 32 + 1
-_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
-_PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_ATTEMPT.pattern})\.([0-9A-Za-z][0-9A-Za-z._-]*)")
+_SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
+_PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_SAVE_ID.pattern})\.([0-9A-Za-z][0-9A-Za-z._-]*)")
 _MANIFEST_KIND = "manifest"
 _KIND = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 
@@ -441,9 +441,9 @@ def _check_rank(rank: object) -> None:
 
 
 def _check_save_id(save_id: object) -> None:
-    if not isinstance(save_id, str) or not _ATTEMPT.fullmatch(save_id):
+    if not isinstance(save_id, str) or not _SAVE_ID.fullmatch(save_id):
         raise InvalidArgumentError(
-            "attempt must be 1 to 128 letters, digits, '_' or '-', the first a letter or digit",
+            "a save id must be 1 to 128 letters, digits, '_' or '-', the first a letter or digit",
             argument="save_id",
             value=save_id,
         )

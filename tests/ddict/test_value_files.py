@@ -320,7 +320,7 @@ def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
         digests=("0" * 16,) * block_count(stored.size),
     )
     manifest = Manifest(
-        version="step-3_ckpt", rank=0, world_size=1, attempt=stored.value_id, node="n0", objects=(record,)
+        version="step-3_ckpt", rank=0, world_size=1, save_id=stored.value_id, node="n0", objects=(record,)
     )
     part = store.commit(manifest, [stored.arena])
     arenas.release(stored)

@@ -96,7 +96,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 class TestNames:
     @given(st.integers(0, MAX_WORLD_SIZE - 1))
-    def test_a_manifest_is_called_by_its_rank_and_attempt(self, rank: int) -> None:
+    def test_a_manifest_is_called_by_its_rank_and_save_id(self, rank: int) -> None:
         assert parse_manifest_name(manifest_name(rank, "0007-ab")) == (rank, "0007-ab")
         assert parse_object_name(object_name(rank, "0007-ab")) == (rank, "0007-ab")
         assert parse_object_name(manifest_name(rank, "0007-ab")) is None
@@ -133,7 +133,7 @@ class TestNames:
 
     @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "-a", "a\n", "ä", "a" * 129, None])
     def test_refuses_parts_that_could_lead_elsewhere(self, name: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match="attempt"):
+        with pytest.raises(InvalidArgumentError, match="save id"):
             object_name(0, name)
         with pytest.raises(InvalidArgumentError, match="kind"):
             object_name(0, "a", name)
@@ -142,7 +142,7 @@ class TestNames:
         with pytest.raises(InvalidArgumentError, match="kind"):
             object_name(0, "a", "manifest")
         # A dot in the save id would leave open where the kind begins.
-        with pytest.raises(InvalidArgumentError, match="attempt"):
+        with pytest.raises(InvalidArgumentError, match="save id"):
             object_name(0, "a.manifest", "x")
         assert parse_object_name("rank-00000-a.manifest") is None
         assert parse_object_name("rank-00000-a") is None
@@ -192,7 +192,7 @@ class TestValues:
             {"rank": True},
             {"world_size": 0},
             {"world_size": MAX_WORLD_SIZE + 1},
-            {"attempt": "a/b"},
+            {"save_id": "a/b"},
             {"node": ""},
             {"node": "a\0"},
             {"objects": [RECORD]},
@@ -342,13 +342,13 @@ class TestFiles:
         assert read_manifest(path) == read_manifest(str(path)) == MANIFEST
         assert list(version.iterdir()) == [path]
 
-    def test_the_same_attempt_again_replaces_it(self, version: Path) -> None:
+    def test_the_same_save_id_again_replaces_it(self, version: Path) -> None:
         again = replace(MANIFEST, labels={"again": "yes"})
         write_manifest(version, MANIFEST)
         assert read_manifest(write_manifest(version, again)) == again
         assert len(list(version.iterdir())) == 1
 
-    def test_another_attempt_stands_beside_it(self, version: Path) -> None:
+    def test_another_save_id_stands_beside_it(self, version: Path) -> None:
         other = replace(MANIFEST, save_id="a2")
         paths = [write_manifest(version, each) for each in (MANIFEST, other)]
         assert [read_manifest(path) for path in paths] == [MANIFEST, other]

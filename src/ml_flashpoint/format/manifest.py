@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ _HEADER_LENGTH = len(_MAGIC) + 32 + 1
 _SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 _PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_SAVE_ID.pattern})\.([0-9A-Za-z][0-9A-Za-z._-]*)")
 _MANIFEST_KIND = "manifest"
+# The save id keeps the name that it had when the format was made.
+_CONTENT = ("version", "rank", "world_size", "attempt", "node", "objects", "labels")
 _KIND = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 
 
@@ -379,16 +381,17 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _from_content(content: object) -> Manifest:
-    fields = _fields(content, "the manifest", Manifest.__dataclass_fields__)
+    fields = _fields(content, "the manifest", _CONTENT)
     records = []
     for item in _list(fields["objects"], "objects"):
         record = _fields(item, "an object", ObjectRecord.__dataclass_fields__)
         records.append(ObjectRecord(**{**record, "digests": tuple(_list(record["digests"], "digests"))}))
-    return Manifest(**{**fields, "objects": tuple(records)})
+    save_id = fields.pop("attempt")
+    return Manifest(**{**fields, "save_id": save_id, "objects": tuple(records)})
 
 
-def _fields(value: object, what: str, names: Mapping[str, object]) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != names.keys():
+def _fields(value: object, what: str, names: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() != set(names):
         raise ValueError(f"{what} must have exactly the fields {', '.join(names)}")
     return value
 

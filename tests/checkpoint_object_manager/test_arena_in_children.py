@@ -123,7 +123,7 @@ def test_programs_that_are_started_inherit_no_descriptor(tmpfs: Path) -> None:
     made.grow(2 * MIB)
     later = ArenaPool(tmpfs, threading.RLock())
     (opened,) = later.open_left()
-    later.add_free([opened])
+    later.release(opened)
     script = "import glob, os; print([os.path.realpath(path) for path in glob.glob('/proc/self/fd/*')])"
     done = subprocess.run([sys.executable, "-c", script], close_fds=False, capture_output=True, text=True, check=True)
     assert "arena-" not in done.stdout

@@ -104,7 +104,7 @@ def test_what_an_earlier_process_left(pool: ArenaPool, tmpfs: Path) -> None:
     (tmpfs / "arena-7").rmdir()
     found = later.open_left()
     assert [arena.path for arena in found] == [path]
-    later.add_free(found)
+    later.release(found[0])
     assert later.acquire(MIB) is found[0]
     assert later.at(path, rank=0) is found[0]
     with pytest.raises(SaveError, match="no arena of this rank"):

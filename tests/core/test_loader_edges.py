@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +16,18 @@ from ml_flashpoint.core import inventory, recovery_run
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.inventory import NodeReport, Unread
+from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DigestMismatchError,
     LoadError,
     NothingLoadableError,
     ProtocolError,
+    UnreadableError,
     UnsafePathError,
 )
 from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.recovery import NodeInventory
 
 
@@ -93,8 +97,35 @@ def test_a_base_that_one_rank_cannot_open_just_now_is_voted_on(
 
     objects = CheckpointObjectManager()
     monkeypatch.setattr(objects, "open", broken)
-    with pytest.raises(LoadError, match=r"cannot be used: .*Cannot allocate memory"):
+    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.2")
+    with pytest.raises((LoadError, UnreadableError), match=r"cannot be used: .*Cannot allocate memory"):
         DefaultMLFlashpointCheckpointLoader(objects).get_latest_complete_checkpoint(tmpfs)
+
+
+def test_descriptors_that_come_back_while_a_base_is_opened_lose_nothing(
+    objects: CheckpointObjectManager, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file cannot be opened at first."""
+    objects.close()
+    before = {path.relative_to(tmpfs): path.stat().st_ino for path in tmpfs.rglob("*")}
+    real, opened, failing = os.open, 0, -1
+
+    def short(*args: Any, **kwargs: Any) -> int:
+        nonlocal opened
+        opened += 1
+        if opened == failing:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "open", short)
+    while failing <= opened:
+        opened, failing = 0, max(failing, 0) + 1
+        store = open_together(objects, tmpfs, 0, rank_group())
+        assert {path.relative_to(tmpfs): path.stat().st_ino for path in tmpfs.rglob("*")} == before
+        (part,) = store.held()
+        assert part.manifest is not None
+        objects.close()
+    assert failing > 5
 
 
 def test_a_report_survives_names_that_are_no_text() -> None:

@@ -459,3 +459,18 @@ def test_who_looks_at_a_staged_state_that_is_being_saved_does_not_save_it(
     saver.commit(save)
     assert saver.wait(30)
     assert saver.stats.last_verified == 1
+
+
+@pytest.mark.timeout(60)
+def test_who_fails_late_finds_another_store(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:
+    """Between two looks of a worker, its store may be closed."""
+    saver.save(version(tmpfs, 1), TENSORS)
+    late = saver.begin()
+    saver.stage(late, TENSORS)
+    (arena,) = late.arenas
+    saver._objects.close()
+    reopened = saver._objects.open(tmpfs, 0)
+    saver.fail(late, SaveError("the trainer ends"))
+    assert late.decided.is_set()
+    assert not late.arenas
+    assert arena.path in {each.path for each in reopened._arenas.free}

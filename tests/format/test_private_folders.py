@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from ml_flashpoint.checkpoint_object_manager import rank_store, version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
-from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafePathError
-from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_base
+from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
+from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_base, open_folder
 from tests.checkpoint_object_manager.store_support import commit
+from tests.support.descriptors import NoDescriptors
 
 OTHER = 54321
 pytestmark = pytest.mark.stores_any_bytes
@@ -298,3 +300,13 @@ def test_storage_of_others_is_used_but_nothing_that_they_planted(tmpfs: Path, vi
         assert caught.value.hint
     os.chown(shared, OTHER, OTHER)  # whose folder it is may do anything there
     check_unplanted(shared / "link" / "below")
+
+
+def test_want_of_descriptors_says_nothing_about_a_folder(tmpfs: Path) -> None:
+    with NoDescriptors():
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            open_folder(tmpfs)
+        with pytest.raises(UnreadableError, match="Too many open files"):
+            make_base(tmpfs)
+    assert caught.value.errno == errno.EMFILE
+    os.close(open_folder(tmpfs))

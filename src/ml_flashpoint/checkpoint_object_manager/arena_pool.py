@@ -18,6 +18,7 @@ from pathlib import Path
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError
+from ml_flashpoint.format.failure_kinds import is_shortage
 
 _log = logging.getLogger(__name__)
 
@@ -138,9 +139,11 @@ class ArenaPool:
         return bool(spare)
 
     def release(self, arena: Arena) -> None:
-        """Make an arena free, if it was in use."""
+        """Make an arena free, if it is in use here, with what a saving process may have appended to it."""
         with self._lock:
             if arena in self._in_use:
+                with contextlib.suppress(OSError):  # it is as good as before, then
+                    arena.refresh()
                 self._in_use.remove(arena)
                 self._free.append(arena)
 
@@ -257,7 +260,11 @@ class ArenaPool:
     # ---- files --------------------------------------------------------------------------------------------
 
     def open_left(self) -> list[Arena]:
-        """The arenas that an earlier process left, in no list yet; what cannot be one is swept."""
+        """The arenas that an earlier process left, in use until they are released; what cannot be one is swept.
+
+        Raises:
+            OSError: they cannot be opened just now.
+        """
         found = []
         for path in self.directory.iterdir():
             match = _NAME.fullmatch(path.name)
@@ -265,16 +272,16 @@ class ArenaPool:
                 continue
             self._next = max(self._next, int(match[1]) + 1)
             try:
-                found.append(self._open(path))
+                arena = self._open(path)
             except (FlashpointError, OSError) as error:
+                if is_shortage(error):
+                    raise
                 _log.warning("sweeping unusable arena: %s", error)
                 path.unlink(missing_ok=True)
+                continue
+            found.append(arena)
+            self.use([arena])
         return found
-
-    def add_free(self, arenas: Iterable[Arena]) -> None:
-        """Take over arenas that hold nothing."""
-        with self._lock:
-            self._free.extend(arenas)
 
     def take_over(self, other: ArenaPool) -> None:
         """Move the arenas of another pool here, with both locked by the caller."""

@@ -21,6 +21,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_version_folder, unpublish
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import (
     Manifest,
     manifest_name,
@@ -50,6 +51,9 @@ def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
     Args:
         base: base container.
         arenas: the store's arenas by inode.
+
+    Raises:
+        UnreadableError, OSError: the system is short of something just now.
     """
     for version in list_versions(base):
         # Other ranks of this node sweep at the same time, so the directory may vanish.
@@ -115,6 +119,8 @@ def _adopt_part(base: Path, version: str, rank: int, save_id: str, files: _Files
         unpublish(base, version, rank, save_id, found)
         return None
     except FlashpointError as error:
+        if error.__cause__ is not None and is_shortage(error.__cause__):
+            raise
         _log.warning("this part cannot be recovered from: %s", error)
         manifest = None
     if manifest is None or {o.name for o in manifest.objects} != set(files.objects):

@@ -433,14 +433,16 @@ class RankStore:
         arenas = {arena.inode: arena for arena in self._arenas.open_left()}
         for part in adopt_parts(self.base, arenas):
             self._note(part)
-        held = {arena for part in self._parts.values() for arena in part.arenas}
-        self._arenas.use(held)
-        free = [arena for arena in arenas.values() if arena not in held]
-        if not self._is_written_to():
-            self._arenas.add_free(free)
-            return
-        _log.warning("rank %d: a saving process of an earlier run still works: its arenas are not reused", self.rank)
-        self._arenas.discard(free)  # without a name they can be written to, but not committed
+        for part in self._parts.values():
+            for arena in part.arenas:
+                arenas.pop(arena.inode, None)
+        for arena in arenas.values():
+            self._arenas.release(arena)
+        if self._is_written_to():
+            _log.warning(
+                "rank %d: a saving process of an earlier run still works: its arenas are not reused", self.rank
+            )
+            self._arenas.discard(self._arenas.free)  # without a name they can be written to, but not committed
 
     def _is_written_to(self) -> bool:
         """Whether the saving process of a trainer that is gone is still at work here: see `UnlockedStore.hold`."""

@@ -253,7 +253,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         if store is None or store.closed:
             return
         for arena in arenas:
-            arena.refresh()  # a saving process may have made it larger
             store.release(arena)
 
     def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError, UnreadableError
+from ml_flashpoint.format.failure_kinds import is_shortage, retrying
+from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 
@@ -15,8 +18,11 @@ def open_together(
 ) -> RankStore:
     """The store of this rank in a base container. Collective.
 
+    What the system is short of is waited for, for ``FLASHPOINT_RECOVERY_DEADLINE_S``.
+
     Raises:
         JobInUseError: another process uses it.
+        UnreadableError: this rank's system is short of descriptors or memory, say.
         FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
     """
 
@@ -28,14 +34,16 @@ def open_together(
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise LoadError(
+            kind = UnreadableError if is_shortage(error) else LoadError
+            raise kind(
                 f"the base container cannot be used: {why}", rank=rank, node=group.node, path=str(base)
             ) from error
 
     another = LoadError(
         "another rank cannot use its base container; its log says why", rank=rank, node=group.node, path=str(base)
     )
-    return group.together(open_here, another)
+    until = time.monotonic() + recovery_deadline_s()
+    return group.together(lambda: retrying(open_here, until, f"opening {os.fspath(base)}"), another)
 
 
 def _refuse_mount_point(base: str | os.PathLike[str]) -> None:

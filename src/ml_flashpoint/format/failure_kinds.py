@@ -6,6 +6,7 @@ and whether an older version may be loadable where this one is not. Trying again
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _DAMAGE = (DamagedError, ObjectNotFoundError)
 _TRANSIENT = (UnreadableError, ReplicationError, DeadlineError, OSError, MemoryError)
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 _T = TypeVar("_T")
@@ -38,6 +40,12 @@ def is_damage(error: BaseException) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Whether something could not be read just now, which says nothing about what it is."""
     return isinstance(error, _TRANSIENT)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether the system has run out of something that comes back: descriptors, memory. Says nothing about what
+    was to be done; what the system refuses for another reason, it will go on to refuse."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
 
 
 def may_older_be_loadable(error: BaseException) -> bool:

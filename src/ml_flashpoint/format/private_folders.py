@@ -24,11 +24,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.format.errors import FlashpointError, UnsafePathError
+from ml_flashpoint.format.errors import FlashpointError, UnreadableError, UnsafePathError
+from ml_flashpoint.format.failure_kinds import is_shortage
 
 _MAX_LINKS: Final = 40
 _TRIES: Final = 8
 _MODE: Final = 0o700
+_REFUSALS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+"""What the system answers where something else lies, or somebody else decides. Any other error says nothing of that."""
 _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
@@ -37,17 +40,18 @@ def make_base(base: Path) -> None:
 
     Raises:
         UnsafePathError: others could have planted it, or could write to it, or to a folder on the way.
+        UnreadableError: it cannot be made or looked at just now.
         FlashpointError: it cannot be made.
     """
-    if os.path.isdir(base):  # one look along the way is enough
-        return check_folder(check_way(base))
-    real = check_way(base.parent) / base.name
     with _reported(base):
+        if os.path.isdir(base):  # one look along the way is enough
+            return check_folder(check_way(base))
+        real = check_way(base.parent) / base.name
         for folder in (*reversed(real.parents), real):
             if not os.path.lexists(folder):
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(mode=_MODE)
-    check_folder(check_way(base))
+        check_folder(check_way(base))
 
 
 def make_tree(base: Path, folder: Path) -> None:
@@ -56,7 +60,7 @@ def make_tree(base: Path, folder: Path) -> None:
     Raises:
         UnsafePathError: see :func:`make_base` and :func:`make_private`.
         FlashpointError: the base container cannot be made.
-        OSError: another folder cannot be made.
+        OSError: another folder cannot be made or opened.
     """
     names = folder.relative_to(base).parts
     for tries_left in reversed(range(_TRIES)):
@@ -75,7 +79,7 @@ def make_private(folder: Path) -> None:
 
     Raises:
         UnsafePathError: it is no folder, or belongs to somebody else.
-        OSError: it cannot be made.
+        OSError: it cannot be made or opened.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_MODE)
@@ -92,6 +96,7 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         UnsafePathError: it is no folder, or others own it or may write to it.
+        OSError: it cannot be opened.
     """
     descriptor = open_folder(folder)
     try:
@@ -111,13 +116,13 @@ def open_folder(folder: Path) -> int:
 
     Raises:
         UnsafePathError: it is a symbolic link, no folder, or somebody else's.
-        FileNotFoundError: it is not there.
+        OSError: it cannot be opened, or is not there.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
     except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
         raise UnsafePathError(
             f"this cannot be used as a folder: {error.strerror}", path=folder, hint="remove it, or take another folder"
         ) from error
@@ -230,7 +235,8 @@ def _walk(folder: Path, check: Callable[[Path, os.stat_result], None]) -> Path:
         except FileNotFoundError:
             return path.joinpath(*reversed(left))
         except OSError as error:
-            raise UnsafePathError(f"it cannot be looked at: {error.strerror}", path=path) from error
+            kind = UnreadableError if is_shortage(error) else UnsafePathError
+            raise kind(f"it cannot be looked at: {error.strerror}", path=path) from error
         check(path, status)
         if stat.S_ISLNK(status.st_mode):
             links += 1
@@ -287,7 +293,8 @@ def _reported(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FlashpointError(
+        kind = UnreadableError if is_shortage(error) else FlashpointError
+        raise kind(
             f"the base container cannot be made: {error.strerror}",
             path=path,
             hint="take a folder that this user may write to, such as /dev/shm/<user>/<job>",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ml_flashpoint.checkpoint_object_manager import arena, rank_store, version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core import handing_off
@@ -123,3 +124,71 @@ def test_a_hand_off_without_an_arena_fails_in_its_turn(saver: DefaultMLFlashpoin
         there.save(version(tmpfs, 2), TENSORS)
     assert saver.wait(20)
     assert save_elsewhere(saver, tmpfs, 3).state is SaveState.VERIFIED
+
+
+@pytest.mark.parametrize("instant", ["making", "made", "committing"])
+def test_a_trainer_that_first_hears_of_the_base_container_leaves_its_next_save_there_alone(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    """It opens its store for the first save, and what it finds is not all of an earlier run."""
+    first = pickle.loads(pickle.dumps(one := saver.hand_off()))
+    second = pickle.loads(pickle.dumps(two := saver.hand_off()))
+
+    def before(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def patched(*args: Any) -> Any:
+            monkeypatch.setattr(module, name, real)
+            hear()
+            return real(*args)
+
+        monkeypatch.setattr(module, name, patched)
+
+    def hear() -> None:
+        first.save(version(tmpfs, 1), TENSORS)
+        assert one.save.finished.wait(20)
+
+    if instant == "making":
+        before(arena, "_reserve")
+    save = second.begin()
+    second.write(save, version(tmpfs, 2), TENSORS)
+    if instant == "made":
+        hear()
+    if instant == "committing":
+        before(version_files, "write_manifest")
+    second.commit(save)
+    assert saver.wait(20)
+    assert [each.save.state for each in (one, two)] == [SaveState.VERIFIED] * 2
+    assert save_elsewhere(saver, tmpfs, 3).state is SaveState.VERIFIED
+    assert list_versions(tmpfs) == ["step-3_ckpt"]
+    assert len(arenas(tmpfs)) <= 3
+
+
+def test_what_an_orphaned_saving_process_commits_while_a_trainer_starts_is_not_written_over(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = DefaultMLFlashpointCheckpointSaver()
+    before.save(version(tmpfs, 1), TENSORS)
+    orphan: HandedOffSaver = pickle.loads(pickle.dumps(before.hand_off()))
+    orphans_save = orphan.begin()
+    orphan.write(orphans_save, version(tmpfs, 2), TENSORS)
+    before.close(0.1)
+    before._objects.close()
+    adopt = rank_store.adopt_parts
+
+    def adopting(*args: Any) -> Any:
+        yield from adopt(*args)
+        with pytest.raises(OSError, match="No such file"):  # the old trainer's mailbox is gone with it
+            orphan.commit(orphans_save)
+        orphan._end_work()  # as its end does
+
+    monkeypatch.setattr(rank_store, "adopt_parts", adopting)
+    after = DefaultMLFlashpointCheckpointSaver()
+    try:
+        for step in (3, 4, 5):
+            after.save(version(tmpfs, step), [("weight", torch.full((100_000,), float(step)))])
+            assert after.wait(20)
+        assert "step-2_ckpt" in list_versions(tmpfs)  # whole, as the fixture finds
+    finally:
+        after.close(0.1)
+        after._objects.close()

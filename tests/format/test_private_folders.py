@@ -42,7 +42,7 @@ def _untouched(victim: Path) -> bool:
 def _is_refused(base: Path, match: str) -> None:
     for attempt in (
         lambda: RankStore(base, 0, lock_deadline_s=0).close(),
-        lambda: UnlockedStore(base, 0).acquire(4096),
+        lambda: UnlockedStore(base, 0, 1).acquire(4096),
         lambda: write_sidecars(base, "step-1_ckpt", {"x": b""}),
     ):
         with pytest.raises(UnsafePathError, match=match) as caught:
@@ -136,7 +136,7 @@ def test_private_folders_are_no_links(tmpfs: Path, victim: Path, name: str) -> N
     with pytest.raises(UnsafePathError):
         RankStore(tmpfs / "job", 0, lock_deadline_s=0)
     with pytest.raises(UnsafePathError):
-        UnlockedStore(tmpfs / "job", 0).hold()
+        UnlockedStore(tmpfs / "job", 0, 1).hold()
     assert _untouched(victim)
 
 
@@ -230,7 +230,7 @@ def test_all_that_is_made_is_for_this_user_alone(tmpfs: Path) -> None:
         store = RankStore(tmpfs / "jobs" / "job", 0)
         commit(store, 1, "a1")
         write_sidecars(store.base, "step-1_ckpt", {"x": b""})
-        UnlockedStore(store.base, 1).hold().close()
+        UnlockedStore(store.base, 1, 1).hold().close()
         store.close()
     finally:
         os.umask(before)

@@ -22,7 +22,7 @@ from ml_flashpoint.format.failure_kinds import is_shortage
 
 _log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"arena-(\d+)")
+_NAME = re.compile(r"arena-(\d+)(-\d+)?")  # see `lent_name` for the second number
 # An arena much larger than what is asked for is left for something of its size.
 _FIT_FACTOR = 4
 _FIT_HEADROOM = 256 << 10
@@ -259,8 +259,11 @@ class ArenaPool:
 
     # ---- files --------------------------------------------------------------------------------------------
 
-    def open_left(self) -> list[Arena]:
+    def open_left(self, *, alone: bool = True) -> list[Arena]:
         """The arenas that an earlier process left, in use until they are released; what cannot be one is swept.
+
+        Args:
+            alone: no saving process is at work. If one is, what it has made for this process is left to it.
 
         Raises:
             OSError: they cannot be opened just now.
@@ -268,7 +271,7 @@ class ArenaPool:
         found = []
         for path in self.directory.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match is None:
+            if match is None or (not alone and is_made_for(path, os.getpid())):
                 continue
             self._next = max(self._next, int(match[1]) + 1)
             try:
@@ -343,6 +346,16 @@ class ArenaPool:
 def is_arena(path: Path) -> bool:
     """Whether a file has the name of an arena."""
     return _NAME.fullmatch(path.name) is not None
+
+
+def lent_name(trainer: int, number: int) -> str:
+    """Name of an arena that a saving process makes for its trainer, given by its pid."""
+    return f"arena-{trainer}-{number}"
+
+
+def is_made_for(path: Path, trainer: int) -> bool:
+    """Whether a saving process has made an arena for this trainer."""
+    return path.name.startswith(lent_name(trainer, 0)[:-1])
 
 
 def _fits(arena: Arena, size: int) -> bool:

@@ -430,30 +430,33 @@ class RankStore:
     def _adopt(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (_LOCK, AT_WORK, RESERVE))
-        arenas = {arena.inode: arena for arena in self._arenas.open_left()}
-        for part in adopt_parts(self.base, arenas):
-            self._note(part)
-        for part in self._parts.values():
-            for arena in part.arenas:
-                arenas.pop(arena.inode, None)
-        for arena in arenas.values():
-            self._arenas.release(arena)
-        if self._is_written_to():
-            _log.warning(
-                "rank %d: a saving process of an earlier run still works: its arenas are not reused", self.rank
-            )
-            self._arenas.discard(self._arenas.free)  # without a name they can be written to, but not committed
+        with self._keeping_saving_processes_out() as alone:
+            arenas = {arena.inode: arena for arena in self._arenas.open_left(alone=alone)}
+            for part in adopt_parts(self.base, arenas):
+                self._note(part)
+            for part in self._parts.values():
+                for arena in part.arenas:
+                    arenas.pop(arena.inode, None)
+            for arena in arenas.values():
+                self._arenas.release(arena)
+            if arenas and not alone:
+                _log.warning("rank %d: arenas that a saving process may still write to are not reused", self.rank)
+                self._arenas.discard(self._arenas.free)  # without a name they can be written to, but not committed
 
-    def _is_written_to(self) -> bool:
-        """Whether the saving process of a trainer that is gone is still at work here: see `UnlockedStore.hold`."""
-        try:
-            with open(open_own(self.directory / AT_WORK, os.O_RDONLY), "rb") as file:
+    @contextlib.contextmanager
+    def _keeping_saving_processes_out(self) -> Iterator[bool]:
+        """Let no saving process begin meanwhile. Gives false if one is at work already: that of a trainer that is gone,
+        or this one's own, before this store was known here. See `UnlockedStore.hold`."""
+        with open(open_own(self.directory / AT_WORK, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+            except BlockingIOError:
+                yield False
+                return
+            try:
+                yield True
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # also where a child was forked meanwhile, which has the file, too
 
     def take_over(self, other: RankStore) -> None:
         """Make the arenas and parts of another rank's store this one's. The other is closed, its directory gone."""

@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
+from ml_flashpoint.checkpoint_object_manager.arena_pool import lent_name, with_headroom
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.rank_store import AT_WORK
 from ml_flashpoint.format.private_folders import make_tree, open_own
 
 
 class UnlockedStore:
-    """Arenas for a process that saves on behalf of the one that holds the store: always new, never reused."""
+    """Arenas for a process that saves on behalf of the one that holds the store: always new, never reused.
 
-    def __init__(self, base: Path, rank: int) -> None:
+    Args:
+        trainer: pid of the process that it saves for.
+    """
+
+    def __init__(self, base: Path, rank: int, trainer: int) -> None:
         self.base = base
+        self._trainer = trainer
         self._directory = base / PRIVATE_DIR / f"rank-{rank:05d}"
 
     def hold(self) -> BinaryIO:
@@ -40,8 +45,8 @@ class UnlockedStore:
             CapacityError: no room for one.
         """
         make_tree(self.base, self._directory)
-        # A name that no pool counts up to, so that the two processes never want the same one.
-        path = self._directory / f"arena-{time.time_ns()}"
+        # A name that no pool makes, and by which the trainer that opens its store just now knows whose it is.
+        path = self._directory / lent_name(self._trainer, time.time_ns())
         return Arena.create(path, size if exact else with_headroom(size))
 
     def release(self, arena: Arena) -> None:

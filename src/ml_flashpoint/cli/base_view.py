@@ -38,7 +38,7 @@ from ml_flashpoint.format.manifest import (
 PRIVATE_DIR = ".flashpoint"
 
 _RANK_DIR = re.compile(r"rank-(\d{5,8})")
-_ARENA = re.compile(r"arena-\d+")
+_ARENA = re.compile(r"arena-\d+(-\d+)?")
 _STAT_BLOCK = 512
 _TRIES = 20
 # struct flock: type, whence, start, length, pid.

@@ -6,6 +6,7 @@ the saves themselves are `checkpoint_saver`'s.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import abstractmethod
@@ -97,7 +98,8 @@ class HandingOff(MLFlashpointCheckpointSaver):
                 self._mailbox = Mailbox()
             if not save.decided.is_set():
                 self._handed_off[save.key] = _HandedOff(save, time.monotonic())
-                return HandOff(self.rank, self.world_size, self.node, save, self._mailbox, asked, spare)
+                where = self.rank, self.world_size, self.node
+                return HandOff(*where, save, self._mailbox, asked, spare, os.getpid())
         late = SaveError(f"the save was given up before it was handed over: {save.error}", rank=self.rank)
         self.fail(save, late)
         raise late

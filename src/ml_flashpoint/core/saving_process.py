@@ -39,10 +39,11 @@ class HandOff:
     mailbox: Mailbox
     asked: bool
     spare: Path | None
+    trainer: int
 
     def __reduce__(self) -> tuple[Any, ...]:
         where = self.rank, self.world_size, self.node
-        return HandedOffSaver, (*where, self.save, self.mailbox, self.asked, self.spare)
+        return HandedOffSaver, (*where, self.save, self.mailbox, self.asked, self.spare, self.trainer)
 
 
 class HandedOffSaver(MLFlashpointCheckpointSaver):
@@ -53,14 +54,24 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     Args:
         asked: whether the trainer knows what earlier runs have left in the base container.
         spare: an arena to fill where nothing was staged, so that no new one need be made.
+        trainer: pid of the process that handed the save over.
     """
 
     def __init__(
-        self, rank: int, world_size: int, node: str, save: Save, mailbox: Mailbox, asked: bool, spare: Path | None
+        self,
+        rank: int,
+        world_size: int,
+        node: str,
+        save: Save,
+        mailbox: Mailbox,
+        asked: bool,
+        spare: Path | None,
+        trainer: int,
     ) -> None:
         self.rank, self.world_size, self.node = rank, world_size, node
         self._save: Save | None = save
         self._begun: Save | None = None
+        self._trainer = trainer
         self._asked = asked
         self._spare = spare
         self._lent = (spare, save.staged.arena_path if save.staged is not None else None)
@@ -69,7 +80,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         self._hold: BinaryIO | None = None
         for path in self._lent:
             if path is not None:
-                self._begin_work(UnlockedStore(path.parents[2], rank))
+                self._begin_work(UnlockedStore(path.parents[2], rank, trainer))
         try:
             mailbox.sign(save.key)
         except SaveError:
@@ -130,10 +141,10 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             self._end_work()
 
     def _store(self, base: CheckpointContainerId) -> UnlockedStore:
-        return UnlockedStore(resolved_base(base), self.rank)
+        return UnlockedStore(resolved_base(base), self.rank, self._trainer)
 
     def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
-        self._begin_work(UnlockedStore(store.base, self.rank))
+        self._begin_work(UnlockedStore(store.base, self.rank, self._trainer))
         path, self._spare = self._spare, None
         if path is None or not path.is_relative_to(store.base):
             return store.acquire(size)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ml_flashpoint.core.save import Save
 
 _POLL_S = 0.002
+_TAKE_UP_S = 10.0
+"""Seconds in which a thread that was there when the state was staged must have taken it on. DCP starts a new one."""
 
 
 class StagedStateDict(dict[str, Any]):
@@ -30,6 +32,7 @@ class StagedStateDict(dict[str, Any]):
     def __init__(self, state: dict[str, Any], save: Save, on_taken: Callable[[Save], None]) -> None:
         super().__init__(state)
         self._save, self._on_taken = save, on_taken
+        self._threads = weakref.WeakSet(threading.enumerate())
         weakref.finalize(self, _desert, save).atexit = False
 
     def items(self) -> dict_items[str, Any]:
@@ -42,9 +45,15 @@ class StagedStateDict(dict[str, Any]):
         return dict, (dict(self),)
 
     def _take_on(self) -> None:
-        if self._save.offered:  # once it is claimed, whoever else looks at it does not save it
+        # Once it is claimed, whoever else looks at it does not save it; given up, it still keeps its thread busy.
+        if self._save.offered or self._save.worker is None:
             self._save.worker = threading.current_thread()
         self._on_taken(self._save)
+
+    def may_be_waited_for(self) -> bool:
+        """Whether a thread was started since that lives, and may be about to take it on."""
+        started = set(threading.enumerate()).difference(self._threads)
+        return any(not thread.name.startswith("flashpoint-") for thread in started)
 
 
 def _desert(save: Save) -> None:
@@ -54,20 +63,27 @@ def _desert(save: Save) -> None:
 
 
 def wait_until_over(save: Save, state: weakref.ref[StagedStateDict], deadline_s: float) -> bool:
-    """Wait until nobody saves a staged state any more: its thread has ended, or the state is gone.
+    """Wait until nobody saves a staged state any more: its thread has ended, or there is none, or the state is gone.
+    The latter may take long after a failure, whose traceback keeps it.
 
     Returns:
         Whether that was within ``deadline_s`` seconds.
     """
-    give_up = time.monotonic() + deadline_s
-    while state() is not None:
-        worker = save.worker
-        if worker is threading.current_thread() or (worker is not None and not worker.is_alive()):
-            break
-        if time.monotonic() > give_up:
+    began = time.monotonic()
+    while not _is_over(save, state, began + _TAKE_UP_S):
+        if time.monotonic() > began + deadline_s:
             return False
-        if worker is None:
+        if (worker := save.worker) is None:
             time.sleep(_POLL_S)
         else:
             worker.join(_POLL_S)
     return True
+
+
+def _is_over(save: Save, state: weakref.ref[StagedStateDict], take_up_by: float) -> bool:
+    staged, worker = state(), save.worker
+    if staged is None or worker is threading.current_thread():
+        return True
+    if worker is None:  # it could not be started, say
+        return time.monotonic() > take_up_by and not staged.may_be_waited_for()
+    return not worker.is_alive()

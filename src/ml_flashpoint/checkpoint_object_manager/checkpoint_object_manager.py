@@ -1,13 +1,14 @@
 """`CheckpointObjectManager`: the one place of a process that says where checkpoint bytes live.
 
 Owns which base containers this process uses and the store of each. The stores themselves (arenas, parts) are
-`rank_store`'s. Stores are shared by all managers of a process, since the files have one owner.
+`rank_store`'s. Stores are shared by all managers of a process, since the files have one owner, and end with the last.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
@@ -18,6 +19,7 @@ from ml_flashpoint.format.private_folders import check_way
 
 _stores: dict[tuple[str, int], RankStore] = {}
 _stores_lock = threading.Lock()
+_users: weakref.WeakKeyDictionary[RankStore, weakref.WeakSet[CheckpointObjectManager]] = weakref.WeakKeyDictionary()
 
 
 class CheckpointObjectManager:
@@ -40,7 +42,7 @@ class CheckpointObjectManager:
         path = resolved_base(base)
         with self._opened:
             if self._store is None or self._store.closed:
-                self._store = _shared_store(path, rank)
+                self._store = _shared_store(path, rank, self)
                 self._opened.notify_all()
             elif self._store.base != path:
                 raise InvalidArgumentError(
@@ -69,12 +71,16 @@ class CheckpointObjectManager:
             return self._store
 
     def close(self) -> None:
-        """Unmap and unlock. The checkpoint stays on the filesystem."""
+        """Unmap and unlock, if no other manager uses the store. The checkpoint stays on the filesystem."""
         with self._opened, _stores_lock:
-            if self._store is not None:
-                _stores.pop((str(self._store.base), self._store.rank), None)
-                self._store.close()
-                self._store = None
+            store, self._store = self._store, None
+            if store is None:
+                return
+            users = _users.get(store, weakref.WeakSet())
+            users.discard(self)
+            if not users:
+                _stores.pop((str(store.base), store.rank), None)
+                store.close()
 
 
 def resolved_base(base: str | os.PathLike[str]) -> Path:
@@ -86,11 +92,12 @@ def resolved_base(base: str | os.PathLike[str]) -> Path:
     return check_way(Path(str(CheckpointContainerId(base))))
 
 
-def _shared_store(base: Path, rank: int) -> RankStore:
+def _shared_store(base: Path, rank: int, user: CheckpointObjectManager) -> RankStore:
     with _stores_lock:
         key = (str(base), rank)
-        if key not in _stores:
+        if key not in _stores or _stores[key].closed:
             _stores[key] = RankStore(base, rank, lock_deadline_s=lock_deadline_s())
+        _users.setdefault(_stores[key], weakref.WeakSet()).add(user)
         return _stores[key]
 
 

@@ -39,7 +39,7 @@ from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.ranks.rank_group import Agreement, rank_group
@@ -148,7 +148,20 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         """See the base class."""
         if version is not None and not self.is_asked(version.parent):
             raise unasked_versions(self.rank, self.node, str(version.parent))
+        if version is not None:
+            self._check_newest(self._store(version.parent))
         return self._numbering.propose(version, None if save is None else save.sequence)
+
+    def _check_newest(self, store: RankStore) -> None:
+        """Raise a `JobInUseError` where a later saver of this process has saved: what this one saves would count as
+        older, and be lost."""
+        if any(part.rank == self.rank and self._numbering.is_newer(part.save_id) for part in store.held()):
+            raise JobInUseError(
+                "another engine of this process has saved here since this one was opened, and counts as the newer one",
+                rank=self.rank,
+                path=store.base,
+                hint="use one for each base container, and close it before the next one is opened",
+            )
 
     def is_asked(self, base: CheckpointContainerId) -> bool:
         """Whether this run knows what earlier ones have left in a base container here: nothing, or it has looked."""
@@ -174,6 +187,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         asked, proposal = True, self._numbering.propose(None, save.sequence)
         try:
             asked = version is None or self.is_asked(version.parent)
+            if version is not None and asked:
+                self._check_newest(self._store(version.parent))
             proposal = self._numbering.propose(version, save.sequence)
         except (FlashpointError, OSError) as error:  # told by the write: the others wait in the agreement
             save.staging_error = error

@@ -63,6 +63,9 @@ class HandingOff(MLFlashpointCheckpointSaver):
         """Take on a save that was offered."""
 
     @abstractmethod
+    def _check_newest(self, store: RankStore) -> None: ...
+
+    @abstractmethod
     def _committed(self, save: Save, part: HeldPart, store: RankStore) -> bool: ...
 
     @abstractmethod
@@ -154,6 +157,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
             if record.error is not None:
                 raise SaveError(record.error, step=save.step, rank=self.rank)
             manifest = read_manifest(store.base / record.version / manifest_name(self.rank, save.save_id))
+            self._check_newest(store)
             part = store.register(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
         except (FlashpointError, OSError) as error:
             self._disown(save, record)

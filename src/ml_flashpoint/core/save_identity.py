@@ -109,6 +109,7 @@ class Numbering:
         self._group = group
         self._lock = threading.Lock()
         self._sequence = saver * _SAVES_OF_A_SAVER
+        self._next_savers = self._sequence + _SAVES_OF_A_SAVER
         self._newest_ms: dict[str, int] = {}
 
     def begin(self) -> SaveIdentity:
@@ -121,6 +122,11 @@ class Numbering:
     def highest(self) -> int:
         """The highest number so far."""
         return self._sequence
+
+    def is_newer(self, save_id: str) -> bool:
+        """Whether a save is of this run, and of a saver that was made after this one, which counts as newer."""
+        run_id, _, sequence = save_id.rpartition("-")
+        return run_id == self._group.run_id and int(sequence) >= self._next_savers
 
     def propose(self, version: CheckpointContainerId | None, sequence: int | None) -> SaveIdentity:
         """What this rank proposes for a save.

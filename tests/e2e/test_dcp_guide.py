@@ -1,4 +1,7 @@
-"""The user guide's code on DCP, as it stands there, in a job of several ranks."""
+"""The user guide's code on DCP, as it stands there, in a job of several ranks.
+
+The one under torchrun is started as a user starts it, cold.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,6 @@ def test_the_guide_runs_unchanged(tmpfs: Path, world_size: int, nodes: int) -> N
 
 
 def test_the_guide_runs_under_torchrun(tmpfs: Path) -> None:
-    with Cluster(tmpfs, "dcp_seed", nodes=2, torchrun=True) as cluster:
+    with Cluster(tmpfs, "dcp_seed", nodes=2, torchrun=True, cold=True) as cluster:
         cluster.wait(110)
         assert [report["step"] for report in cluster.reports(1)] == [1, 2, 3]

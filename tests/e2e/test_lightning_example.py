@@ -1,4 +1,4 @@
-"""The Lightning example: killed, and gone on from memory."""
+"""The Lightning example: killed, and gone on from memory. Started as a user starts it, cold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = REPOSITORY / "examples" / "lightning" / "train_gpt.py"
 @pytest.mark.timeout(240)
 def test_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
     args = ["--base", tmpfs / "job", "--steps", 24, "--every", 4, "--die-at", 14]
-    with Cluster(tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2) as cluster:
+    with Cluster(tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, cold=True) as cluster:
         cluster.wait(timeout_s=200)
         output = cluster.outputs()[0]
     assert "starting anew" in output

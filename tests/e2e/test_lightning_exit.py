@@ -1,4 +1,7 @@
-"""The interpreter's exit after training with Lightning: no thread is left to abort the process, or to hold it up."""
+"""The interpreter's exit after training with Lightning: no thread is left to abort the process, or to hold it up.
+
+Started cold: what a template has imported and frozen might end otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.support.cluster import Cluster
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1)])
 def test_exit_is_clean(tmpfs: Path, how: str, code: int) -> None:
-    with Cluster(tmpfs, "lightning_exit", ranks_per_node=2, args=[how]) as cluster:
+    with Cluster(tmpfs, "lightning_exit", ranks_per_node=2, args=[how], cold=True) as cluster:
         assert cluster.wait(timeout_s=100, check=False) == [code, code]
         for rank in range(2):
             output = cluster.outputs()[rank]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.cluster import Cluster
 
 KILLS = {"single": (5, 7, 14), "ddp": (5, 14), "fsdp": (5, 9), "model_parallel": (5, 14)}
@@ -27,6 +28,7 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
         args=[kind, tmp_path, "--kill", *KILLS[kind], *(["--leave"] if kind == "fsdp" else [])],
         torchrun=True,
         max_restarts=len(KILLS[kind]),
+        preload=warm.LIGHTNING,
     ) as cluster:
         cluster.wait(timeout_s=240)
         for rank in range(ranks):

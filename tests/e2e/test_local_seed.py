@@ -1,4 +1,7 @@
-"""The usage guide's loop for local checkpoints, in jobs of a real launcher that lose a rank and start again."""
+"""The usage guide's loop for local checkpoints, in jobs of a real launcher that lose a rank and start again.
+
+The one with the guide's own imports is started as a user starts it, cold.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ pytestmark = pytest.mark.slow
 def _check(tmpfs: Path, world_size: int, *args: str) -> None:
     modes = [mode for mode, (_, jump) in MODES.items() if jump is None or jump < world_size]
     newest = LAST_OF_FIRST_LIFE - LAST_OF_FIRST_LIFE % 2
-    with Cluster(tmpfs, "local_seed", ranks_per_node=world_size, torchrun=True, max_restarts=1, args=args) as cluster:
+    cold = "their-imports" in args
+    with Cluster(
+        tmpfs, "local_seed", ranks_per_node=world_size, torchrun=True, max_restarts=1, args=args, cold=cold
+    ) as cluster:
         cluster.wait(110)
         for rank in range(world_size):
             reports = cluster.reports(rank)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.tmpfs import remove_folder
 
@@ -24,7 +25,9 @@ pytestmark = [
 def training(root: Path, steps: int) -> Cluster:
     """Tensor parallelism within each of two nodes, data parallelism across them."""
     args = ["--base", "$FLASHPOINT_TEST_BASE", "--disk", root / "disk", "--steps", steps, "--disk-every", DISK_EVERY]
-    return Cluster(root, SCRIPT, nodes=2, ranks_per_node=2, args=args, torchrun=True, max_restarts=3)
+    return Cluster(
+        root, SCRIPT, nodes=2, ranks_per_node=2, args=args, torchrun=True, max_restarts=3, preload=warm.MEGATRON
+    )
 
 
 def weights(cluster: Cluster) -> dict[int, str]:

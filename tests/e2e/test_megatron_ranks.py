@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tmpfs as tmpfs_folders
+from tests.support import warm
 from tests.support.cases import RUN_TIMEOUT_S, CaseRuns, run_cases
 from tests.support.cluster import Cluster
 
@@ -52,13 +53,14 @@ def test_on_several_ranks(case_runs: CaseRuns, world_size: int, name: str) -> No
             ranks_per_node=world_size // 2,
             args=RUNS[world_size],
             torchrun=world_size == 4,
+            preload=warm.MEGATRON,
         )
 
     case_runs.of(world_size, make).check(name)
 
 
 def run(tmpfs: Path, placement: tuple[int, ...], name: str) -> None:
-    run_cases(Cluster(tmpfs, "megatron_cases", placement=placement, args=[name]))
+    run_cases(Cluster(tmpfs, "megatron_cases", placement=placement, args=[name], preload=warm.MEGATRON))
 
 
 def test_a_lost_node_is_replaced_and_then_all_go_on_with_fewer_ranks(tmpfs: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
@@ -38,7 +39,7 @@ def check(reports: list[dict[str, Any]], but: frozenset[str] | set[str] = frozen
 def test_one_rank_without_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -> None:
     """Synchronous saves. Goes on from memory, and, when that is lost, from the strategy's long-term checkpoint."""
     args = ["plain", tmp_path, "--kill", 4, 9, "--lose", "2:all"]
-    with Cluster(tmpfs, "nemo_training", args=args, torchrun=True, max_restarts=2) as cluster:
+    with Cluster(tmpfs, "nemo_training", args=args, torchrun=True, max_restarts=2, preload=warm.NEMO) as cluster:
         cluster.wait(timeout_s=500)
         # Lightning 2.4 does not count the batch after which `ModelCheckpoint` saves.
         paths = check(cluster.reports(0), but={"loops"})
@@ -54,7 +55,9 @@ def test_one_rank_without_the_distributed_optimizer(tmpfs: Path, tmp_path: Path)
 def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -> None:
     """Asynchronous saves, of both kinds; killed at a step that was not saved; one node loses its memory."""
     args = ["distributed", tmp_path, "--kill", 9, "--lose", "1:1"]
-    with Cluster(tmpfs, "nemo_training", nodes=2, args=args, torchrun=True, max_restarts=1) as cluster:
+    with Cluster(
+        tmpfs, "nemo_training", nodes=2, args=args, torchrun=True, max_restarts=1, preload=warm.NEMO
+    ) as cluster:
         cluster.wait(timeout_s=500)
         for rank in range(2):
             assert check(cluster.reports(rank)) == [None, cluster.base_of(rank) / "step-8_ckpt"]
@@ -64,10 +67,13 @@ def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -
 
 @pytest.mark.timeout(600)
 def test_the_example_goes_on_after_a_kill(tmpfs: Path, tmp_path: Path) -> None:
-    """In bfloat16, with float32 weights in the optimizer; whichever save was the last when it was killed."""
+    """In bfloat16, with float32 weights in the optimizer; whichever save was the last when it was killed.
+
+    Started as a user starts it, cold.
+    """
     base, steps = tmpfs / "job", ["--ckpt-mlf-every-n-steps", 2, "--ckpt-std-every-n-steps", 32]
     args = ["--base", base, "--log-dir", tmp_path, "--steps", 40, *steps]
-    with Cluster(tmpfs, "nemo_example", args=args, torchrun=True, max_restarts=1) as cluster:
+    with Cluster(tmpfs, "nemo_example", args=args, torchrun=True, max_restarts=1, cold=True) as cluster:
         cluster.wait_for_output(r"iteration 5/39", rank=0, timeout_s=250)
         cluster.kill_rank(0)
         cluster.wait(timeout_s=300)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.cases import RUN_TIMEOUT_S, CaseRuns
 from tests.support.cluster import Cluster
 
@@ -35,6 +36,6 @@ def test_on_two_nodes(case_runs: CaseRuns, name: str) -> None:
     """One job for all of them: NeMo takes longest to import."""
 
     def make(root: Path) -> Cluster:
-        return Cluster(root, "nemo_cases", nodes=2, args=CASES, torchrun=True)
+        return Cluster(root, "nemo_cases", nodes=2, args=CASES, torchrun=True, preload=warm.NEMO)
 
     case_runs.of("all", make).check(name)

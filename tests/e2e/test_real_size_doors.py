@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.cluster import Cluster
 from tests.support.forked import Team
 from tests.workers import real_doors as worker
@@ -38,7 +39,14 @@ def test_local_checkpoints_survive_a_node_bit_for_bit(tmpfs: Path) -> None:
 
 def test_a_lightning_job_on_two_nodes_is_the_undisturbed_job(tmpfs: Path) -> None:
     with Cluster(
-        tmpfs, "lightning_real", nodes=2, ranks_per_node=1, env=REAL, torchrun=True, max_restarts=1
+        tmpfs,
+        "lightning_real",
+        nodes=2,
+        ranks_per_node=1,
+        env=REAL,
+        torchrun=True,
+        max_restarts=1,
+        preload=warm.LIGHTNING,
     ) as cluster:
         cluster.wait(timeout_s=500)
         found = [{key: value for each in cluster.reports(rank) for key, value in each.items()} for rank in range(2)]

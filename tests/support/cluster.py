@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from tests.support import warm
 from tests.support.processes import REPOSITORY, CapturedProcess, kill_marked, marked_processes
 from tests.support.tmpfs import remove_folder
 from tests.support.worker import REPORT_PREFIX
@@ -99,6 +100,9 @@ class Cluster:
         env: More environment for every rank.
         torchrun: Whether each node runs a torchrun agent.
         max_restarts: How often the agents start their ranks again when one of them fails.
+        cold: Whether every process starts as a user starts it, which takes seconds of imports. Otherwise a template
+            forks them; see `tests.support.warm` for what is different then.
+        preload: Modules that the template imports, for its programs to start fast.
 
     Every rank finds in its environment what torchrun gives (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT), FLASHPOINT_NODE_ID (`node-<i>`) and FLASHPOINT_TEST_BASE (`base_of(i)`).
@@ -116,6 +120,8 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         torchrun: bool = False,
         max_restarts: int = 0,
+        cold: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         self.root = Path(root)
         self.placement = contiguous(nodes * ranks_per_node, nodes) if placement is None else tuple(placement)
@@ -128,6 +134,8 @@ class Cluster:
         self._env = dict(env or {})
         self._torchrun = torchrun
         self._max_restarts = max_restarts
+        self._cold = cold
+        self._preload = tuple(preload)
         self._mark = uuid.uuid4().hex
         self._port = 0
         self._store: Any = None
@@ -186,7 +194,8 @@ class Cluster:
             self._launch(node, rank, [sys.executable, str(self._script), *self._args], env)
 
     def _launch(self, node: int, rank: int | None, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        self._started.append((node, rank, CapturedProcess(argv, env, self._notify)))
+        process = CapturedProcess(argv, env, self._notify, cold=self._cold, preload=self._preload)
+        self._started.append((node, rank, process))
 
     def _node_env(self, node: int) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not _INHERITED.match(name)}
@@ -338,10 +347,10 @@ class Cluster:
             process = next(p for _, r, p in reversed(self._started) if r == rank)
             process.send_signal(number)
             return process.pid
-        agents = {process.pid for _, _, process in self._started}
+        parents = {process.pid for _, _, process in self._started} | warm.pids()
         for process in marked_processes(RANK=str(rank), **{_MARK: self._mark}):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.ppid() in agents:
+                if process.ppid() in parents:
                     process.send_signal(number)
                     return process.pid
         raise self._error(f"rank {rank} does not run")
@@ -376,9 +385,10 @@ class Cluster:
     def _make_ranks_show_stacks(self) -> None:
         agents = {process.pid for _, rank, process in self._started if rank is None}
         ranks = {process.pid for _, rank, process in self._started if rank is not None}
+        parents = agents | warm.pids()
         for process in marked_processes(**{_MARK: self._mark}):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.pid in ranks or process.ppid() in agents:
+                if process.pid in ranks or (process.pid not in agents and process.ppid() in parents):
                     process.send_signal(signal.SIGABRT)
         self._join_all(_STACKS_DEADLINE_S)
 
@@ -393,12 +403,13 @@ def run_ranks(
     args: Sequence[object] = (),
     env: Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    cold: bool = False,
 ) -> list[list[dict[str, Any]]]:
     """Runs a script on `world_size` ranks to the end, and returns the reports of each rank.
 
     See `Cluster` for the arguments. Raises `ClusterError` with all output if a rank fails or takes too long.
     """
     placement = contiguous(world_size, nodes) if placement is None else placement
-    with Cluster(root, worker, placement=placement, args=args, env=env) as cluster:
+    with Cluster(root, worker, placement=placement, args=args, env=env, cold=cold) as cluster:
         cluster.wait(timeout_s)
         return [cluster.reports(rank) for rank in range(world_size)]

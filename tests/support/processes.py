@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import warm
+
 REPOSITORY = Path(__file__).parents[2]
 KILL_DEADLINE_S = 20.0
 _LAST_LINES_S = 10.0
@@ -49,22 +51,35 @@ def _is_still(stat: Path) -> bool:
 class CapturedProcess:
     """A child in a session of its own, with stdout and stderr collected together, line by line.
 
-    `on_change` is called, from other threads, after every line and after the end.
+    `on_change` is called, from other threads, after every line and after the end. One that is not `cold` is forked by
+    a template of `tests.support.warm`, which has imported the modules of `preload`.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        on_change: Callable[[], None],
+        *,
+        cold: bool = True,
+        preload: Sequence[str] = (),
+    ) -> None:
         self._on_change = on_change
         self._lines: list[str] = []
         self.killed = False
         self.returncode: int | None = None
-        self._process = subprocess.Popen(
-            argv,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[bytes] | warm.WarmProcess
+        if cold or warm.ALL_COLD:
+            self._process = subprocess.Popen(
+                argv,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        else:
+            self._process = warm.popen(argv, env, preload)
         self.pid = self._process.pid
         # A hung process is ended by SIGABRT, for the stacks that it then prints; its core is of no use.
         with contextlib.suppress(ProcessLookupError):
@@ -124,7 +139,9 @@ def marked_processes(**variables: str) -> list[psutil.Process]:
     for pid in psutil.pids():  # `process_iter` remembers processes, and would not kill a new one of an old number
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            environment = process.environ()
+            environment = warm.environment_of(pid)
+            if environment is None:
+                environment = process.environ()
             if process.pid != os.getpid() and all(environment.get(k) == v for k, v in variables.items()):
                 found.append(process)
     return found

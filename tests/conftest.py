@@ -35,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
         own_network.enter()
 
 
+tmpfs_folders.have_temporary_files_of_ones_own()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _leftovers_are_swept() -> Iterator[None]:
     """Removes what killed runs have left in /dev/shm, before and after."""

@@ -6,6 +6,7 @@ Owns the processes of Ray and where they keep their files. Importing this import
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import tempfile
@@ -39,7 +40,7 @@ class RayCluster:
     """
 
     def __init__(self, nodes: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="mlf-ray-"))  # short: Ray makes sockets in it
+        self._folder = Path(tempfile.mkdtemp(prefix="mlf-ray-", dir=os.environ.get("RAY_TMPDIR")))  # short, for sockets
         self._size = nodes
         self._cluster = Cluster()
         try:

@@ -1,10 +1,11 @@
-"""Folders in /dev/shm for tests, which never outlive the run that made them.
+"""Folders for tests, in /dev/shm and for temporary files, which never outlive the run that made them.
 
 Owns their names, which say whose they are, and the sweep of what killed runs left behind.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -32,10 +33,27 @@ def _started_ms(process: psutil.Process) -> int:
     return round(process.create_time() * 1000)
 
 
-def make_folder() -> Path:
-    """Makes a fresh folder in /dev/shm whose name says which process it belongs to."""
+def make_folder(parent: Path = SHM) -> Path:
+    """Makes a fresh folder whose name says which process it belongs to."""
     owner = psutil.Process()
-    return Path(tempfile.mkdtemp(prefix=f"mlf-test-{owner.pid}-{_started_ms(owner)}-", dir=SHM))
+    return Path(tempfile.mkdtemp(prefix=f"mlf-test-{owner.pid}-{_started_ms(owner)}-", dir=parent))
+
+
+def have_temporary_files_of_ones_own() -> None:
+    """Gives this process, and all that it starts, a folder for temporary files that goes when this process ends.
+
+    Killed processes leave theirs behind. What pytest keeps for a look afterwards stays where it was, and so do Ray's
+    files: the path of a socket is to be short.
+    """
+    before = tempfile.gettempdir()
+    if _NAME.fullmatch(Path(before).name):
+        return  # a worker of pytest-xdist: the folder is the controller's
+    sweep(Path(before))
+    folder = make_folder(Path(before))
+    atexit.register(remove_folder, folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)
+    os.environ.setdefault("RAY_TMPDIR", before)
 
 
 def remove_folder(folder: Path) -> None:
@@ -43,10 +61,10 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep() -> list[Path]:
+def sweep(parent: Path = SHM) -> list[Path]:
     """Removes the folders of processes that are gone, and returns them. Other runs' folders stay."""
     swept = []
-    for folder in SHM.glob("mlf-test-*"):
+    for folder in parent.glob("mlf-test-*"):
         match = _NAME.fullmatch(folder.name)
         if match is not None and not _is_running(pid=int(match[1]), started_ms=int(match[2])):
             remove_folder(folder)

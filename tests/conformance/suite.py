@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from tests.faults.common import last, part_files
-from tests.support.forked import Child, call
+from tests.support.forked import Child, call, preload
+
+preload("tests.conformance.suite")
 
 State = dict[str, Any]
 

@@ -11,8 +11,11 @@ pytest.importorskip("lightning")
 from ml_flashpoint.adapter.lightning import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from tests.conformance.suite import Conformance, Door, State
+from tests.support import forked
 
 pytestmark = pytest.mark.slow
+# Importing Lightning takes seconds: once for all children of this session, not once each.
+forked.preload("ml_flashpoint.adapter.lightning")
 
 
 class LightningDoor(Door):

@@ -3,7 +3,8 @@
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
 #   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
-#   make soak    the long campaigns that `make test` only samples: random faults, random states
+#   make soak    the long campaigns that `make test` only samples: random faults, random states; and its jobs again with
+#                every process started cold, where `make test` forks most of them. Before each release: it takes hours
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 
@@ -87,6 +88,8 @@ test-nemo: setup $(NEMO_STAMP)
 
 soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)
+	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(TWO_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
+	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/flashpoint demo $(DEMO_ARGS)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ml_flashpoint.ranks.recovery import PartRecord, RecoveryPlan, complete_versions, plan_recovery, prunable
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, Topology
+from tests.faults.common import SCALE
 from tests.ranks.recovery_support import NODES, Store, carry_out, inventories, part, replicating, topologies
 
 
@@ -191,5 +192,5 @@ class Pruning(RuleBasedStateMachine):
 
 TestPruningUnderAnyInterleaving = Pruning.TestCase
 TestPruningUnderAnyInterleaving.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, report_multiple_bugs=False
+    max_examples=round(100 * SCALE), stateful_step_count=50, deadline=None, report_multiple_bugs=False
 )

@@ -118,7 +118,7 @@ def test_a_damaged_copy_is_noticed_when_it_is_needed(tmpfs: Path, job: engine.Sn
 def test_any_damage_anywhere(tmpfs: Path, job: engine.Snapshot, rng: random.Random) -> None:
     """The newest version of which each part is sound somewhere is found, whatever else is damaged."""
     parts = [(node, step, rank) for node in (0, 1) for step in (1, 2) for rank in (0, 1)]
-    for _ in iterations(40):
+    for _ in iterations(16):
         job.restore()
         damaged = {part for part in parts if rng.random() < (0.45 if part[1] == 2 else 0.15)}
         hidden = set()

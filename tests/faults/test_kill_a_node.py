@@ -59,7 +59,7 @@ def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_mem
     steps = [1, 2, 3]
     totals = call_team(engine.team_save, tmpfs / "count", 2, "tiny", steps, 0)
     points = [(victim, nth) for victim in (0, 1) for nth in range(1, totals[victim] + 1)]
-    for victim, nth in rng.sample(points, min(len(points), len(iterations(20)))):
+    for victim, nth in rng.sample(points, min(len(points), len(iterations(10)))):
         root = tmpfs / f"{victim}-{nth}"
 
         def args_of(rank: int, victim: int = victim, nth: int = nth) -> tuple[object, ...]:

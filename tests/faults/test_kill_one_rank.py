@@ -18,7 +18,7 @@ from tests.workers import fault_engine as engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 150, 0.06), ("mid", 60, 0.3)])
+@pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 60, 0.06), ("mid", 30, 0.3)])
 def test_kill_while_saving(tmpfs: Path, rng: random.Random, size: str, count: int, longest_s: float) -> None:
     committed = begun = 0
     for life in iterations(count):
@@ -30,7 +30,7 @@ def test_kill_while_saving(tmpfs: Path, rng: random.Random, size: str, count: in
             child.kill()
             committed, begun = max(loaded, last(child, "committed")), max(begun, last(child, "begins"))
             if committed <= life / 2:
-                longest_s = min(longest_s * 1.2, 4.0)  # a busy machine gets too little done in so short a life
+                longest_s = min(longest_s * 1.5, 4.0)  # a busy machine gets too little done in so short a life
     assert committed > count * SCALE / 3
 
 
@@ -64,7 +64,7 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
 def test_kill_while_saving_one_step_again_and_again(tmpfs: Path, rng: random.Random) -> None:
     committed = begun = 0
     longest_s = 0.06
-    for nth in iterations(100):
+    for nth in iterations(40):
         with Child(engine.overwrite_for_ever, str(tmpfs / "job"), "small", 3, begun + 1) as child:
             (_, found) = child.next_report("loaded")
             step, life = found or (3, 0)
@@ -74,8 +74,8 @@ def test_kill_while_saving_one_step_again_and_again(tmpfs: Path, rng: random.Ran
             child.kill()
             committed, begun = max(life, last(child, "committed")), max(begun, last(child, "begins"))
             if committed <= nth / 2:
-                longest_s = min(longest_s * 1.2, 4.0)  # see above
-    assert committed > 30 * SCALE
+                longest_s = min(longest_s * 1.5, 4.0)  # see above
+    assert committed > 12 * SCALE
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_kill_while_loading_changes_nothing(tmpfs: Path, rng: random.Random) -> 
     base = tmpfs / "job"
     call(engine.save_steps, str(base), "mid", [1, 2], 0)
     before = files_of(base)
-    for _ in iterations(60):
+    for _ in iterations(25):
         with Child(engine.load_for_ever, str(base), "mid") as child:
             child.next_report("loading")
             time.sleep(rng.random() * 0.2)

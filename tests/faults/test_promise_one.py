@@ -495,5 +495,5 @@ class Job(RuleBasedStateMachine):
 @pytest.mark.skipif(not has_tmpfs(), reason="needs a tmpfs")
 class TestPromiseOne(Job.TestCase):
     settings = settings(
-        max_examples=round(60 * SCALE), stateful_step_count=40, deadline=None, report_multiple_bugs=False
+        max_examples=round(20 * SCALE), stateful_step_count=40, deadline=None, report_multiple_bugs=False
     )

@@ -28,6 +28,7 @@ from ml_flashpoint.ranks.recovery import (
     plan_recovery,
 )
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy, Topology
+from tests.faults.common import SCALE
 from tests.ranks.recovery_support import (
     NODES,
     Damaged,
@@ -71,7 +72,7 @@ def brute_force_complete(store: Store, damaged: Damaged) -> list[tuple[str, int,
 
 class TestPlanning:
     @pytest.mark.slow
-    @settings(unhurried, max_examples=400)
+    @settings(unhurried, max_examples=round(150 * SCALE))
     @given(scattered_parts(), topologies, st.none() | replicating, st.data())
     def test_newest_coverable_version_is_chosen_and_the_plan_is_executable(
         self,

@@ -10,6 +10,7 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, with_headroom
+from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.format.errors import CapacityError, SaveError
 from tests.support.injector import Fault, Injector
 
@@ -94,6 +95,33 @@ def test_free_arenas_make_room_for_one_that_none_of_them_can_be(small_tmpfs: Pat
         pool.acquire(MIB)
     assert pool.resident_bytes() == (kept.size + large.size, 0)
     pool.close()
+
+
+@pytest.mark.parametrize("free", [1, 3])
+def test_arenas_beyond_what_is_due_do_not_grow_at_the_cost_of_neighbours(small_tmpfs: Path, free: int) -> None:
+    """There was room for four of them while states were small."""
+    large = 5 * MIB // 4
+    here, there = small_tmpfs / "here", small_tmpfs / "there"
+    here.mkdir()
+    there.mkdir()
+    neighbour = ArenaPool(there, threading.RLock())
+    neighbour.acquire(MIB // 4, exact=True)
+    pool = ArenaPool(here, threading.RLock())
+    pool.budget = Budget(here, [there])
+    arenas = []
+    for _ in range(4):
+        assert pool.ensure_free(1, MIB // 4)
+        arenas.append(pool.acquire(MIB // 4))
+    for arena in arenas[:free]:
+        pool.release(arena)
+    assert pool.ensure_free(1, large) is (free == 3)
+    assert pool.has_or_may_make(large) is (free == 3)
+    assert pool.count == max(2, 4 - free)
+    if free == 3:
+        pool.acquire(large)
+    neighbour.acquire(large, exact=True)  # it has one, and is due two
+    pool.close()
+    neighbour.close()
 
 
 def test_what_an_earlier_process_left(pool: ArenaPool, tmpfs: Path) -> None:

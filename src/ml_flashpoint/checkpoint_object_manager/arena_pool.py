@@ -96,17 +96,26 @@ class ArenaPool:
         if arena is not None:
             self._free.remove(arena)
             return arena
+        wanted = size if exact else with_headroom(size)
+        self._discard_outgrown(wanted)
         growable = [a for a in self._free if a.size < size <= _FIT_FACTOR * a.size]
         arena = self._first_reusable(sorted(growable, key=lambda a: a.size, reverse=True))
         if arena is None:
-            return self._create(size if exact else with_headroom(size))
+            return self._create(wanted)
         self._free.remove(arena)  # or it would make room for itself
         try:
-            arena.grow(size if exact else with_headroom(size))
+            arena.grow(wanted)
         except BaseException:
             self._free.append(arena)
             raise
         return arena
+
+    def _discard_outgrown(self, size: int) -> None:
+        """Delete the free arenas that are too small and may not grow: the budget had room for them while the states of
+        this rank and its neighbours were smaller."""
+        for arena in [a for a in self._free if a.size < size]:
+            if self.budget is not None and not self.budget.has_room(self.count - 1, size, given_back=arena.size):
+                self.discard([arena])
 
     def _first_reusable(self, arenas: Iterable[Arena]) -> Arena | None:
         return next((arena for arena in arenas if self._reusable is None or self._reusable(arena)), None)
@@ -161,8 +170,9 @@ class ArenaPool:
         """Have ``count`` free arenas, of ``size`` bytes if they are to be made. Returns whether there are: not where
         the budget or the filesystem has no room for them."""
         with self._lock:
+            self._discard_outgrown(with_headroom(size))
             while len(self._free) < count:
-                if self.budget is not None and not self.budget.has_room(self.count, with_headroom(size)):
+                if not self.is_within_budget(with_headroom(size)):
                     return False
                 try:
                     self._free.append(self._make(with_headroom(size)))
@@ -170,11 +180,16 @@ class ArenaPool:
                     return False
             return True
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next one to be acquired would be one more than there may be at all."""
+    def is_within_budget(self, size: int) -> bool:
+        """Whether there may be one arena more, of ``size`` bytes."""
         with self._lock:
-            return self.budget is not None and not self._free and self.count >= self.budget.most
+            return self.budget is None or self.budget.has_room(self.count, size)
+
+    def has_or_may_make(self, size: int) -> bool:
+        """Whether :meth:`acquire` would not go beyond the budget."""
+        with self._lock:
+            self._discard_outgrown(size)
+            return bool(self._free) or self.is_within_budget(size)
 
     @property
     def count(self) -> int:

@@ -50,14 +50,18 @@ class Budget:
         """Arenas that are due to copies."""
         return OWN_VERSIONS * self.copies
 
-    def has_room(self, count: int, size: int) -> bool:
-        """Whether a rank that has ``count`` arenas may have one of ``size`` bytes more, beside what the others need."""
+    def has_room(self, count: int, size: int, *, given_back: int = 0) -> bool:
+        """Whether a rank that has ``count`` arenas may have one of ``size`` bytes more, beside what the others need.
+
+        Args:
+            given_back: bytes of the arena that it grows from.
+        """
         if count < self.due:
             return True
         if count >= self.most:
             return False
         owed = sum(max(0, self.due * max(size, *sizes) - sum(sizes)) for sizes in map(_sizes, self.neighbours))
-        return size + owed <= available_bytes(self.directory)
+        return size - given_back + owed <= available_bytes(self.directory)
 
 
 def _sizes(directory: Path) -> list[int]:

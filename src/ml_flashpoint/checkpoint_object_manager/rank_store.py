@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 _LOCK = "lock"
 AT_WORK = "saving"
+# Memory that another rank of the node gives back is not announced to this one.
+_ROOM_POLL_S = 0.1
 
 _open_here: weakref.WeakValueDictionary[tuple[int, int], RankStore] = weakref.WeakValueDictionary()
 """The stores of this process by device and inode of their directory: one directory may have several paths."""
@@ -127,12 +129,12 @@ class RankStore:
             return self._arenas.acquire(size, exact=exact)
 
     def acquire_for_copy(self, size: int, rank: int, *, timeout_s: float = 0.0) -> Arena:
-        """An arena of exactly ``size`` bytes for a part of another rank. Without room, or with as many as there may be,
-        must give way: that rank's copies that will never be verified, and own unverified versions but the newest.
+        """An arena of exactly ``size`` bytes for a part of another rank. Without room, or beyond the budget, some must
+        give way: that rank's copies that will never be verified, and own unverified versions but the newest.
 
         Args:
-            timeout_s: seconds to wait for one if there is no room: this rank may be about to learn that a version is
-                verified, which frees older ones.
+            timeout_s: seconds to wait for one if there is no room: this rank, or a neighbour, may be about to learn
+                that a version is verified, which frees older ones.
 
         Raises:
             CapacityError: there is none and no room for one.
@@ -142,17 +144,18 @@ class RankStore:
             with self._lock:
                 freed = self._release_count
             try:
-                if not (self._arenas.is_full and self._make_way(rank)):
+                if self._arenas.has_or_may_make(size) or not self._make_way(rank):
                     return self.acquire(size, exact=True)
             except CapacityError:
                 if self._make_way(rank):
                     continue
+                left = give_up - time.monotonic()
                 with self._released:
                     self._released.wait_for(
                         lambda seen=freed: self._release_count != seen or self.closed,  # type: ignore[misc]
-                        give_up - time.monotonic(),
+                        min(left, _ROOM_POLL_S),
                     )
-                    if self.closed or self._release_count == freed:
+                    if self.closed or (left <= 0 and self._release_count == freed):
                         raise
 
     def _make_way(self, rank: int) -> bool:

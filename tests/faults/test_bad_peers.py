@@ -134,6 +134,24 @@ def test_a_peer_that_sends_garbage_and_recovers(tmpfs: Path, rng: random.Random)
         assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-13_ckpt"}
 
 
+@pytest.mark.slow
+def test_the_last_save_is_copied_once_its_peer_is_back(tmpfs: Path) -> None:
+    """With minutes between saves, a moment without a peer must not leave the newest version without copies."""
+    with team(tmpfs, FLASHPOINT_TRANSFER_DEADLINE_S="60") as ranks:
+        one, other = ranks.ranks
+        other.say("refuse")
+        other.next_report("refusing")
+        for child in (one, other):
+            save(child, 1)
+        wait_until(lambda: "replication fails" in one.log, "an error in the log", LATE_S)
+        other.say("serve")
+        other.next_report("serving")
+        settle(one, other)
+        assert [stats(child)["last_verified"] for child in (one, other)] == [1, 1]
+        assert stats(one)["replication_failures"] == 0
+        assert one.log.count("replication works again") == 1, one.log
+
+
 def test_ranks_that_save_at_different_steps_prune_nothing(tmpfs: Path) -> None:
     with team(tmpfs) as ranks:
         one, other = ranks.ranks

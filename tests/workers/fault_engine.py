@@ -450,6 +450,7 @@ def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int)
 def team_obey(report: Report, rank: int, size: str) -> None:
     """Do what the test says, one thing after the other, and report when it is done and how long it took."""
     engine = Rank(base_here(), replicate=True)
+    assert engine.replication is not None
     engine.saver.wait(0.1)  # the saver is made by all ranks together
     garbler: Garbler | None = None
     report("ready")
@@ -464,18 +465,18 @@ def team_obey(report: Report, rank: int, size: str) -> None:
             case ("stats",):
                 report("stats", asdict(engine.saver.stats))
             case ("garble", seed):
-                assert engine.replication is not None
-                address = engine.replication.address_of(rank)
                 engine.replication.close()
-                garbler = Garbler(address, seed)
+                garbler = Garbler(engine.replication.address_of(rank), seed)
                 report("garbling")
+            case ("refuse",):
+                engine.replication.close()
+                report("refusing")
             case ("serve",):
-                assert garbler is not None
-                garbler.close()
+                if garbler is not None:
+                    garbler.close()
                 backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
-                service = TransferService(
-                    rank_group().secret, backend, host=garbler.address[0], port=garbler.address[1]
-                )
+                host, port = engine.replication.address_of(rank)
+                service = TransferService(rank_group().secret, backend, host=host, port=port)
                 service.start()
                 report("serving")
             case ("end",):
@@ -489,7 +490,6 @@ class Garbler:
     """Listens where a service was, and answers whoever connects with noise, silence or a closed door."""
 
     def __init__(self, address: tuple[str, int], seed: int) -> None:
-        self.address = address
         self._random = random.Random(seed)
         self._listener = socket.create_server(address)
         self._closed = False

@@ -22,12 +22,15 @@ from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import Numbering
 from ml_flashpoint.format.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
+from ml_flashpoint.format.failure_kinds import is_transient
+from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.ranks.rank_group import Agreement, RankGroup
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = 2**63 - 1
+_COPY_AGAIN_S = 1.0
 
 
 @dataclass
@@ -273,14 +276,17 @@ class CommitQueue:
         if not self._replication.copies_of(part.rank):
             return True
         began = time.monotonic()
-        try:
-            self._replication.replicate(part, cancelled=lambda: self._closing)
-        except FlashpointError as error:
-            self.stats.replication_failures += 1
-            if self.stats.replication_error is None:  # once, until it works again
-                _log.error("replication fails, older copies are kept: %s", error)
-            self.stats.replication_error = str(error)
-            return False
+        while True:
+            try:
+                self._replication.replicate(part, cancelled=lambda: self._closing)
+                break
+            except FlashpointError as error:
+                if self.stats.replication_error is None:  # once, until it works again
+                    _log.error("replication fails, older copies are kept: %s", error)
+                self.stats.replication_error = str(error)
+                if not is_transient(error) or not self._copy_again(began + transfer_deadline_s()):
+                    self.stats.replication_failures += 1
+                    return False
         if self.stats.replication_error is not None:
             _log.warning("replication works again from step %s on", save.step)
             self.stats.replication_error = None
@@ -288,6 +294,15 @@ class CommitQueue:
         if part.manifest is not None:
             self.stats.replicated_bytes += part.manifest.total_size
         return True
+
+    def _copy_again(self, give_up: float) -> bool:
+        """Whether to try to copy a save once more, after a pause: until then, unless a newer save comes before. Where
+        saves are far apart, what goes wrong for a moment must not leave a version without copies until the next. Not
+        for want of room, which may take the next agreement: see `StoreBackend`."""
+        with self._changed:
+            left = give_up - time.monotonic()
+            came = self._changed.wait_for(lambda: self._queue or self._closing, min(left, _COPY_AGAIN_S))
+        return not came and left > _COPY_AGAIN_S
 
     def _agree(self, save: Save, ready: bool) -> _Outcome:
         damaged = save.state is SaveState.WITHDRAWN

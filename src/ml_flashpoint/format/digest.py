@@ -198,7 +198,7 @@ class BlockDigester:
             raise FlashpointError("the digester is finished or aborted")
 
     def _submit(self) -> None:
-        if not _shared_pool().submit(self._pool_job):
+        if not run_on_pool(self._pool_job):
             with self._changed:
                 self._in_pool -= 1  # finish() will do it
 
@@ -288,13 +288,13 @@ class _Pool:
     """Daemon threads that run callables which do not raise."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._stopped = False
         self._limit = min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], object]) -> bool:
         """Queues a job; returns whether a thread will run it."""
         with self._lock:
             if not self._stopped and len(self._threads) < self._limit:
@@ -340,6 +340,11 @@ def _shared_pool() -> _Pool:
         if _pool is None:
             _pool = _Pool()
         return _pool
+
+
+def run_on_pool(job: Callable[[], object]) -> bool:
+    """Have a thread of this process's pool call ``job``, which does not raise. Returns whether one will."""
+    return _shared_pool().submit(job)
 
 
 def _forget_pool() -> None:

@@ -1,16 +1,16 @@
 """Checking blocks against their digests while the following ones are still arriving.
 
-Owns which blocks of an object have arrived whole, and one background thread a transfer that finds out.
+Owns which blocks of an object have arrived whole. The threads that find out are `format.digest`'s.
 Receiving them, and what to do about a bad one, is for `transfer_service` and `transfer_client`.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 
-from ml_flashpoint.format.digest import block_count, digest_block
+from ml_flashpoint.format.digest import block_count, digest_block, run_on_pool
 from ml_flashpoint.format.errors import DeadlineError, DigestMismatchError, InvalidArgumentError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.replication.channel import Cancelled, Channel
@@ -91,28 +91,25 @@ class BlockTarget:
 
 
 class BlockVerifier:
-    """Checks blocks on one daemon thread of its own, started when first needed, while others are received.
+    """Checks blocks on the threads that compute digests, while others are received.
 
-    A context manager: leaving it drops the blocks not looked at yet and waits for the one under way (a few
-    ms), so that nothing refers to the buffers afterwards. For one thread.
+    A context manager: leaving it drops the blocks not looked at yet and waits for those under way (a few ms), so that
+    nothing refers to the buffers afterwards.
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[BlockTarget, int] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._outstanding = 0
-        self._thread: threading.Thread | None = None
-        self._stopped = False
+        self._waiting: deque[tuple[BlockTarget, int]] = deque()
+        self._under_way = 0
+        self._changed = threading.Condition()
         self._failure: BaseException | None = None
 
     def __enter__(self) -> BlockVerifier:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopped = True
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: not self._under_way)
 
     @property
     def failed(self) -> bool:
@@ -120,49 +117,47 @@ class BlockVerifier:
         return self._failure is not None
 
     def submit(self, target: BlockTarget, block: int) -> None:
-        """Have `block`, which has arrived whole, checked."""
+        """Have ``block``, which has arrived whole, checked."""
         begin, end = target.span(block)
-        if end - begin <= _INLINE_BYTES:
-            self._check(target, block)
-            return
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="flashpoint-transfer-verify", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads to be had
-                self._check(target, block)
-                return
-            self._thread = thread
-        self._outstanding += 1
-        self._tasks.put((target, block))
+        with self._changed:
+            self._waiting.append((target, block))
+        if end - begin <= _INLINE_BYTES or not run_on_pool(self._check_next):
+            self._check_next()
 
     def finish(self, deadline_s: float) -> None:
-        """Wait until all submitted blocks are checked.
+        """Wait until all submitted blocks are checked; takes part in it.
+
+        Args:
+            deadline_s: seconds in which one of them is to be finished.
 
         Raises:
-            DigestMismatchError: The first that was found wrong.
-            DeadlineError: No block was finished for `deadline_s`.
+            DigestMismatchError: the first that was found wrong.
+            DeadlineError: none was finished for so long.
         """
-        while self._outstanding:
-            try:
-                self._results.get(timeout=deadline_s)
-            except queue.Empty:
-                raise DeadlineError(f"digests of received blocks made no progress for {deadline_s:g} s") from None
-            self._outstanding -= 1
+        while self._check_next():
+            pass
+        with self._changed:
+            while self._under_way:
+                if not self._changed.wait(deadline_s):
+                    raise DeadlineError(f"digests of received blocks made no progress for {deadline_s:g} s")
         if self._failure is not None:
             raise self._failure
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._stopped:
-            self._check(*task)
-            self._results.put(None)
-
-    def _check(self, target: BlockTarget, block: int) -> None:
+    def _check_next(self) -> bool:
+        with self._changed:
+            if not self._waiting:
+                return False
+            target, block = self._waiting.popleft()
+            self._under_way += 1
         try:
             target.check(block)
-        except BaseException as exc:
-            if self._failure is None:
-                self._failure = exc
+        except BaseException as error:
+            self._failure = self._failure or error
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+        return True
 
 
 def receive_blocks(

@@ -689,6 +689,20 @@ def test_another_program_does_not_bury_what_is_saved(base: Path) -> None:
     assert resumed(base, **saved, stored=Stored()) == 1
 
 
+def test_an_older_version_that_happens_to_fit_does_not_bury_a_newer_one(base: Path) -> None:
+    """Nobody would see that a step back was taken, and the next saves overwrite what could have been gone on from."""
+    save(base, stored=Stored(1), other=Stored(1))
+    shutil.copytree(base / "step-1_ckpt", base / "kept")
+    with Flashpoint(base) as fp:
+        fp.track(stored=Stored(1)).resume()
+        fp.save(2)
+        fp.wait()
+    (base / "kept").rename(base / "step-1_ckpt")
+    with pytest.raises(LoadError, match=r"step-2_ckpt does not fit.*no state of 'other'"):
+        resumed(base, stored=Stored(), other=Stored())
+    assert resumed(base, stored=Stored()) == 2
+
+
 def test_what_is_not_tracked_any_more_is_told(base: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(base, stored=Stored(1), other=Stored(2), model=nn.Linear(2, 2))
     assert resumed(base, stored=Stored()) == 1

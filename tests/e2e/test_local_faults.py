@@ -51,7 +51,7 @@ def test_a_rank_that_is_gone_fails_the_save_of_the_others(tmpfs: Path, mode: str
         team[1].kill() if end == "killed" else team[1].stop()
         team[0].say("go on")
         _, kind, text = team[0].next_report("told")
-        assert kind in ("CheckpointingException", "TopologyError", "DeadlineError")
+        assert kind in ("CheckpointingException", "RanksLostError")
         assert "rank 0" in text, "it says whose error it is"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.format.errors import FlashpointError, SaveError
-from ml_flashpoint.format.failure_kinds import may_older_be_loadable
+from ml_flashpoint.format.failure_kinds import Blame, blame_of
+from ml_flashpoint.format.failure_kinds import text_of as text_of_one
 
 
 def causes_of(error: BaseException) -> dict[int, BaseException]:
@@ -18,13 +19,14 @@ def causes_of(error: BaseException) -> dict[int, BaseException]:
 def text_of(causes: dict[int, BaseException]) -> str:
     """The lowest rank's cause, in one line."""
     rank, cause = next(iter(causes.items()), (-1, SaveError("unknown")))
-    text = str(cause) if isinstance(cause, FlashpointError) else f"{type(cause).__name__}: {cause}"
+    text = text_of_one(cause)
     return text if rank < 0 else f"rank {rank}: {text}"
 
 
-def is_misfit(causes: dict[int, BaseException]) -> bool:
-    """Whether the cause is that the program differs from the one that was saved, as far as can be told."""
-    return not all(may_older_be_loadable(cause) for cause in causes.values())
+def explain(error: BaseException) -> tuple[Blame, str]:
+    """What is to blame for an error of a load, and a line about it."""
+    rank, cause = max(causes_of(error).items(), key=lambda each: (blame_of(each[1]), -each[0]))
+    return blame_of(cause), text_of({rank: cause})
 
 
 def as_flashpoint_error(causes: dict[int, BaseException], *, step: int, rank: int) -> FlashpointError:

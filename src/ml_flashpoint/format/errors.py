@@ -216,3 +216,7 @@ class JobInUseError(FlashpointError):
 
 class TopologyError(FlashpointError):
     """Ranks, nodes and strategy do not fit together."""
+
+
+class RanksLostError(DeadlineError, TopologyError):
+    """Ranks of the job have lost each other: one died, hangs, or has not made the call that the others made."""

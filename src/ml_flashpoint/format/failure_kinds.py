@@ -1,11 +1,12 @@
 """What kind of failure it was: one rule for every door.
 
-Owns the three questions that recovery asks of an error: whether the bytes are to blame, whether trying again may help,
-and whether an older version may be loadable where this one is not. Trying again with back-off is here, too.
+Owns what recovery asks of an error: whether the bytes are to blame, whether trying again may help, and what is to blame
+where a version cannot be loaded. Trying again with back-off is here, too.
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 import logging
 import time
@@ -18,7 +19,9 @@ from ml_flashpoint.format.errors import (
     FlashpointError,
     ObjectNotFoundError,
     PrunedError,
+    RanksLostError,
     ReplicationError,
+    ReshardError,
     UnreadableError,
 )
 
@@ -30,6 +33,38 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 _T = TypeVar("_T")
+
+
+class Blame(enum.IntEnum):
+    """What is to blame where a version cannot be loaded, in the order of what leaves less to try."""
+
+    VERSION = 1
+    """This version, or the way to it: an older one may be loadable."""
+    OBJECT = 2
+    """What the state was handed to, which refused it: perhaps for what is in it, so that it may take an older one."""
+    RANKS = 3
+    """Ranks lost each other, which says nothing about any version: the same one may be loadable the next time."""
+    PROGRAM = 4
+    """The program, which differs from the one that saved, or has not allowed a type: older ones would fare the same. If
+    one did not, nobody would see that it was gone back to, and what is newer would be overwritten."""
+    CHOICE = 5
+    """Nobody: the user has to decide what becomes of some of it, and no other version is what they asked for."""
+
+
+def blame_of(error: BaseException) -> Blame:
+    """What is to blame for an error that kept a version from being loaded."""
+    if isinstance(error, ReshardError):
+        return Blame.CHOICE
+    if isinstance(error, RanksLostError):
+        return Blame.RANKS
+    if isinstance(error, (*_DAMAGE, *_TRANSIENT, PrunedError)):
+        return Blame.VERSION
+    return Blame.PROGRAM if isinstance(error, FlashpointError) else Blame.OBJECT
+
+
+def text_of(error: BaseException) -> str:
+    """An error in one line, for other ranks."""
+    return str(error) if isinstance(error, FlashpointError) else f"{type(error).__name__}: {error}"
 
 
 def is_damage(error: BaseException) -> bool:
@@ -48,16 +83,10 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
 
 
-def may_older_be_loadable(error: BaseException) -> bool:
-    """Whether the cause lies with this version or the way to it. Anything else (a program that differs from the one
-    that was saved, a type that is not allowed) would happen to the older one as well."""
-    return isinstance(error, (*_DAMAGE, *_TRANSIENT, PrunedError))
-
-
 def as_ours(error: Exception) -> FlashpointError:
     """An error to vote with: raised where the other ranks wait, it would leave them to their deadline. What is not of
     ours is out of memory or threads, say, or a bug; either tells nothing about a checkpoint."""
-    return error if isinstance(error, FlashpointError) else UnreadableError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, FlashpointError) else UnreadableError(text_of(error))
 
 
 def pauses(until: float) -> Iterator[None]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.core.joint_load import JointLoad
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.saver import unasked_versions
@@ -209,16 +210,31 @@ class LocalCheckpointManager:
             WorldSizeChangedError: see `find_latest`.
             CheckpointingException: another rank could not load it.
         """
-        self._engine.loader.reconsider()
-        while True:
-            if self.find_latest() == -1:
-                raise self._nothing_to_load()
-            assert self._version is not None
-            state = self._parts.load(self._version)
-            if state is not None:
-                return state, CheckpointId(self.latest_iteration, self.rank, self.session_id)
-            self._engine.loader.discard(self._version)
-            self._looked = False
+        joint = JointLoad(self._engine.loader, self._ranks)
+
+        def find() -> CheckpointContainerId | None:
+            self.find_latest()
+            return self._version
+
+        def load_part(version: CheckpointContainerId) -> TensorAwareStateDict:
+            self._looked = False  # if this one cannot be loaded, another is looked for
+            state = self._parts.load(version, joint)
+            self._looked = True
+            return state
+
+        loaded = joint.newest(find, load_part)
+        if loaded is not None:
+            return loaded[1], CheckpointId(self.latest_iteration, self.rank, self.session_id)
+        failure = next((each for each in joint.failures if each.is_misfit), None)
+        if failure is None:
+            raise self._nothing_to_load()
+        if isinstance(joint.cause, FlashpointError) and failure.rank == self.rank:  # then it was the last, too
+            raise joint.cause
+        raise CheckpointingException(
+            f"rank {failure.rank} cannot load the checkpoint: {failure.text}",
+            step=self.latest_iteration,
+            rank=self.rank,
+        ) from joint.cause
 
     def _nothing_to_load(self) -> CheckpointingException:
         if self._ranks.all_ok(not list_versions(Path(self._base.path))):

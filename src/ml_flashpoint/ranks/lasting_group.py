@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, TopologyError
+from ml_flashpoint.format.errors import FlashpointError, RanksLostError
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class LastingGroup:
         first: the group to begin with; by default one is built.
 
     Raises:
-        DeadlineError: some ranks did not come to construct it; names them.
-        TopologyError: the store that ranks meet in is gone.
+        RanksLostError: some ranks did not come to construct it; names them.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class LastingGroup:
         """The group; while it is being built, waits for it. Once a wait was in vain, later ones give up at once.
 
         Raises:
-            DeadlineError: not within the deadline; names the ranks that are missing.
+            RanksLostError: not within the deadline; names the ranks that are missing.
         """
         with self._changed:
             timeout_s = 0.0 if self._gave_up else self._deadline_s if deadline_s is None else deadline_s
@@ -92,7 +91,7 @@ class LastingGroup:
             if self._group is not None:
                 return self._group
             self._gave_up = True
-        raise DeadlineError(f"ranks have lost each other{self._missing_text()}", rank=self._rank, hint=self._hint())
+        raise RanksLostError(f"ranks have lost each other{self._missing_text()}", rank=self._rank, hint=self._hint())
 
     def run(self, what: str, collective: Callable[[dist.ProcessGroup], object]) -> None:
         """Call a collective with the group; while that is being built, waits for it.
@@ -243,8 +242,7 @@ class LastingGroup:
     def failure(self, what: str, error: Exception) -> FlashpointError:
         """The error of a collective that ``error`` has ended, after :meth:`broke`."""
         self._await_meeting(min(_LATE_S, self._deadline_s))  # those that failed with this rank are about to come
-        kind = DeadlineError if "timed out" in str(error).lower() else TopologyError
-        return kind(f"{what} failed{self._missing_text()}: {error}", rank=self._rank, hint=self._hint())
+        return RanksLostError(f"{what} failed{self._missing_text()}: {error}", rank=self._rank, hint=self._hint())
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,164 @@
+"""Loading a version on all ranks or on none, for every door.
+
+Owns the vote after each step of a load, and what a failure means for what is tried next: ranks that lost each other
+try the same version again, a version that is to blame, or is refused, makes all go on to an older one, and where no
+other would help they stop. Which failure is of which kind is said by `format.failure_kinds`; finding, fetching and
+verifying versions is the loader's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import RanksLostError
+from ml_flashpoint.format.failure_kinds import Blame, blame_of, text_of
+from ml_flashpoint.ranks.rank_group import RankGroup
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# How often loading begins anew, of whatever versions, because ranks lost each other.
+_TRIES_IF_LOST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a version could not be loaded, the same on every rank.
+
+    Attributes:
+        version: its name.
+        rank: the lowest rank that failed for this reason.
+        text: that rank's reason.
+        blame: what is to blame; where ranks differ, what leaves least to try.
+        touched: whether tensors may have been written to, on some rank.
+    """
+
+    version: str
+    rank: int
+    text: str
+    blame: Blame
+    touched: bool
+
+    @property
+    def is_misfit(self) -> bool:
+        """Whether the program could not take what was there."""
+        return self.blame in (Blame.OBJECT, Blame.PROGRAM)
+
+
+class FailedStepError(Exception):
+    """A step of a load failed on some rank. Raised on all; its cause is what was raised here, if anything was."""
+
+    def __init__(self, failure: LoadFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+class JointLoad:
+    """One load. All methods are collective.
+
+    Args:
+        loader: the engine's loader.
+        ranks: who votes.
+        explain: what is to blame for an error, and a line about it.
+        errors: what a step may fail with.
+
+    Attributes:
+        failures: of the versions that could not be loaded, newest first.
+        cause: what the last failure was here, if this rank had any part in it.
+    """
+
+    def __init__(
+        self,
+        loader: MLFlashpointCheckpointLoader,
+        ranks: RankGroup,
+        explain: Callable[[BaseException], tuple[Blame, str]] = lambda error: (blame_of(error), text_of(error)),
+        errors: tuple[type[BaseException], ...] = (Exception,),
+    ) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self._explain = explain
+        self._errors = errors
+        self.failures: list[LoadFailure] = []
+        self.cause: BaseException | None = None
+
+    def newest(
+        self,
+        find: Callable[[], CheckpointContainerId | None],
+        load: Callable[[CheckpointContainerId], _T],
+    ) -> tuple[CheckpointContainerId, _T] | None:
+        """Load the newest version that all ranks can load. What could not be loaded in an earlier call is tried again.
+
+        Args:
+            find: the newest version that is not discarded, None if there is none.
+            load: loads a version, in steps that are voted on by :meth:`step`.
+
+        Returns:
+            The version, and what ``load`` returned; None if none could be loaded, for the reasons in `failures`.
+
+        Raises:
+            RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
+        """
+        self._loader.reconsider()
+        lost = 0
+        while (version := find()) is not None:
+            try:
+                return version, load(version)
+            except FailedStepError as failed:
+                failure, self.cause = failed.failure, failed.__cause__
+            finally:
+                self._loader.release()
+            if failure.blame is Blame.RANKS:
+                lost += 1
+                if lost > _TRIES_IF_LOST:
+                    raise RanksLostError(
+                        f"version {version.name} cannot be loaded, as ranks lose each other: {failure.text}",
+                        rank=self._ranks.rank,
+                        hint="try again; older versions would fare no better",
+                    ) from self.cause
+                _log.warning("loading version %s is tried again: %s", version.name, failure.text)
+                continue
+            self.failures.append(failure)
+            if failure.blame not in (Blame.VERSION, Blame.OBJECT):
+                break
+            text = "version %s cannot be loaded by rank %d, trying an older one: %s"
+            _log.error(text, version.name, failure.rank, failure.text)
+            self._loader.discard(version)
+        return None
+
+    def step(
+        self,
+        version: CheckpointContainerId,
+        action: Callable[[], _T],
+        *,
+        touched: Callable[[], bool] = lambda: False,
+    ) -> _T:
+        """What ``action`` returns, once it has succeeded on every rank.
+
+        Args:
+            version: what is being loaded.
+            action: a step that this rank can do, or not.
+            touched: whether tensors may have been written to. Asked where the action has failed.
+
+        Raises:
+            FailedStepError: it failed on some rank.
+        """
+        result: list[_T] = []
+        error: BaseException | None = None
+        report = b""
+        try:
+            result.append(action())
+        except self._errors as caught:
+            error = caught
+            report = json.dumps([*self._explain(caught), touched()]).encode()
+        reports = {rank: json.loads(blob) for rank, blob in enumerate(self._ranks.gather(report)) if blob}
+        if not reports:
+            return result[0]
+        rank, (blame, text, _) = max(reports.items(), key=lambda each: (each[1][0], -each[0]))
+        anywhere = any(each[2] for each in reports.values())
+        raise FailedStepError(LoadFailure(version.name, rank, str(text), Blame(blame), anywhere)) from error

@@ -42,7 +42,6 @@ from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
-    UnaskedVersionsError,
 )
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
@@ -134,7 +133,6 @@ class Flashpoint:
         self._world = _default_group()
         self._open(strategy, discard_existing, verify_saves, every_n_steps=self._every, on_world_size_change=change)
         self._ranks = self._engine.ranks
-        self._unasked = self._engine.found_versions
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(self._commit_for_termination, self._grace_s)
         self._saves = SaveRunner(
@@ -270,7 +268,7 @@ class Flashpoint:
             outcome.refuse_to_start_anew(self._ranks.rank)
             step, source = 0, "nothing"
         self._steps = step
-        self._unasked = False
+        self._engine.unasked = False
         self._saves.align()
         self._check_capacity()
         self._last_recovery = Recovery(
@@ -317,7 +315,7 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._check_usable()
-        self._check_asked()
+        self._engine.check_asked("resume()")
         self._steps += 1
         if self._steps % self._every == 0:
             self._save(self._steps)
@@ -336,7 +334,7 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._check_usable()
-        self._check_asked()
+        self._engine.check_asked("resume()")
         self._save(self._steps if step is None else checked_integer("step", step, 0, MAX_STEP))
         self._raise_failure()
 
@@ -430,17 +428,6 @@ class Flashpoint:
                 "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
                 rank=self._ranks.rank,
                 hint="construct it after init_process_group, and close it before destroy_process_group",
-            )
-
-    def _check_asked(self) -> None:
-        # Found out at construction, so that all ranks raise alike without having to agree at each save.
-        if self._unasked:
-            raise UnaskedVersionsError(
-                "there are checkpoints here that this run has not asked about, and saving would overwrite them",
-                rank=self._ranks.rank,
-                node=self._ranks.node,
-                path=str(self._base),
-                hint="call resume() before the first step, or construct with discard_existing=True",
             )
 
     def _check_usable(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager import version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object, publish, unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, list_versions, map_object, remove_part
 from ml_flashpoint.format.errors import CapacityError, InvalidNameError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.manifest import manifest_name, object_name, read_manifest
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content, files, manifest_of, write
@@ -33,7 +33,7 @@ class TestPublish:
     def test_links_the_files_and_writes_the_manifest(self, tmpfs: Path, arena: Path) -> None:
         manifest = manifest_of(7, 0, "a1")
         (tmpfs / "job").mkdir()
-        publish(tmpfs / "job", manifest, [arena])
+        commit_part(tmpfs / "job", manifest, [arena])
         directory = tmpfs / "job" / "step-7_ckpt"
         assert sorted(os.listdir(directory)) == [manifest_name(0, "a1"), object_name(0, "a1")]
         assert (directory / object_name(0, "a1")).samefile(arena)
@@ -44,7 +44,7 @@ class TestPublish:
         other = tmpfs / "other"
         other.write_bytes(arena.read_bytes())
         for path in (arena, other, other, arena):
-            publish(tmpfs, manifest, [path])
+            commit_part(tmpfs, manifest, [path])
             assert (tmpfs / "step-7_ckpt" / object_name(0, "a1")).samefile(path)
             assert len(files(tmpfs)) == 2
 
@@ -52,22 +52,22 @@ class TestPublish:
         manifest = manifest_of(7, 0, "a1")
         other = tmpfs / "other"
         other.write_bytes(arena.read_bytes())
-        publish(tmpfs, manifest, [arena])
-        operation = Operation(lambda: publish(tmpfs, manifest, [other]))
+        commit_part(tmpfs, manifest, [arena])
+        operation = Operation(lambda: commit_part(tmpfs, manifest, [other]))
         while not operation.step():
             assert {object_name(0, "a1"), manifest_name(0, "a1")} <= set(os.listdir(tmpfs / "step-7_ckpt"))
 
     def test_nothing_is_left_of_a_part_that_cannot_be_published(self, tmpfs: Path, arena: Path) -> None:
         manifest = manifest_of(7, 0, "a1", kinds=("safetensors", "dcp"))
         with pytest.raises(SaveError, match="step 7, rank 0"):
-            publish(tmpfs, manifest, [arena, tmpfs / "missing"])
+            commit_part(tmpfs, manifest, [arena, tmpfs / "missing"])
         assert list_versions(tmpfs) == []
 
     def test_a_directory_that_others_remove_all_the_time_is_made_again(self, tmpfs: Path, arena: Path) -> None:
         def come_and_go(rank: int) -> None:
             for _ in range(2000):
-                publish(tmpfs, manifest_of(7, rank, "a1"), [arena])
-                unpublish(tmpfs, "step-7_ckpt", rank, "a1", [object_name(rank, "a1")])
+                commit_part(tmpfs, manifest_of(7, rank, "a1"), [arena])
+                remove_part(tmpfs, "step-7_ckpt", rank, "a1", [object_name(rank, "a1")])
 
         context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=come_and_go, args=(rank,)) for rank in range(2)]
@@ -81,7 +81,7 @@ class TestPublish:
     def test_a_file_in_the_place_of_the_directory_is_a_save_error(self, tmpfs: Path, arena: Path) -> None:
         (tmpfs / "step-7_ckpt").write_text("a file")
         with pytest.raises(SaveError, match="step 7, rank 0"):
-            publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+            commit_part(tmpfs, manifest_of(7, 0, "a1"), [arena])
         assert (tmpfs / "step-7_ckpt").read_text() == "a file"
 
     def test_a_manifest_that_finds_no_room_is_a_capacity_error(
@@ -92,23 +92,23 @@ class TestPublish:
 
         monkeypatch.setattr("ml_flashpoint.format.manifest._write_new_file", full)
         with pytest.raises(CapacityError):
-            publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+            commit_part(tmpfs, manifest_of(7, 0, "a1"), [arena])
         assert list_versions(tmpfs) == []
         monkeypatch.undo()
         monkeypatch.setattr(os, "link", full)
         with pytest.raises(CapacityError, match="step 7, rank 0"):
-            publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+            commit_part(tmpfs, manifest_of(7, 0, "a1"), [arena])
         assert list_versions(tmpfs) == []
 
     def test_unpublish_removes_the_manifest_before_the_bytes(self, tmpfs: Path, arena: Path) -> None:
-        publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
-        operation = Operation(lambda: unpublish(tmpfs, "step-7_ckpt", 0, "a1", [object_name(0, "a1")]))
+        commit_part(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        operation = Operation(lambda: remove_part(tmpfs, "step-7_ckpt", 0, "a1", [object_name(0, "a1")]))
         seen = []
         while not operation.step():
             seen.append(sorted(files(tmpfs)))
         assert seen == [[f"step-7_ckpt/{object_name(0, 'a1')}"], []]
         assert list_versions(tmpfs) == []
-        unpublish(tmpfs, "step-7_ckpt", 0, "a1", [object_name(0, "a1")])
+        remove_part(tmpfs, "step-7_ckpt", 0, "a1", [object_name(0, "a1")])
         assert arena.exists()
 
 
@@ -122,7 +122,7 @@ class TestReading:
         assert list_versions(tmpfs / "missing") == []
 
     def test_what_is_written_to_a_mapped_object_stays_private(self, tmpfs: Path, arena: Path) -> None:
-        publish(tmpfs, manifest_of(7, 0, "a1"), [arena])
+        commit_part(tmpfs, manifest_of(7, 0, "a1"), [arena])
         before = arena.read_bytes()
         with map_object(tmpfs, "step-7_ckpt", object_name(0, "a1")) as view:
             assert bytes(view) == before
@@ -260,6 +260,6 @@ def test_what_interrupts_a_commit_leaves_nothing_of_it(
 
     monkeypatch.setattr(version_files, "write_manifest", write_and_be_interrupted)
     with pytest.raises((SaveError, type(error))):
-        publish(tmpfs, part, [arena.path])
+        commit_part(tmpfs, part, [arena.path])
     assert list_versions(tmpfs) == []
     store.close()

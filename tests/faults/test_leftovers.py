@@ -178,7 +178,7 @@ def test_an_opening_that_fails_can_be_tried_again(tmpfs: Path, monkeypatch: pyte
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rank_store, "adopt_parts", fails)
+        patched.setattr(rank_store, "inherit_parts", fails)
         with pytest.raises(OSError, match="Too many") as kept:
             RankStore(tmpfs / "job", 0)
     # As long as the error is kept, so is the store that failed.

@@ -39,7 +39,7 @@ POINTS: dict[str, tuple[str, str, str]] = {
     "agreeing": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "before"),
     "agreed": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "after"),
     "advancing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.advance", "before"),
-    "pruning": (_FILES, "unpublish", "before"),
+    "pruning": (_FILES, "remove_part", "before"),
     # of a recovery
     "voting": ("ml_flashpoint.ranks.rank_group", "RankGroup.all_ok", "before"),
     "loading": ("ml_flashpoint.core.part_reader", "ObjectReader.__init__", "before"),

@@ -19,7 +19,7 @@ import psutil
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_version_folder, unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_part, remove_version_folder
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import (
@@ -45,7 +45,7 @@ class _Files:
     others: int = 0  # objects in the arenas of other ranks of this node
 
 
-def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
+def inherit_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
     """Sweep what is of no use to anyone, and find the parts that a store has to answer for.
 
     Args:
@@ -58,7 +58,7 @@ def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
     for version in list_versions(base):
         # Other ranks of this node sweep at the same time, so the directory may vanish.
         with contextlib.suppress(FileNotFoundError):
-            yield from _adopt_version(base, version, arenas)
+            yield from _parts_of_version(base, version, arenas)
         with contextlib.suppress(OSError):
             (base / version).rmdir()
         with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ def adopt_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
                 remove_version_folder(base / version)
 
 
-def _adopt_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
+def _parts_of_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]:
     directory = base / version
     # In this order: a manifest that is there before the second look has all its links there, too.
     names = os.listdir(directory)
@@ -89,7 +89,7 @@ def _adopt_version(base: Path, version: str, arenas: Mapping[int, Arena]) -> Ite
         _sweep(directory, name, parts)
     for (rank, save_id), files in parts.items():
         if files.objects or files.stranded:
-            part = _adopt_part(base, version, rank, save_id, files)
+            part = _inherited_part(base, version, rank, save_id, files)
             if part is not None:
                 yield part
 
@@ -109,14 +109,14 @@ def _sweep(directory: Path, name: str, parts: Mapping[_Owner, _Files]) -> None:
             (directory / name).unlink(missing_ok=True)
 
 
-def _adopt_part(base: Path, version: str, rank: int, save_id: str, files: _Files) -> HeldPart | None:
+def _inherited_part(base: Path, version: str, rank: int, save_id: str, files: _Files) -> HeldPart | None:
     path = base / version / manifest_name(rank, save_id)
     found = [*files.objects, *files.stranded]
     manifest: Manifest | None
     try:
         manifest = read_manifest(path)
     except ObjectNotFoundError:
-        unpublish(base, version, rank, save_id, found)
+        remove_part(base, version, rank, save_id, found)
         return None
     except FlashpointError as error:
         if error.__cause__ is not None and is_shortage(error.__cause__):

@@ -33,10 +33,10 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.orphans import adopt_parts
+from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object, publish, unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, list_versions, map_object, remove_part
 from ml_flashpoint.format.errors import CapacityError, JobInUseError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.private_folders import is_at, make_tree, open_own, sweep_folder
@@ -94,7 +94,7 @@ class RankStore:
         self._release_count = 0
         try:
             warn_unless_memory(base)
-            self._adopt()
+            self._inherit()
         except BaseException:  # the lock would keep the next one who tries out
             self.close()
             raise
@@ -220,13 +220,13 @@ class RankStore:
 
     def commit(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
         """Link the arenas under the names in ``manifest``, then write the manifest: the part exists from then on."""
-        publish(self.base, manifest, [arena.path for arena in arenas])
-        part = self.register(manifest, arenas)
+        commit_part(self.base, manifest, [arena.path for arena in arenas])
+        part = self.add_committed(manifest, arenas)
         self._drop_rejected()
         return part
 
-    def register(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
-        """Register a part that was committed from these arenas (by :meth:`commit` or a helper process)."""
+    def add_committed(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
+        """Answer from now on for a part that was committed in these arenas, here or by a saving process."""
         part = HeldPart(
             manifest.version,
             manifest.rank,
@@ -243,7 +243,7 @@ class RankStore:
             self._arenas.use(arenas)
             if replaced is not None:
                 if replaced.version != part.version:
-                    unpublish(self.base, replaced.version, part.rank, part.save_id, replaced.names)
+                    remove_part(self.base, replaced.version, part.rank, part.save_id, replaced.names)
                 replaced.doomed = True
                 self._retire(replaced)
         keep_reserve(self.directory, manifest)
@@ -284,7 +284,7 @@ class RankStore:
         if successor is part:
             del self._parts[key]
             self._forget_names(part)
-            unpublish(self.base, part.version, part.rank, part.save_id, part.names)
+            remove_part(self.base, part.version, part.rank, part.save_id, part.names)
             successor = None
         for arena in part.arenas:
             if successor is None or arena not in successor.arenas:
@@ -309,7 +309,7 @@ class RankStore:
             if self.closed or (save_id, self.rank) in self._parts:
                 return
             for version in list_versions(self.base):
-                unpublish(self.base, version, self.rank, save_id, [object_name(self.rank, save_id)])
+                remove_part(self.base, version, self.rank, save_id, [object_name(self.rank, save_id)])
             if sweep:
                 self._arenas.sweep_unknown()
 
@@ -430,12 +430,12 @@ class RankStore:
             raise JobInUseError(text, rank=self.rank, path=self.directory)
         _open_here[(found.st_dev, found.st_ino)] = self
 
-    def _adopt(self) -> None:
+    def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (_LOCK, AT_WORK, RESERVE))
         with self._keeping_saving_processes_out() as alone:
             arenas = {arena.inode: arena for arena in self._arenas.open_left(alone=alone)}
-            for part in adopt_parts(self.base, arenas):
+            for part in inherit_parts(self.base, arenas):
                 self._note(part)
             for part in self._parts.values():
                 for arena in part.arenas:

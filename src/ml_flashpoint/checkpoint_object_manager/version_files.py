@@ -56,7 +56,7 @@ def list_versions(base: Path) -> list[str]:
         return []
 
 
-def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
+def commit_part(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
     """Give the files at ``paths`` the names of the manifest's objects, then write the manifest, for which pages are
     kept beside them (`reserve`).
 
@@ -92,7 +92,7 @@ def publish(base: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
         ) from error
     except BaseException as error:  # also of a signal's handler: what it lies in is another save's next
         with contextlib.suppress(OSError, FlashpointError):  # the first error says more
-            unpublish(base, manifest.version, manifest.rank, manifest.save_id, [link.name for link in links])
+            remove_part(base, manifest.version, manifest.rank, manifest.save_id, [link.name for link in links])
         if not isinstance(error, OSError):
             raise
         kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
@@ -112,8 +112,8 @@ def _link(path: Path, link: Path) -> None:
         spare.unlink(missing_ok=True)  # still there if both were links to one file
 
 
-def unpublish(base: Path, version: str, rank: int, save_id: str, names: Sequence[str]) -> None:
-    """Undo :func:`publish`: the manifest goes first, so that no instant shows a part without its bytes."""
+def remove_part(base: Path, version: str, rank: int, save_id: str, names: Sequence[str]) -> None:
+    """Undo :func:`commit_part`: the manifest goes first, so that no instant shows a part without its bytes."""
     _remove(base / version, [manifest_name(rank, save_id), *names])
 
 

@@ -258,7 +258,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             save.fail(error)
             save.offered = False
             # Whoever writes to its arenas, here or in another process, keeps them, and comes here once it does no more.
-            arenas = None if save.key in self._handed_off else save.let_go()
+            arenas = None if save.key in self._handed_off else save.release_unless_written()
         self._commits.go_on()
         if arenas is None:
             return
@@ -270,15 +270,15 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         for arena in arenas:
             store.release(arena)
 
-    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+    def _commit_part(self, save: Save, manifest: Manifest, arena: Arena) -> None:
         assert save.version is not None
         store = self._store(save.version.parent)
         if save.decided.is_set():
             raise SaveError(f"the save was given up: {save.error}", step=manifest.step, rank=self.rank)
-        if not self._committed(save, store.commit(manifest, [arena]), store):
+        if not self._pass_on(save, store.commit(manifest, [arena]), store):
             raise SaveError("committed too late: the save was given up", step=manifest.step, rank=self.rank)
 
-    def _committed(self, save: Save, part: HeldPart, store: RankStore) -> bool:
+    def _pass_on(self, save: Save, part: HeldPart, store: RankStore) -> bool:
         """Hand a committed part over to the queue. Returns whether in time; the part is gone if not."""
         with self._lock:  # as `fail`, which must not release an arena that is free already
             for left in save.release() - set(part.arenas):
@@ -293,7 +293,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         if quick and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
             save.finished.wait(1.0)
-        if len(self._own_arenas()) < 2 and part.manifest is not None:
+        if len(self._saves_with_arenas()) < 2 and part.manifest is not None:
             # For the object, not its arena: else each spare would be larger than the last, without end.
             store.prepare_spare(part.manifest.objects[0].size)
         return True
@@ -312,12 +312,12 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             return save.store is not None and save.store.find(save.save_id, save.part.rank) is not None
         return not save.decided.is_set() and (save in self._taking or bool(save.arenas))
 
-    def _own_arenas(self) -> list[Save]:
+    def _saves_with_arenas(self) -> list[Save]:
         with self._lock:
             return [save for save in self._saves if self._holds_arena(save)]
 
-    def _adopted(self, store: RankStore) -> list[HeldPart]:
-        """Versions of this rank that no save of this saver has made: what was recovered, say."""
+    def _inherited(self, store: RankStore) -> list[HeldPart]:
+        """Versions of this rank that no save of this saver has made: those of an earlier process, say."""
         with self._lock:
             mine = {save.save_id for save in self._saves}
         return [part for part in store.held() if part.rank == self.rank and part.save_id not in mine]
@@ -334,7 +334,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         assert isinstance(store, RankStore)
         self._preflight(store, size)
         store.drop_useless()
-        held = len(self._own_arenas()) + len(self._adopted(store))
+        held = len(self._saves_with_arenas()) + len(self._inherited(store))
         if OWN_VERSIONS <= held < MOST_OWN_VERSIONS:
             self._commits.wait_for_change(
                 lambda: store.has_free(size, beside=self._missing_for_copies(store)), 0.05 + size / _FAULT_RATE
@@ -350,7 +350,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             preceded = self._is_preceded(save)
             with self._lock:  # saves of several threads must not all take the last one
                 # There is always one for the oldest under way: later ones that hold all the others wait for it.
-                others = sum(held is not save for held in self._own_arenas()) + len(self._adopted(store))
+                others = sum(held is not save for held in self._saves_with_arenas()) + len(self._inherited(store))
                 may_take = others < MOST_OWN_VERSIONS + (not preceded)
                 if may_take:
                     self._taking.add(save)
@@ -365,7 +365,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     error, full = caught, True
                 finally:
                     self._taking.discard(save)
-            if self._evict_one(save, full=full, adopted=len(self._adopted(store))) or self._fail_deserted():
+            if self._evict_one(save, full=full, inherited=len(self._inherited(store))) or self._fail_deserted():
                 continue
             if not preceded and not full:
                 # Nothing is under way that could free something, and what is left is what a crash goes back to: one
@@ -374,7 +374,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     return save.take(store.acquire(size))
                 except CapacityError as caught:
                     error = caught
-                if self._evict_one(save, full=True, adopted=len(self._adopted(store))):
+                if self._evict_one(save, full=True, inherited=len(self._inherited(store))):
                     continue
             # Nothing to take back now; an earlier save that is under way may free something when it ends, or when
             # it turns out that nobody goes on with it.
@@ -392,11 +392,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         with self._lock:
             return any(each.number < save.number and not each.finished.is_set() for each in self._saves)
 
-    def _evict_one(self, save: Save | None, *, full: bool, adopted: int = 0) -> bool:
+    def _evict_one(self, save: Save | None, *, full: bool, inherited: int = 0) -> bool:
         """Evict the oldest save (before this one) that is committed, but neither verified nor being copied, if a newer
         one is complete; without room on the filesystem, if any other is committed."""
-        held = [each for each in self._own_arenas() if each.part is not None]
-        if len(held) + adopted < 2:
+        held = [each for each in self._saves_with_arenas() if each.part is not None]
+        if len(held) + inherited < 2:
             return False
         # What a newer one replaces only if other ranks have come as far is what a crash would go back to.
         newest = max((i for i, each in enumerate(held) if each.complete is not False), default=-1)

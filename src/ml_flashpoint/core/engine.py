@@ -11,13 +11,13 @@ import os
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
@@ -47,7 +47,8 @@ class CheckpointEngine:
         store: what this rank keeps of the base container, its own parts and copies of others.
         objects: gives a process its one store in each base container.
         replication: makes copies, and reaches the peers that hold some.
-        found_versions: whether there were any on some node when it was opened.
+        unasked: whether some node had versions of an earlier run when it was opened that nobody has asked about since.
+            Set it to False when the program goes on from elsewhere, and knows of them.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -76,7 +77,6 @@ class CheckpointEngine:
             self.ranks.agree_on(discard_existing=discard_existing)
             if discard_existing:
                 discard_versions(self.store, self.ranks)
-            self.found_versions = not self.ranks.all_ok(not holds_parts(self.store.base))
             self.replication = ReplicationManager(strategy)
             undo.callback(self.replication.close)
             self.replication.initialize(self.objects)
@@ -88,6 +88,8 @@ class CheckpointEngine:
             )
             undo.callback(self.saver.close)
             self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
+            # Found out here, so that all ranks raise alike without having to agree at each save.
+            self.unasked = not self.ranks.all_ok(self.saver.is_asked(self.base))
             undo.pop_all()
 
     def version(self, step: int) -> CheckpointContainerId:
@@ -104,7 +106,21 @@ class CheckpointEngine:
             FlashpointError: ranks lost each other.
         """
         self.loader.reconsider()
-        return self.loader.get_latest_complete_checkpoint(self.base)
+        version = self.loader.get_latest_complete_checkpoint(self.base)
+        self.unasked = False
+        return version
+
+    def check_asked(self, call: str) -> None:
+        """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.
+
+        Args:
+            call: what the user calls to ask.
+
+        Raises:
+            UnaskedVersionsError: so it is.
+        """
+        if self.unasked:
+            raise unasked_versions(self.ranks.rank, self.ranks.node, str(self.base), call=call)
 
     def stop(self) -> None:
         """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way. Arenas stay mapped, for

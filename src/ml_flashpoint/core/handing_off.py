@@ -19,7 +19,7 @@ import psutil
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.version_files import unpublish
+from ml_flashpoint.checkpoint_object_manager.version_files import remove_part
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox, lost
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
@@ -29,7 +29,9 @@ from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.format.manifest import manifest_name, object_name, read_manifest
 from ml_flashpoint.ranks.rank_group import RankGroup
 
-_NOTICE_POLL_S = 0.002
+_RECORD_POLL_S = 0.002
+"""Seconds between two looks for a completion record. No event takes their place: a process that is killed posts none,
+so whoever waits has to look for the process again and again in any case, and a look for a file adds little to that."""
 DESERTED_POLL_S = 0.1
 _TAKE_UP_S = 30.0
 """Seconds that a process may need from the hand-off of a save until it signs for it: it may be started for that, and
@@ -66,7 +68,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
     def _check_newest(self, store: RankStore) -> None: ...
 
     @abstractmethod
-    def _committed(self, save: Save, part: HeldPart, store: RankStore) -> bool: ...
+    def _pass_on(self, save: Save, part: HeldPart, store: RankStore) -> bool: ...
 
     @abstractmethod
     def _is_worked_on(self, save: Save) -> bool: ...
@@ -133,9 +135,9 @@ class HandingOff(MLFlashpointCheckpointSaver):
         # Asked last: a record posted just before the answer or the end is not missed.
         record = self._mailbox.take(save.key)
         if record is None and alive and not answered:
-            return _NOTICE_POLL_S
+            return _RECORD_POLL_S
         if record is None and pid is None and not self._mailbox.revoke(save.key):
-            return _NOTICE_POLL_S  # it has signed just now
+            return _RECORD_POLL_S  # it has signed just now
         self._handed_off.pop(save.key, None)
         if (identity := self._mailbox.noted(save.key)) is not None:
             self.adopt(save, identity)
@@ -158,20 +160,20 @@ class HandingOff(MLFlashpointCheckpointSaver):
                 raise SaveError(record.error, step=save.step, rank=self.rank)
             manifest = read_manifest(store.base / record.version / manifest_name(self.rank, save.save_id))
             self._check_newest(store)
-            part = store.register(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
+            part = store.add_committed(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
         except (FlashpointError, OSError) as error:
             self._disown(save, record)
             self.fail(save, error)
             return
         self._taken_size = manifest.objects[0].size
-        self._committed(save, part, store)
+        self._pass_on(save, part, store)
 
     def _disown(self, save: Save, record: CompletionRecord) -> None:
-        """Remove what the other process has published, whose arenas are about to be another save's. If that fails, the
+        """Remove what the other process has committed, whose arenas are about to be another save's. If that fails, the
         arenas stay as they are."""
         if record.version:
             name = object_name(self.rank, save.save_id)
-            unpublish(Path(record.base), record.version, self.rank, save.save_id, [name])
+            remove_part(Path(record.base), record.version, self.rank, save.save_id, [name])
         for path in set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}:
             path.unlink(missing_ok=True)  # made there, and not known here
 

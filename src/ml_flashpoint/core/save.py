@@ -187,8 +187,8 @@ class Save:
             self._at_work -= 1
             return self.state is SaveState.FAILED
 
-    def let_go(self) -> set[Arena] | None:
-        """All arenas that it holds: they are the caller's now. None while a thread writes to them."""
+    def release_unless_written(self) -> set[Arena] | None:
+        """As :meth:`release` of all arenas, but None while a thread writes to them."""
         with self._lock:
             if self._at_work:
                 return None

@@ -95,7 +95,7 @@ class MLFlashpointCheckpointSaver(ABC):
         """This process's mapping of what was staged."""
 
     @abstractmethod
-    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+    def _commit_part(self, save: Save, manifest: Manifest, arena: Arena) -> None:
         """Link the arena and write the manifest (see `version_files`), then hand the save to the commit queue."""
 
     def write(
@@ -215,7 +215,7 @@ class MLFlashpointCheckpointSaver(ABC):
             objects=(written.record(object_name(self.rank, save.save_id)),),
             labels=dict(labels),
         )
-        self._publish(save, manifest, written.arena)
+        self._commit_part(save, manifest, written.arena)
         return manifest
 
     def save(

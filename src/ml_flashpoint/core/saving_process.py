@@ -17,7 +17,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
-from ml_flashpoint.checkpoint_object_manager.version_files import publish
+from ml_flashpoint.checkpoint_object_manager.version_files import commit_part
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
 from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
 from ml_flashpoint.core.save import Save
@@ -160,9 +160,9 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
     def _arena_of(self, staged: StagedObject) -> Arena:
         return mapped_arena(staged.arena_path)
 
-    def _publish(self, save: Save, manifest: Manifest, arena: Arena) -> None:
+    def _commit_part(self, save: Save, manifest: Manifest, arena: Arena) -> None:
         assert save.version is not None
-        publish(Path(str(save.version.parent)), manifest, [arena.path])
+        commit_part(Path(str(save.version.parent)), manifest, [arena.path])
         record = CompletionRecord(
             str(save.version.parent),
             manifest.version,

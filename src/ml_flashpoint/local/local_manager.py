@@ -22,7 +22,6 @@ from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import JointLoad
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save, SaveState
-from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DivergedError,
@@ -127,7 +126,6 @@ class LocalCheckpointManager:
                 f"the folder cannot be used: {error}", rank=self.rank, node=self._ranks.node, path=self._base
             ) from error
         self._saver = self._engine.saver
-        self._unasked = not self._ranks.all_ok(self._saver.is_asked(self._base))
         self._parts = PartLoader(self._engine.loader, self._ranks, self._types, self._meshes)
         _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
@@ -166,7 +164,7 @@ class LocalCheckpointManager:
         self._check_open()
         if not self._looked:
             self._saver.wait()  # else a version might be pruned while it is looked at
-            self._unasked = False
+            self._engine.unasked = False
             try:
                 self._version = self._engine.loader.get_latest_complete_checkpoint(self._base)
             except NothingLoadableError as error:
@@ -269,8 +267,7 @@ class LocalCheckpointManager:
                 Asynchronously, finalizing the request raises this instead.
         """
         self._check_open()
-        if self._unasked:  # found out at construction, so that all ranks raise alike
-            raise unasked_versions(self.rank, self._ranks.node, str(self._base), call="find_latest()")
+        self._engine.check_asked("find_latest()")
         # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
         save = self._saver.begin(exchanged=not is_async)
         self._under_way = [*(each for each in self._under_way if not each.finished.is_set()), save]

@@ -130,13 +130,11 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             NothingLoadableError: there are versions, and none can be loaded.
         """
-        version = self._engine.latest()
-        self._unasked = False
-        return version
+        return self._engine.latest()
 
     def overwrite(self) -> None:
         """The program goes on from elsewhere, and knows of the versions here. Collective."""
-        self._unasked = False
+        self._engine.unasked = False
 
     def check_asked(self) -> None:
         """Raise on all ranks if training would overwrite versions that nobody has asked about.
@@ -144,7 +142,7 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             UnaskedVersionsError: so it is.
         """
-        self._check_asked()
+        self._engine.check_asked("resume_path(trainer)")
 
     def holds(self, path: object) -> bool:
         """Whether a path is that of a version in the base container."""

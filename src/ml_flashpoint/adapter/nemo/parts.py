@@ -12,7 +12,6 @@ from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronA
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import exit_deadline_s
@@ -63,15 +62,12 @@ class EngineParts:
         return None if found is None else Path(str(found))
 
     def check_asked(self) -> None:
-        """Collective: raise if training would overwrite versions that nobody has asked about.
+        """Raise if training would overwrite versions that nobody has asked about.
 
         Raises:
             UnaskedVersionsError: so it is, on all ranks.
         """
-        ranks, asked = self.engine.ranks, self.saver.is_asked(self.base)
-        if not ranks.all_ok(asked):
-            call = "setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned"
-            raise unasked_versions(ranks.rank, None if asked else ranks.node, str(self.base), call=call)
+        self.engine.check_asked("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
 
     def settle(self) -> None:
         """Give saves under way time to get their copies."""

@@ -174,7 +174,7 @@ def test_what_an_orphaned_saving_process_commits_while_a_trainer_starts_is_not_w
     orphan.write(orphans_save, version(tmpfs, 2), TENSORS)
     before.close(0.1)
     before._objects.close()
-    adopt = rank_store.adopt_parts
+    adopt = rank_store.inherit_parts
 
     def adopting(*args: Any) -> Any:
         yield from adopt(*args)
@@ -182,7 +182,7 @@ def test_what_an_orphaned_saving_process_commits_while_a_trainer_starts_is_not_w
             orphan.commit(orphans_save)
         orphan._end_work()  # as its end does
 
-    monkeypatch.setattr(rank_store, "adopt_parts", adopting)
+    monkeypatch.setattr(rank_store, "inherit_parts", adopting)
     after = DefaultMLFlashpointCheckpointSaver()
     try:
         for step in (3, 4, 5):

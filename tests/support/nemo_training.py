@@ -109,7 +109,7 @@ class KillAt(Callback):  # type: ignore[misc]
         # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
         io = flashpoint_io_of(trainer)
         assert io is not None
-        assert io.parts.saver.wait(60)
+        assert io.parts.engine.saver.wait(60)
         if trainer.strategy.async_save:
             trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
         dist.barrier()
@@ -188,8 +188,8 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
     if io is not None:
         assert io.parts.save_strategy.last_error is None
         context = resume.get_context_path()
-        assert io.parts.saver.wait(60)
-        report(committed=io.parts.saver.stats.committed)
+        assert io.parts.engine.saver.wait(60)
+        report(committed=io.parts.engine.saver.stats.committed)
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)
     inner = trainer.optimizers[0].mcore_optimizer
     adams = [each.optimizer for each in getattr(inner, "chained_optimizers", [inner])]

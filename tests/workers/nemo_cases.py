@@ -116,7 +116,7 @@ def settle(trainer: Any) -> None:
     """Wait until our saves are committed and have their copies, which is not the same as finalized."""
     io = flashpoint_io_of(trainer)
     assert io is not None
-    assert io.parts.saver.wait(60)
+    assert io.parts.engine.saver.wait(60)
     dist.barrier()
 
 
@@ -222,10 +222,10 @@ def failing(base: Path) -> None:
 
     for step in (1, 2, 3):
         if step == 2 and rank() == 1:
-            io.parts.saver.commit = no_room  # type: ignore[method-assign]
+            io.parts.engine.saver.commit = no_room  # type: ignore[method-assign]
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        vars(io.parts.saver).pop("commit", None)
+        vars(io.parts.engine.saver).pop("commit", None)
         assert (io.parts.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)
@@ -270,7 +270,7 @@ def read_back(base: Path) -> None:
             settle(trainer)
     finally:
         RankStore.commit = commit  # type: ignore[method-assign]
-    assert io.parts.saver.stats.withdrawn == 1
+    assert io.parts.engine.saver.stats.withdrawn == 1
     assert resume.get_trainer_ckpt_path() == version(base, 1)
     finish(trainer)
 
@@ -300,7 +300,7 @@ def auto_resume(base: Path) -> None:
     # Another base container, though its path begins like this one's, has nothing to do with it.
     io = flashpoint_io_of(trainer)
     assert io is not None
-    assert io.parts.holds(version(base, 4))
+    assert io.parts.engine.holds(version(base, 4))
     for other in (
         f"{base}-2/step-4_ckpt",
         f"{base}/sub/step-4_ckpt",
@@ -308,7 +308,7 @@ def auto_resume(base: Path) -> None:
         f"{base}/model--last",
         "s3://b/step-4_ckpt",
     ):
-        assert not io.parts.holds(other), other
+        assert not io.parts.engine.holds(other), other
     # A node that is replaced gets everything back, common state included.
     io.parts.settle()
     dist.barrier()

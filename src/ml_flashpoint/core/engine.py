@@ -19,6 +19,7 @@ from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
@@ -95,6 +96,14 @@ class CheckpointEngine:
     def version(self, step: int) -> CheckpointContainerId:
         """The name of the version of a step, whether there is one or not."""
         return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
+
+    def holds(self, path: object) -> bool:
+        """Whether a path is that of a version in the base container. Paths are compared, not their beginnings."""
+        try:
+            version = CheckpointContainerId(path)  # type: ignore[arg-type]
+            return version.step is not None and version.parent == self.base
+        except (FlashpointError, TypeError):
+            return False
 
     def latest(self) -> CheckpointContainerId | None:
         """The newest version that all ranks can load, fetched and verified; None if there never was one. Collective.

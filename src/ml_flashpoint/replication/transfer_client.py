@@ -318,7 +318,6 @@ def fetch_object_from_holders(
     rank: int | None = None,
     attempts: int = 3,
     deadline_s: float = wire.DEFAULT_DEADLINE_S,
-    connect_timeout_s: float = wire.CONNECT_TIMEOUT_S,
     cancelled: Cancelled | None = None,
     failures: list[tuple[str, FlashpointError]] | None = None,
 ) -> FetchReport:
@@ -334,7 +333,7 @@ def fetch_object_from_holders(
         secret: The job's secret.
         version, record, into, rank, cancelled: See `PeerConnection.fetch_object`.
         attempts: Attempts in a row without any progress that each holder gets while its connection breaks.
-        deadline_s, connect_timeout_s: See `PeerConnection`; for each attempt.
+        deadline_s: See `PeerConnection`; for each attempt.
         failures: What failed is appended here, as in the report, also when this raises.
 
     Raises:
@@ -356,13 +355,7 @@ def fetch_object_from_holders(
         while waiting and target.missing():
             holder, attempts_left = waiting.popleft()
             right_before = target.right_blocks
-            peer = PeerConnection(
-                holder.address,
-                secret,
-                node=holder.node,
-                deadline_s=deadline_s,
-                connect_timeout_s=connect_timeout_s,
-            )
+            peer = PeerConnection(holder.address, secret, node=holder.node, deadline_s=deadline_s)
             count, failure = _fetch_from(peer, version, target, deadline_s, cancelled)
             received[holder.node] += count
             if failure is None:

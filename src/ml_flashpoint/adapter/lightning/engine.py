@@ -22,7 +22,7 @@ from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError, LoadError
+from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.staging.state_dict_stager import check_copies
 from ml_flashpoint.unpickling.checks import unsafe_globals
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -146,11 +146,7 @@ class TrainerFlashpoint(Flashpoint):
 
     def holds(self, path: object) -> bool:
         """Whether a path is that of a version in the base container."""
-        try:
-            version = CheckpointContainerId(path)  # type: ignore[arg-type]
-            return version.step is not None and version.parent == self._base
-        except (FlashpointError, TypeError):
-            return False
+        return self._engine.holds(path)
 
     def load(self, path: str | os.PathLike[str]) -> Checkpoint:
         """Load a version. Collective. With a sharded strategy, model and optimizers are loaded on return.

@@ -65,7 +65,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         if not self.enabled:
             return
         io = flashpoint_io_of(trainer)
-        if io is None or io.parts.base != self.base:
+        if io is None or io.parts.engine.base != self.base:
             raise InvalidArgumentError(
                 "is not the base container of this trainer's CheckpointIO",
                 argument="checkpoint_base_container",
@@ -74,7 +74,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             )
         io.parts.check_asked()
         self._step = trainer.global_step
-        if trainer.ckpt_path is not None and io.parts.holds(trainer.ckpt_path):
+        if trainer.ckpt_path is not None and io.parts.engine.holds(trainer.ckpt_path):
             _complete_saved_batch(trainer.fit_loop)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

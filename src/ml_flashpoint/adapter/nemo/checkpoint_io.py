@@ -80,7 +80,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         Returns:
             What is left to do, if saves are asynchronous; in the base container it is staged, and goes on by itself.
         """
-        if not self.parts.holds(path):
+        if not self.parts.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
         checks, self._checked = not self._checked, True
@@ -134,7 +134,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         Args:
             strict: as for NeMo's `MegatronCheckpointIO`.
         """
-        if not self.parts.holds(path):
+        if not self.parts.engine.holds(path):
             found: dict[str, Any] = self.alternate.load_checkpoint(
                 path, sharded_state_dict=sharded_state_dict, map_location=map_location, strict=strict, **options
             )
@@ -152,7 +152,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""
-        if self.parts.holds(path):
+        if self.parts.engine.holds(path):
             _log.warning("not removing %s: versions in memory go when newer ones are verified", path)
             return
         self.alternate.remove_checkpoint(path)
@@ -192,7 +192,7 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
     ) -> None:
         """Collective: save. In the base container, it is staged on return, and nothing else is waited for."""
         ours: MLFlashpointCheckpointIO = self.checkpoint_io
-        if not ours.parts.holds(path):
+        if not ours.parts.engine.holds(path):
             self._alternate.save_checkpoint(checkpoint, path, storage_options)
             return
         finalize = (storage_options or {}).pop("finalize_fn", None)

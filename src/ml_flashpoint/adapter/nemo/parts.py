@@ -10,10 +10,8 @@ from pathlib import Path
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import exit_deadline_s
 
 _log = logging.getLogger(__name__)
@@ -38,24 +36,6 @@ class EngineParts:
         atexit.register(parts.close)
         return parts
 
-    @property
-    def base(self) -> CheckpointContainerId:
-        """The base container."""
-        return self.engine.base
-
-    @property
-    def saver(self) -> DefaultMLFlashpointCheckpointSaver:
-        """The engine's saver."""
-        return self.engine.saver
-
-    def holds(self, path: object) -> bool:
-        """Whether a path is that of a version in the base container. Paths are compared, not their beginnings."""
-        try:
-            version = CheckpointContainerId(path)  # type: ignore[arg-type]
-            return version.step is not None and version.parent == self.base
-        except (FlashpointError, TypeError):
-            return False
-
     def newest(self) -> Path | None:
         """Collective: the newest version that all ranks can load, fetched and verified."""
         found = self.engine.latest()
@@ -71,7 +51,7 @@ class EngineParts:
 
     def settle(self) -> None:
         """Give saves under way time to get their copies."""
-        if not self.saver.wait(exit_deadline_s()):
+        if not self.engine.saver.wait(exit_deadline_s()):
             _log.warning("the newest save may lack copies on other nodes")
 
     def close(self) -> None:

@@ -79,9 +79,9 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
     else:
         parts = wrapped.parts
-        if parts.base != base:
+        if parts.engine.base != base:
             raise InvalidArgumentError(
-                f"differs from that with which this trainer was wrapped before, {parts.base}",
+                f"differs from that with which this trainer was wrapped before, {parts.engine.base}",
                 argument="flashpoint_base_container",
                 value=str(base),
             )

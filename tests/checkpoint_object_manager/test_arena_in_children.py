@@ -100,7 +100,7 @@ def test_who_has_opened_the_file_still_reads_it(small_tmpfs: Path) -> None:
     begin = bytes(arena.buffer[:4])
     with open(small_tmpfs / "job" / part.version / part.names[0], "rb") as reader:
         store.drop(part)
-        store.delete_free(0)
+        store.arenas.delete_free(0)
         assert not arena.path.exists()
         assert reader.read(4) == begin
     store.close()
@@ -112,7 +112,7 @@ def test_a_version_that_is_held_keeps_its_arena(tmpfs: Path) -> None:
     begin = bytes(part.arenas[0].buffer[:4])
     with open_version(tmpfs, partial=True):
         store.drop(part)
-        store.delete_free(0)
+        store.arenas.delete_free(0)
         assert bytes(part.arenas[0].buffer[:4]) == begin
     store.close()
 

@@ -17,16 +17,16 @@ pytestmark = pytest.mark.stores_any_bytes
 def test_a_rejected_copy_makes_way_for_the_next_of_its_rank(tmpfs: Path) -> None:
     with contextlib.closing(RankStore(tmpfs, 0)) as store:
         budget = Budget(store.directory, copies=1)
-        store.keep_to(budget)
+        store.arenas.budget = budget
         for step in range(1, 5):
             commit(store, step, f"a-{step}")
         for step in range(1, 3):
             commit(store, step, f"a-{step}", rank=1)
-        assert store.arena_count == budget.most
+        assert store.arenas.count == budget.most
         store.reject("a-2")
         assert store.find("a-2", 1) is not None  # the newest there is of that rank
         store.release(store.acquire_for_copy(ARENA, 1))
-        assert store.arena_count == budget.most
+        assert store.arenas.count == budget.most
         assert store.find("a-2", 1) is None
         assert store.find("a-1", 1) is not None
 
@@ -34,7 +34,7 @@ def test_a_rejected_copy_makes_way_for_the_next_of_its_rank(tmpfs: Path) -> None
 def test_an_own_version_makes_way_where_no_copy_does(tmpfs: Path) -> None:
     with contextlib.closing(RankStore(tmpfs, 0)) as store:
         budget = Budget(store.directory, copies=1)
-        store.keep_to(budget)
+        store.arenas.budget = budget
         own = [commit(store, step, f"a-{step}") for step in range(1, 5)]
         for step in range(1, 3):
             commit(store, step, f"a-{step}", rank=1)
@@ -46,4 +46,4 @@ def test_an_own_version_makes_way_where_no_copy_does(tmpfs: Path) -> None:
 
         store.evict = evict
         store.release(store.acquire_for_copy(ARENA, 1))
-        assert (store.arena_count, len(own)) == (budget.most, 3)
+        assert (store.arenas.count, len(own)) == (budget.most, 3)

@@ -81,8 +81,8 @@ def test_free_arenas_beyond_what_is_expected_are_given_back(store: RankStore) ->
     for part in parts:
         store.drop(part)
     for _ in range(40):
-        store.trim(2)
-    assert store.resident_bytes() == (0, 2 * ARENA)
+        store.arenas.trim(2)
+    assert store.arenas.resident_bytes() == (0, 2 * ARENA)
 
 
 def test_one_directory_has_one_store_in_a_process_whatever_its_path(tmpfs: Path) -> None:

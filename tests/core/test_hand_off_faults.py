@@ -114,7 +114,7 @@ def test_a_hand_off_without_an_arena_fails_in_its_turn(saver: DefaultMLFlashpoin
     saver.save(version(tmpfs, 1), TENSORS)
     store = saver._objects.store
     assert store is not None
-    store.delete_free(0)
+    store.arenas.delete_free(0)
     fault = Fault(rank=0, step=0, point="open", action="emfile")
     with Injector(0, [fault], base=str(store.directory)) as injector:
         handed_off = saver.hand_off()

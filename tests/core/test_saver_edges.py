@@ -79,7 +79,7 @@ def test_a_hand_off_that_waits_for_an_arena_holds_nobody_up(
     def full(size: int, *, exact: bool = False) -> None:
         raise CapacityError("full")
 
-    monkeypatch.setattr(store_of(saver), "has_free", lambda size: False)
+    monkeypatch.setattr(store_of(saver).arenas, "has_free", lambda size: False)
     monkeypatch.setattr(store_of(saver), "acquire", full)
     handing_off = threading.Thread(target=saver.hand_off, daemon=True)
     handing_off.start()
@@ -190,15 +190,15 @@ def test_a_save_committed_after_its_deadline_gives_its_arena_back(
     saver.write(save, version(tmpfs, 1), TENSORS)
     assert save.finished.wait(10)
     monkeypatch.delenv("FLASHPOINT_SEAL_DEADLINE_S")
-    size = sum(store_of(saver).resident_bytes())
-    assert store_of(saver).resident_bytes() == (0, size)  # nobody writes to it, and nobody may begin to
+    size = sum(store_of(saver).arenas.resident_bytes())
+    assert store_of(saver).arenas.resident_bytes() == (0, size)  # nobody writes to it, and nobody may begin to
     with pytest.raises(SaveError, match="given up") as caught:
         saver.commit(save)
     saver.fail(save, caught.value)
-    assert store_of(saver).resident_bytes() == (0, size)
+    assert store_of(saver).arenas.resident_bytes() == (0, size)
     saver.save(version(tmpfs, 2), TENSORS)
     saver.fail(save, caught.value)  # once more: the arena is another save's now
-    assert store_of(saver).resident_bytes()[0] == size
+    assert store_of(saver).arenas.resident_bytes()[0] == size
 
 
 def test_a_save_given_up_while_it_commits_leaves_nothing(
@@ -218,7 +218,7 @@ def test_a_save_given_up_while_it_commits_leaves_nothing(
         saver.commit(save)
     saver.fail(save, caught.value)
     assert list_versions(tmpfs) == []
-    assert store_of(saver).resident_bytes()[0] == 0
+    assert store_of(saver).arenas.resident_bytes()[0] == 0
 
 
 @pytest.mark.timeout(60)
@@ -403,7 +403,7 @@ def test_the_arena_of_a_save_that_is_not_gone_on_with_by_its_deadline_is_free(
         ending.start()
         ending.join(30)
     monkeypatch.delenv("FLASHPOINT_SEAL_DEADLINE_S")
-    in_use, _ = store_of(saver).resident_bytes()
+    in_use, _ = store_of(saver).arenas.resident_bytes()
     assert in_use == max(path.stat().st_size for path in store_of(saver).directory.glob("arena-*"))
     saver.save(version(tmpfs, 3), TENSORS)
     assert saver.wait(30)
@@ -473,4 +473,4 @@ def test_who_fails_late_finds_another_store(saver: DefaultMLFlashpointCheckpoint
     saver.fail(late, SaveError("the trainer ends"))
     assert late.decided.is_set()
     assert not late.arenas
-    assert arena.path in {each.path for each in reopened._arenas.free}
+    assert arena.path in {each.path for each in reopened.arenas.free}

@@ -165,7 +165,7 @@ def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(arenas: V
     assert len(writer._kept) == 3
     for value in stored:
         arenas.release(value)
-    assert store.delete_free(0) == 5 * stored[0].nbytes
+    assert store.arenas.delete_free(0) == 5 * stored[0].nbytes
     put(arenas, writer, full(9))
     assert len(writer._kept) == 1
     writer.close()
@@ -246,7 +246,7 @@ def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore
     arenas.abandon([room.value_id for room in small])
     assert len(paths(store)) == 10
     large = arenas.allocate(3_000_000)
-    assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
+    assert sum(store.arenas.resident_bytes()) <= (4 << 20) + (1 << 16)
     assert 0 < len(paths(store)) < 10
     assert arenas.used_bytes == large.size
 

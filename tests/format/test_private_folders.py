@@ -209,7 +209,7 @@ def test_an_arena_of_somebody_else_is_not_taken(tmpfs: Path) -> None:
     planted.write_bytes(bytes(1 << 16))
     os.chown(planted, OTHER, OTHER)
     store = RankStore(tmpfs / "job", 0)
-    assert store.resident_bytes() == (0, 0)
+    assert store.arenas.resident_bytes() == (0, 0)
     store.close()
 
 

@@ -31,7 +31,7 @@ def take_over_departed(store: RankStore, ranks_here: Sequence[int], gather: Call
         left = list(_departed(store, ranks_here))
     except Exception as error:  # not raised: the others wait for what is gathered
         _log.warning("cannot look for what departed ranks left: %s", error)
-    held = gather(b"%d" % store.arena_count)
+    held = gather(b"%d" % store.arenas.count)
     newcomers = [rank for rank in ranks_here if int(held[rank]) == 0] or list(ranks_here)
     for index, rank in enumerate(left):
         if newcomers[index % len(newcomers)] == store.rank:

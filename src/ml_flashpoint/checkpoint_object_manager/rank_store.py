@@ -30,7 +30,6 @@ from pathlib import Path
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
-from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
@@ -62,6 +61,9 @@ class RankStore:
         lock_deadline_s: seconds to wait for a dying earlier process of this rank to let go.
         reusable: see `ArenaPool`.
 
+    Attributes:
+        arenas: the files that parts are in; to be taken and given back through this store.
+
     Raises:
         JobInUseError: another live process uses this rank's arenas.
         UnsafePathError: others could have planted the base container, or may write to it.
@@ -84,7 +86,7 @@ class RankStore:
         self.evict: Callable[[], bool] | None = None
         """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
         self._lock_fd = self._take_lock(lock_deadline_s)
-        self._arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
+        self.arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self._parts: dict[tuple[str, int], HeldPart] = {}
         self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object
         # A late copy may come after the verdict, but not after this many more of them.
@@ -122,11 +124,11 @@ class RankStore:
         """
         self.drop_useless()
         try:
-            return self._arenas.acquire(size, exact=exact)
+            return self.arenas.acquire(size, exact=exact)
         except CapacityError:
             if not self._retire_doomed(at_once=True):
                 raise
-            return self._arenas.acquire(size, exact=exact)
+            return self.arenas.acquire(size, exact=exact)
 
     def acquire_for_copy(self, size: int, rank: int, *, timeout_s: float = 0.0) -> Arena:
         """An arena of exactly ``size`` bytes for a part of another rank. Without room, or beyond the budget, some must
@@ -144,7 +146,7 @@ class RankStore:
             with self._lock:
                 freed = self._release_count
             try:
-                if self._arenas.has_or_may_make(size) or not self._make_way(rank):
+                if self.arenas.has_or_may_make(size) or not self._make_way(rank):
                     return self.acquire(size, exact=True)
             except CapacityError:
                 if self._make_way(rank):
@@ -171,50 +173,25 @@ class RankStore:
     def release(self, arena: Arena) -> None:
         """Return an arena that was acquired and not committed."""
         with self._released:
-            self._arenas.release(arena)
+            self.arenas.release(arena)
             self._release_count += 1
             self._released.notify_all()
 
-    def delete_free(self, keep_bytes: int) -> int:
-        """Delete free arenas until they have no more than ``keep_bytes`` together; returns the bytes deleted."""
-        return self._arenas.delete_free(keep_bytes)
-
-    def prepare_spare(self, size: int) -> None:
-        """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
-        self._arenas.prepare_spare(size)
-
-    def has_free(self, size: int, *, beside: int = 0) -> bool:
-        """Whether :meth:`acquire` would find a free arena for ``size`` bytes, and ``beside`` it there are so many."""
-        return self._arenas.has_free(size, beside=beside)
-
-    def keep_to(self, budget: Budget) -> None:
-        """Have no more arenas than a budget allows, from now on."""
-        self._arenas.budget = budget
-
-    @property
-    def arena_count(self) -> int:
-        """Arenas that there are."""
-        return self._arenas.count
-
     def missing_for_copies(self, own: Collection[Arena]) -> int:
         """Arenas that copies will need beside those that they have. ``own``: those that this rank's versions are in."""
-        budget = self._arenas.budget
-        return max(0, budget.for_copies - self._arenas.in_use_beside(own)) if budget is not None else 0
+        budget = self.arenas.budget
+        return max(0, budget.for_copies - self.arenas.in_use_beside(own)) if budget is not None else 0
 
     def ensure_free(self, count: int, size: int) -> bool:
         """See `ArenaPool.ensure_free`."""
-        if self._arenas.ensure_free(count, size):
+        if self.arenas.ensure_free(count, size):
             return True
-        return self._retire_doomed(at_once=True) and self._arenas.ensure_free(count, size)
+        return self._retire_doomed(at_once=True) and self.arenas.ensure_free(count, size)
 
     def arena_by_path(self, path: Path) -> Arena:
         """The arena of a file in this store; mapped now if a saving process made it, remapped if it grew. Raises a
         `SaveError` if the file is not in this store."""
-        return self._arenas.at(path, self.rank)
-
-    def resident_bytes(self) -> tuple[int, int]:
-        """``(bytes of arenas in use, bytes of free arenas)``."""
-        return self._arenas.resident_bytes()
+        return self.arenas.at(path, self.rank)
 
     # ---- parts --------------------------------------------------------------------------------------------
 
@@ -240,7 +217,7 @@ class RankStore:
             if replaced is not None:
                 self._forget_names(replaced)
             self._note(part)
-            self._arenas.use(arenas)
+            self.arenas.use(arenas)
             if replaced is not None:
                 if replaced.version != part.version:
                     remove_part(self.base, replaced.version, part.rank, part.save_id, replaced.names)
@@ -311,7 +288,7 @@ class RankStore:
             for version in list_versions(self.base):
                 remove_part(self.base, version, self.rank, save_id, [object_name(self.rank, save_id)])
             if sweep:
-                self._arenas.sweep_unknown()
+                self.arenas.sweep_unknown()
 
     def reject(self, save_id: str) -> None:
         """Take note that ``save_id`` will never be verified. Other ranks' copies of it are then only kept until
@@ -337,12 +314,8 @@ class RankStore:
             if superseded(part.save_id, save_id):
                 self.drop(part)
         with self._lock:
-            self._arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
+            self.arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
         keep_reserve(self.directory)
-
-    def trim(self, expected: int) -> None:
-        """Delete free arenas beyond ``expected``, if there were too many at the last calls, too."""
-        self._arenas.trim(expected)
 
     def drop_before_next_save(self, parts: Iterable[HeldPart]) -> None:
         """Drop these parts, and no longer those named before, as soon as an arena is needed."""
@@ -434,17 +407,17 @@ class RankStore:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (_LOCK, AT_WORK, RESERVE))
         with self._keeping_saving_processes_out() as alone:
-            arenas = {arena.inode: arena for arena in self._arenas.open_left(alone=alone)}
+            arenas = {arena.inode: arena for arena in self.arenas.open_left(alone=alone)}
             for part in inherit_parts(self.base, arenas):
                 self._note(part)
             for part in self._parts.values():
                 for arena in part.arenas:
                     arenas.pop(arena.inode, None)
             for arena in arenas.values():
-                self._arenas.release(arena)
+                self.arenas.release(arena)
             if arenas and not alone:
                 _log.warning("rank %d: arenas that a saving process may still write to are not reused", self.rank)
-                self._arenas.discard(self._arenas.free)  # without a name they can be written to, but not committed
+                self.arenas.discard(self.arenas.free)  # without a name they can be written to, but not committed
 
     @contextlib.contextmanager
     def _keeping_saving_processes_out(self) -> Iterator[bool]:
@@ -464,11 +437,11 @@ class RankStore:
     def take_over(self, other: RankStore) -> None:
         """Make the arenas and parts of another rank's store this one's. The other is closed, its directory gone."""
         with self._released, other._lock:
-            self._arenas.take_over(other._arenas)
+            self.arenas.take_over(other.arenas)
             for part in other.held():
                 if (part.save_id, part.rank) in self._parts:
                     for arena in part.arenas:
-                        self._arenas.release(arena)
+                        self.arenas.release(arena)
                 else:
                     self._note(part)
             other._parts.clear()
@@ -477,7 +450,7 @@ class RankStore:
     def delete_and_close(self) -> None:
         """Delete free arenas, and the directory if no part is left; then close."""
         with self._lock:
-            self._arenas.discard(self._arenas.free)
+            self.arenas.discard(self.arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
                 for name in (RESERVE, AT_WORK, _LOCK):
@@ -489,7 +462,7 @@ class RankStore:
     def close(self) -> None:
         """Unmap everything and let go of the lock. Files stay: they are the checkpoint."""
         with self._released:
-            self._arenas.close()
+            self.arenas.close()
             self._parts.clear()
             self._by_name.clear()
             if self._lock_fd >= 0:

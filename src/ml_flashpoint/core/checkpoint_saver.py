@@ -295,7 +295,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             save.finished.wait(1.0)
         if len(self._saves_with_arenas()) < 2 and part.manifest is not None:
             # For the object, not its arena: else each spare would be larger than the last, without end.
-            store.prepare_spare(part.manifest.objects[0].size)
+            store.arenas.prepare_spare(part.manifest.objects[0].size)
         return True
 
     # ---- arenas -------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         held = len(self._saves_with_arenas()) + len(self._inherited(store))
         if OWN_VERSIONS <= held < MOST_OWN_VERSIONS:
             self._commits.wait_for_change(
-                lambda: store.has_free(size, beside=self._missing_for_copies(store)), 0.05 + size / _FAULT_RATE
+                lambda: store.arenas.has_free(size, beside=self._missing_for_copies(store)), 0.05 + size / _FAULT_RATE
             )
         give_up = time.monotonic() + seal_deadline_s()
         error: FlashpointError = SaveError(
@@ -410,11 +410,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         if size > self._expected_bytes:
             _log.info("the state of rank %d has %d bytes, more than expected", self.rank, size)
         copies = len(self._replication.held_by(self.rank)) if self._replicates() and self._replication else 0
-        in_use, free = store.resident_bytes()
+        in_use, free = store.arenas.resident_bytes()
         preflight(store.base, size, copies=copies, held_bytes=in_use + free)
         here = self._group.topology.ranks_of(self._group.node)
         neighbours = tuple(store.directory_of(rank) for rank in here if rank != self.rank)
-        store.keep_to(Budget(store.directory, neighbours, copies))
+        store.arenas.budget = Budget(store.directory, neighbours, copies)
         store.evict = lambda: self._evict_one(None, full=False)
         self._largest = size
 

@@ -369,7 +369,7 @@ class Snapshots:
         return keep
 
     def _trim(self, dropped: Sequence[HeldPart]) -> None:
-        self._store.trim(max(_SPARE_ARENAS, 2 * len(dropped)))
+        self._store.arenas.trim(max(_SPARE_ARENAS, 2 * len(dropped)))
 
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
         """On the holder's side of `TellHolder`: drop what this manager holds of another one.

@@ -90,10 +90,10 @@ class ValueArenas:
         Raises:
             CapacityError: there is none.
         """
-        if self._limit_bytes is not None and not self._store.has_free(nbytes):
-            in_use, free = self._store.resident_bytes()
+        if self._limit_bytes is not None and not self._store.arenas.has_free(nbytes):
+            in_use, free = self._store.arenas.resident_bytes()
             if in_use + free + nbytes > self._limit_bytes:
-                self._store.delete_free(max(0, self._limit_bytes - in_use - nbytes))
+                self._store.arenas.delete_free(max(0, self._limit_bytes - in_use - nbytes))
         arena = self._store.acquire(nbytes)
         with self._lock:
             value_id = f"v-{self._incarnation}-{self._next:012d}"

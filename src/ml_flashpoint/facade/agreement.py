@@ -42,7 +42,7 @@ def check_capacity(ranks: RankGroup, expected_bytes: int, store: RankStore, repl
     Raises:
         CapacityError: one has not.
     """
-    mine = json.dumps([expected_bytes, sum(store.resident_bytes())])
+    mine = json.dumps([expected_bytes, sum(store.arenas.resident_bytes())])
     gathered = [json.loads(blob) for blob in ranks.gather(mine.encode())]
     here = ranks.topology.ranks_of(ranks.node)
 

@@ -63,8 +63,8 @@ class Problem:
     """Something that is not as it was committed.
 
     Attributes:
-        path: The file.
-        message: What is wrong with it.
+        path: the file.
+        message: what is wrong with it.
     """
 
     path: str
@@ -80,12 +80,12 @@ class PartView:
     """One rank's part of a version, as committed on this node.
 
     Attributes:
-        rank: Rank whose part it is.
-        save_id: The save that it belongs to.
-        path: Its manifest.
-        manifest: Content of that; `None` if it cannot be read.
-        copy: Whether this node holds it for another rank than the one whose arena it lies in.
-        problems: What is wrong with the manifest or, without reading them, with the objects.
+        rank: rank whose part it is.
+        save_id: the save that it belongs to.
+        path: its manifest.
+        manifest: content of that; ``None`` if it cannot be read.
+        copy: whether this node holds it for another rank than the one whose arena it lies in.
+        problems: what is wrong with the manifest or, without reading them, with the objects.
     """
 
     rank: int
@@ -106,13 +106,13 @@ class VersionView:
     """One save of one step, as far as it lies on this node.
 
     Attributes:
-        version: Name of its directory.
-        step: Training step.
-        save_id: The save; two saves of one step stand side by side.
-        world_size: Ranks that saved it; `None` if no manifest of it can be read.
-        state: See `State`.
-        parts: Parts on this node, by rank.
-        writing: Ranks of this node whose parts are not committed.
+        version: name of its directory.
+        step: training step.
+        save_id: the save; two saves of one step stand side by side.
+        world_size: ranks that saved it; ``None`` if no manifest of it can be read.
+        state: see `State`.
+        parts: parts on this node, by rank.
+        writing: ranks of this node whose parts are not committed.
     """
 
     version: str
@@ -155,11 +155,11 @@ class BaseView:
     """What lies in a base container.
 
     Attributes:
-        base: Its absolute path.
-        versions: The saves, newest first.
-        live: Process id of each rank that is running here.
-        resident_bytes: Memory that all files of the job take here: parts, and arenas free or being written.
-        leftovers: Objects without a manifest: being committed or pruned, or left when that was cut short.
+        base: its absolute path.
+        versions: the saves, newest first.
+        live: process id of each rank that is running here.
+        resident_bytes: memory that all files of the job take here: parts, and arenas free or being written.
+        leftovers: objects without a manifest: being committed or pruned, or left when that was cut short.
     """
 
     base: Path
@@ -198,10 +198,10 @@ class _Private:
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseView:
-    """Looks at a base container.
+    """Look at a base container.
 
     Raises:
-        NotABaseContainerError: It does not exist, is no directory, or holds nothing of a job.
+        NotABaseContainerError: it does not exist, is no directory, or holds nothing of a job.
     """
     base = Path(os.path.abspath(path))
     try:
@@ -255,7 +255,7 @@ def still_committed(part: PartView) -> bool:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Returns ranks in short: `0-3,8`; `-` for none."""
+    """Return ranks in short: ``0-3,8``; ``-`` for none."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -266,7 +266,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Returns a number of bytes for people: `1.5 GiB`."""
+    """Return a number of bytes for people: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             break

@@ -27,7 +27,7 @@ _STYLES = {State.DAMAGED: "bold red", State.WRITING: "yellow", State.REPLICATED:
 
 
 def list_versions(base: str, *, as_json: bool = False) -> int:
-    """Shows the versions in a base container; returns the exit code of the command."""
+    """Show the versions in a base container; returns the exit code of the command."""
     try:
         view = read_base(base)
     except NotABaseContainerError as error:
@@ -42,7 +42,7 @@ def list_versions(base: str, *, as_json: bool = False) -> int:
 
 
 def to_json(view: BaseView) -> dict[str, Any]:
-    """What `flashpoint ls --json` prints."""
+    """What ``flashpoint ls --json`` prints."""
     return {
         "base": str(view.base),
         "ok": not view.problems,

@@ -28,7 +28,7 @@ def is_terminal(*, stderr: bool = False) -> bool:
 
 
 def fail(error: FlashpointError, *, base: str, as_json: bool) -> int:
-    """Reports that there is nothing to look at, and returns the exit code for it."""
+    """Report that there is nothing to look at, and returns the exit code for it."""
     if as_json:
         print(json.dumps({"base": base, "error": str(error)}, indent=2))
     print(f"flashpoint: {error}", file=sys.stderr)

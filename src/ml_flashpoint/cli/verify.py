@@ -40,9 +40,9 @@ class PartResult:
     """What verifying one part has found.
 
     Attributes:
-        part: The part.
-        problems: What is wrong with it, file by file.
-        pruned: Whether the job removed it meanwhile; then nothing is wrong.
+        part: the part.
+        problems: what is wrong with it, file by file.
+        pruned: whether the job removed it meanwhile; then nothing is wrong.
     """
 
     part: PartView
@@ -51,7 +51,7 @@ class PartResult:
 
 
 def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
-    """Verifies every object in a base container; returns the exit code of the command."""
+    """Verify every object in a base container; returns the exit code of the command."""
     try:
         view = read_base(base)
     except NotABaseContainerError as error:
@@ -75,12 +75,12 @@ def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
 def verify_part(
     part: PartView, *, threads: int = 2, advance: Callable[[int], object] = lambda count: None
 ) -> PartResult:
-    """Reads all bytes of a part and compares their digests with those in its manifest.
+    """Read all bytes of a part and compares their digests with those in its manifest.
 
     Args:
-        part: From `read_base`.
-        threads: Blocks that are read at the same time, at least 1.
-        advance: Called with the number of bytes of each block, from several threads.
+        part: from `read_base`.
+        threads: blocks that are read at the same time, at least 1.
+        advance: called with the number of bytes of each block, from several threads.
     """
     problems = list(part.problems)
     if part.manifest is not None:

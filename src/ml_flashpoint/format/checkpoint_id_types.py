@@ -31,12 +31,12 @@ def _shown(name: str) -> str:
 
 
 def validate_segment(name: str) -> str:
-    """Returns `name` if it can be one segment of an id, and so one file name inside its directory.
+    """Return ``name`` if it can be one segment of an id, and so one file name inside its directory.
 
     Names that arrive from a peer or from a manifest go through here before they are joined to a path.
 
     Raises:
-        InvalidNameError: `name` is not a string, is empty, `.` or `..`, holds a slash or a NUL, cannot be
+        InvalidNameError: ``name`` is not a string, is empty, ``.`` or ``..``, holds a slash or a NUL, cannot be
             encoded as UTF-8, or is longer than `MAX_SEGMENT_BYTES`.
     """
     if not isinstance(name, str):
@@ -105,7 +105,7 @@ class _AbsoluteId:
         return self._segments[-1]
 
     def is_relative_to(self, base: str | os.PathLike[str]) -> bool:
-        """Whether this is `base` or lies below it, by whole segments (`/jobs/1` is not below `/job`)."""
+        """Whether this is ``base`` or lies below it, by whole segments (``/jobs/1`` is not below ``/job``)."""
         above = _split_absolute(base)
         return self._segments[: len(above)] == above
 
@@ -151,23 +151,23 @@ class CheckpointContainerId(_AbsoluteId):
     `os.fspath()` give the normalised path.
 
     Args:
-        path: Absolute path. Repeated and trailing slashes are dropped.
+        path: absolute path. Repeated and trailing slashes are dropped.
 
     Raises:
-        InvalidNameError: The path is relative, is the root, or has a segment that `validate_segment` refuses.
+        InvalidNameError: the path is relative, is the root, or has a segment that `validate_segment` refuses.
     """
 
     __slots__ = ()
 
     @staticmethod
     def create_child(parent: str | os.PathLike[str], *names: str) -> CheckpointContainerId:
-        """Returns the container below `parent` that is reached by `names`, at least one.
+        """Return the container below ``parent`` that is reached by `names`, at least one.
 
-        Each name is one segment: nothing in it can lead out of `parent`.
+        Each name is one segment: nothing in it can lead out of ``parent``.
 
         Raises:
-            InvalidArgumentError: No name was given.
-            InvalidNameError: `parent` or a name is not valid.
+            InvalidArgumentError: no name was given.
+            InvalidNameError: ``parent`` or a name is not valid.
         """
         if not names:
             raise InvalidArgumentError("a child needs at least one name", argument="names", value=names)
@@ -176,10 +176,10 @@ class CheckpointContainerId(_AbsoluteId):
 
     @staticmethod
     def format_version_container(step: SupportsIndex) -> str:
-        """Returns the directory name of the version of a step: `step-<n>_ckpt`.
+        """Return the directory name of the version of a step: ``step-<n>_ckpt``.
 
         Raises:
-            InvalidArgumentError: `step` is not an integer from 0 to `MAX_STEP`.
+            InvalidArgumentError: ``step`` is not an integer from 0 to `MAX_STEP`.
         """
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
@@ -191,7 +191,7 @@ class CheckpointContainerId(_AbsoluteId):
 
     @staticmethod
     def parse_version_container(name: str) -> int | None:
-        """Returns the step of a version's directory name, or `None` if `name` is not exactly such a name.
+        """Return the step of a version's directory name, or ``None`` if ``name`` is not exactly such a name.
 
         Strict: what `format_version_container` would not have written is not a version.
         """
@@ -206,7 +206,7 @@ class CheckpointContainerId(_AbsoluteId):
         """The container above this one.
 
         Raises:
-            InvalidNameError: There is none, since the root directory is not a container.
+            InvalidNameError: there is none, since the root directory is not a container.
         """
         return CheckpointContainerId("/" + "/".join(self._segments[:-1]))
 
@@ -222,10 +222,10 @@ class CheckpointObjectId(_AbsoluteId):
     Immutable, hashable, picklable and ordered like `CheckpointContainerId`, and never equal to one.
 
     Args:
-        path: Absolute path of at least two segments. Repeated and trailing slashes are dropped.
+        path: absolute path of at least two segments. Repeated and trailing slashes are dropped.
 
     Raises:
-        InvalidNameError: The path is relative, is the root or directly below it, or has a segment that
+        InvalidNameError: the path is relative, is the root or directly below it, or has a segment that
             `validate_segment` refuses.
     """
 
@@ -238,10 +238,10 @@ class CheckpointObjectId(_AbsoluteId):
 
     @staticmethod
     def create(container: str | os.PathLike[str], name: str) -> CheckpointObjectId:
-        """Returns the object called `name` in `container`.
+        """Return the object called ``name`` in ``container``.
 
         Raises:
-            InvalidNameError: `container` or `name` is not valid.
+            InvalidNameError: ``container`` or ``name`` is not valid.
         """
         above = CheckpointContainerId(container)
         return CheckpointObjectId(f"{above.path}/{validate_segment(name)}")

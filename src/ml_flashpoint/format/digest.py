@@ -38,12 +38,12 @@ _EXIT_TIMEOUT_S = 2.0
 
 
 def block_count(size: int, block_size: int = BLOCK_SIZE) -> int:
-    """Returns the number of blocks of `size` bytes; an empty object has none."""
+    """Return the number of blocks of ``size`` bytes; an empty object has none."""
     return -(-size // block_size)
 
 
 def digest_block(buf: Buffer) -> str:
-    """Returns the digest of a contiguous buffer: 16 lower-case hexadecimal digits.
+    """Return the digest of a contiguous buffer: 16 lower-case hexadecimal digits.
 
     The GIL is released meanwhile unless the buffer is small.
     """
@@ -52,7 +52,7 @@ def digest_block(buf: Buffer) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` has the form that `digest_block` gives."""
+    """Whether ``text`` has the form that `digest_block` gives."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -66,14 +66,14 @@ class BlockDigester:
     Thread-safe: ranges may be marked by several threads. Useless in a forked child.
 
     Args:
-        buffer: Contiguous; held, not copied.
-        size: Bytes of `buffer`, from its start, that are digested.
-        workers: Threads of the shared pool that this digester may keep busy at once, at least 1. The thread
+        buffer: contiguous; held, not copied.
+        size: bytes of ``buffer``, from its start, that are digested.
+        workers: threads of the shared pool that this digester may keep busy at once, at least 1. The thread
             that calls `finish` helps in addition.
-        block_size: Bytes of a block.
+        block_size: bytes of a block.
 
     Raises:
-        InvalidArgumentError: An argument is out of range, or `buffer` is smaller than `size`.
+        InvalidArgumentError: an argument is out of range, or ``buffer`` is smaller than ``size``.
     """
 
     def __init__(self, buffer: Buffer, size: int, workers: int = 1, *, block_size: int = BLOCK_SIZE) -> None:
@@ -118,12 +118,12 @@ class BlockDigester:
         self.abort()
 
     def advance(self, begin: int, end: int) -> None:
-        """Marks the bytes from `begin` up to `end` as final. Ranges may come in any order, each byte once.
+        """Mark the bytes from ``begin`` up to ``end`` as final. Ranges may come in any order, each byte once.
 
         Raises:
-            InvalidArgumentError: The range is not within the size, or holds bytes that were marked before
+            InvalidArgumentError: the range is not within the size, or holds bytes that were marked before
                 (which is noticed when a block would have more final bytes than bytes).
-            FlashpointError: The digester is finished or aborted.
+            FlashpointError: the digester is finished or aborted.
         """
         if not 0 <= begin <= end <= self._size:
             raise InvalidArgumentError(
@@ -153,14 +153,14 @@ class BlockDigester:
             self._submit()
 
     def finish(self) -> tuple[str, ...]:
-        """Marks all bytes that are not final yet as final and waits for the digests of all blocks, in order.
+        """Mark all bytes that are not final yet as final and waits for the digests of all blocks, in order.
 
         Takes part in the computing itself, so it ends even if no thread could be started. Lets go of the
         buffer.
 
         Raises:
-            FlashpointError: The digester is finished or aborted, or belongs to a parent process.
-            Exception: What went wrong with the buffer (it was released, for example).
+            FlashpointError: the digester is finished or aborted, or belongs to a parent process.
+            Exception: what went wrong with the buffer (it was released, for example).
         """
         self._check_process()
         with self._changed:
@@ -179,7 +179,7 @@ class BlockDigester:
         return tuple(digest for digest in self._digests if digest is not None)
 
     def abort(self) -> None:
-        """Gives up: waits for the blocks being digested just now, a few ms, and lets go of the buffer.
+        """Give up: waits for the blocks being digested just now, a few ms, and lets go of the buffer.
 
         Does nothing if the digester is finished or aborted already.
         """
@@ -248,15 +248,15 @@ def verify_blocks(
     path: str | os.PathLike[str] | None = None,
     workers: int = 1,
 ) -> None:
-    """Checks that consecutive whole blocks of an object have the digests that were recorded for them.
+    """Check that consecutive whole blocks of an object have the digests that were recorded for them.
 
     Args:
-        buffer: The bytes of the blocks. Only the last block of an object may be shorter than `block_size`.
-        digests: The recorded digests of exactly these blocks.
-        block_size: Bytes of a block.
-        first_block: Number, within the object, of the first block in `buffer`; only used in what is raised.
-        path: Object or peer that the bytes are from; only used in what is raised.
-        workers: Threads of the shared pool to use besides the calling one, at least 1.
+        buffer: the bytes of the blocks. Only the last block of an object may be shorter than ``block_size``.
+        digests: the recorded digests of exactly these blocks.
+        block_size: bytes of a block.
+        first_block: number, within the object, of the first block in ``buffer``; only used in what is raised.
+        path: object or peer that the bytes are from; only used in what is raised.
+        workers: threads of the shared pool to use besides the calling one, at least 1.
 
     Raises:
         DigestMismatchError: A digest differs, or there are more or fewer blocks than digests. Names the path,
@@ -295,7 +295,7 @@ class _Pool:
         self._limit = min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Queues a job; returns whether a thread will run it."""
+        """Queue a job; returns whether a thread will run it."""
         with self._lock:
             if not self._stopped and len(self._threads) < self._limit:
                 name = f"flashpoint-digest-{len(self._threads)}"
@@ -316,7 +316,7 @@ class _Pool:
             del job  # or a waiting thread would keep the last buffer alive
 
     def stop(self) -> None:
-        """Lets the running jobs end and drops the waiting ones."""
+        """Let the running jobs end and drops the waiting ones."""
         with self._lock:
             self._stopped = True
         try:

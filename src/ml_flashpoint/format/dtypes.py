@@ -75,12 +75,12 @@ class StoredTensor:
     """How tensors of one dtype and shape are stored.
 
     Attributes:
-        dtype: Dtype of the tensor.
-        shape: Shape of the tensor.
-        nbytes: Bytes that it takes.
-        file_dtype: Name of the dtype that the file says it has.
-        file_shape: Dimensions that the file says it has, separated by commas.
-        true_type: Dtype and shape of the tensor as text, if the file calls it plain bytes.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        nbytes: bytes that it takes.
+        file_dtype: name of the dtype that the file says it has.
+        file_shape: dimensions that the file says it has, separated by commas.
+        true_type: dtype and shape of the tensor as text, if the file calls it plain bytes.
     """
 
     dtype: str
@@ -94,10 +94,10 @@ class StoredTensor:
 # States have few distinct shapes, and asking again must be cheap: it is done for every tensor.
 @lru_cache(maxsize=2**15)
 def stored_tensor(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-    """Returns how tensors of a dtype and shape are stored.
+    """Return how tensors of a dtype and shape are stored.
 
     Raises:
-        InvalidArgumentError: The dtype is not storable, or the shape is not that of a tensor.
+        InvalidArgumentError: the dtype is not storable, or the shape is not that of a tensor.
     """
     if dtype not in ITEMSIZES:
         raise InvalidArgumentError(
@@ -121,7 +121,7 @@ def stored_tensor(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int | None:
-    """Returns the bytes of a tensor, or `None` if no tensor can have this shape."""
+    """Return the bytes of a tensor, or ``None`` if no tensor can have this shape."""
     if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_SIZE for size in shape):
         return None
     nbytes = math.prod(shape) * ITEMSIZES[dtype]
@@ -129,7 +129,7 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int | None:
 
 
 def parse_file_type(name: str, file_shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Returns dtype and shape of what a safetensors file says, or `None` if there is no such dtype."""
+    """Return dtype and shape of what a safetensors file says, or ``None`` if there is no such dtype."""
     dtype = _READ.get(name)
     if dtype is None:
         return None
@@ -141,7 +141,7 @@ def parse_file_type(name: str, file_shape: tuple[int, ...]) -> tuple[str, tuple[
 
 
 def parse_true_type(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """Returns dtype and shape of a `StoredTensor.true_type`, or `None` if there is no such tensor."""
+    """Return dtype and shape of a `StoredTensor.true_type`, or ``None`` if there is no such tensor."""
     dtype, _, dimensions = text.partition(" ")
     sizes = dimensions.split(",") if dimensions else []
     if dtype not in ITEMSIZES or len(sizes) > MAX_DIMENSIONS:

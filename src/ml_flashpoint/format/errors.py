@@ -29,14 +29,14 @@ class FlashpointError(Exception):
     """Base of all errors of this package.
 
     Args:
-        message: What went wrong, as a sentence without a full stop.
-        step: Training step of the checkpoint concerned.
-        rank: Global rank concerned (not always the one that raises).
-        node: Node id concerned.
-        path: File or directory concerned; kept as `str`.
-        hint: What the reader can do about it.
+        message: what went wrong, as a sentence without a full stop.
+        step: training step of the checkpoint concerned.
+        rank: global rank concerned (not always the one that raises).
+        node: node id concerned.
+        path: file or directory concerned; kept as `str`.
+        hint: what the reader can do about it.
 
-    All are kept as attributes, `None` where not given, and shown by `str()`.
+    All are kept as attributes, ``None`` where not given, and shown by `str()`.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class InvalidArgumentError(FlashpointError, ValueError):
     """An argument outside what the call accepts.
 
     Args:
-        message: See `FlashpointError`, as for what is in `context`.
-        argument: Name of the argument.
-        value: The value refused. Only its shortened `repr` is kept, in `value`, because the value itself
+        message: see `FlashpointError`, as for what is in `context`.
+        argument: name of the argument.
+        value: the value refused. Only its shortened `repr` is kept, in ``value``, because the value itself
             may be large or impossible to pickle.
     """
 
@@ -115,9 +115,9 @@ class CapacityError(FlashpointError):
     """The filesystem has too little room.
 
     Args:
-        message: See `FlashpointError`, as for what is in `context`.
-        needed_bytes: Bytes that the operation needs.
-        available_bytes: Bytes that are available to it.
+        message: see `FlashpointError`, as for what is in `context`.
+        needed_bytes: bytes that the operation needs.
+        available_bytes: bytes that are available to it.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class DivergedError(SaveError):
     """Ranks are at different saves, so none of these can become a version.
 
     Args:
-        message: See `FlashpointError`, as for what is in `context`.
-        highest_step: Highest step that a rank was to save.
+        message: see `FlashpointError`, as for what is in `context`.
+        highest_step: highest step that a rank was to save.
     """
 
     def __init__(self, message: str, *, highest_step: int | None = None, **context: Unpack[_Context]) -> None:

@@ -60,28 +60,28 @@ _KIND = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 
 
 def manifest_name(rank: int, save_id: str) -> str:
-    """Returns the file name of the manifest of a rank's part: `rank-00003-<save id>.manifest`.
+    """Return the file name of the manifest of a rank's part: ``rank-00003-<save id>.manifest``.
 
     The save id is in it so that the parts of two saves of one step can stand side by side: the earlier save
     must stay whole until the later one is.
 
     Raises:
-        InvalidArgumentError: `rank` is not an integer from 0 to `MAX_WORLD_SIZE` - 1, or `save_id` no plain name.
+        InvalidArgumentError: ``rank`` is not an integer from 0 to `MAX_WORLD_SIZE` - 1, or ``save_id`` no plain name.
     """
     return _part_file(rank, save_id, _MANIFEST_KIND)
 
 
 def parse_manifest_name(name: str) -> tuple[int, str] | None:
-    """Returns rank and save id from a manifest's file name, or `None` if `manifest_name` would not have written it."""
+    """Return rank and save id from a manifest's file name, or ``None`` if `manifest_name` would not have written it."""
     parsed = _parse_part_file(name)
     return parsed[:2] if parsed is not None and parsed[2] == _MANIFEST_KIND else None
 
 
 def object_name(rank: int, save_id: str, kind: str = "safetensors") -> str:
-    """Returns the file name of a rank's object: `rank-00003-<save id>.<kind>`.
+    """Return the file name of a rank's object: ``rank-00003-<save id>.<kind>``.
 
     Raises:
-        InvalidArgumentError: `rank` is out of range, or `save_id` or `kind` is not a plain name.
+        InvalidArgumentError: ``rank`` is out of range, or ``save_id`` or ``kind`` is not a plain name.
     """
     if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind == _MANIFEST_KIND:
         raise InvalidArgumentError("kind must be a file name extension", argument="kind", value=kind)
@@ -89,7 +89,7 @@ def object_name(rank: int, save_id: str, kind: str = "safetensors") -> str:
 
 
 def parse_object_name(name: str) -> tuple[int, str] | None:
-    """Returns rank and save id from an object's file name, or `None` if `object_name` would not have written it."""
+    """Return rank and save id from an object's file name, or ``None`` if `object_name` would not have written it."""
     parsed = _parse_part_file(name)
     return parsed[:2] if parsed is not None and parsed[2] != _MANIFEST_KIND else None
 
@@ -114,11 +114,11 @@ class ObjectRecord:
     """What a manifest says about one object of its part.
 
     Attributes:
-        name: File name in the version's directory.
-        size: Bytes, from the start of the file, that count: the rest of the file is unused room.
-        file_size: Bytes of the whole file.
-        digests: Digests of the blocks of the first `size` bytes, in order.
-        block_size: Bytes of each of those blocks but the last.
+        name: file name in the version's directory.
+        size: bytes, from the start of the file, that count: the rest of the file is unused room.
+        file_size: bytes of the whole file.
+        digests: digests of the blocks of the first `size` bytes, in order.
+        block_size: bytes of each of those blocks but the last.
 
     Raises:
         InvalidArgumentError: A field has the wrong type, is out of range, or disagrees with another one.
@@ -159,14 +159,14 @@ class Manifest:
     """The part of a version that one rank has committed. Compared by value; `labels` makes it unhashable.
 
     Attributes:
-        version: Name of the version's directory, `step-<n>_ckpt`.
-        rank: Global rank whose part this is.
-        world_size: Number of ranks, and so of parts, of the version.
-        save_id: Common to all parts of one save of the step; letters, digits, `_` and `-`. Later
+        version: name of the version's directory, ``step-<n>_ckpt``.
+        rank: global rank whose part this is.
+        world_size: number of ranks, and so of parts, of the version.
+        save_id: common to all parts of one save of the step; letters, digits, `_` and ``-``. Later
             save ids compare greater as strings.
-        node: Id of the node that the rank ran on, at most 255 bytes.
-        objects: The objects of the part, with distinct names.
-        labels: Anything else that the writer wants known before the objects are opened.
+        node: id of the node that the rank ran on, at most 255 bytes.
+        objects: the objects of the part, with distinct names.
+        labels: anything else that the writer wants known before the objects are opened.
 
     Raises:
         InvalidArgumentError: A field has the wrong type, is out of range, or disagrees with another one.
@@ -229,10 +229,10 @@ class Manifest:
 
 
 def encode(m: Manifest) -> bytes:
-    """Returns the content of the file of a manifest; equal manifests give equal bytes.
+    """Return the content of the file of a manifest; equal manifests give equal bytes.
 
     Raises:
-        InvalidArgumentError: It would be larger than `MAX_MANIFEST_BYTES`.
+        InvalidArgumentError: it would be larger than `MAX_MANIFEST_BYTES`.
     """
     content = {
         "version": m.version,
@@ -261,15 +261,15 @@ def encode(m: Manifest) -> bytes:
 
 
 def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
-    """Returns the manifest that `encode` made `data` from. Trusts nothing in it.
+    """Return the manifest that `encode` made ``data`` from. Trusts nothing in it.
 
     Args:
-        data: Content of a manifest file.
-        path: Where it was read from, if it is a file: then its name must be that of the rank and save id in it, and its
+        data: content of a manifest file.
+        path: where it was read from, if it is a file: then its name must be that of the rank and save id in it, and its
             directory's name, if it is a version's at all, that of the version in it.
 
     Raises:
-        ManifestError: `data` is not exactly what `encode` gives for some manifest, or disagrees with `path`.
+        ManifestError: ``data`` is not exactly what `encode` gives for some manifest, or disagrees with ``path``.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"the manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", path=path)
@@ -288,22 +288,22 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
 
 def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: bool = False) -> Path:
-    """Commits a part: makes its manifest appear in `directory`, whole, beside those of the rank's other save ids.
+    """Commit a part: makes its manifest appear in ``directory``, whole, beside those of the rank's other save ids.
 
-    One of the same rank and save id is replaced. A writer that is killed leaves at most a hidden `.*.tmp` file.
+    One of the same rank and save id is replaced. A writer that is killed leaves at most a hidden ``.*.tmp`` file.
 
     Args:
-        directory: The version's directory; must exist.
-        m: The manifest.
-        fsync: Make the manifest and its directory entry durable before returning. Of no use on tmpfs.
+        directory: the version's directory; must exist.
+        m: the manifest.
+        fsync: make the manifest and its directory entry durable before returning. Of no use on tmpfs.
 
     Returns:
         Path of the manifest.
 
     Raises:
-        CapacityError: The filesystem is full.
-        SaveError: It cannot be written for another reason.
-        InvalidArgumentError: The manifest is too large.
+        CapacityError: the filesystem is full.
+        SaveError: it cannot be written for another reason.
+        InvalidArgumentError: the manifest is too large.
     """
     data = encode(m)
     target = Path(directory, manifest_name(m.rank, m.save_id))
@@ -329,12 +329,12 @@ def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: boo
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Returns the manifest in a file; see `decode` for how its place is checked.
+    """Return the manifest in a file; see `decode` for how its place is checked.
 
     Raises:
-        ObjectNotFoundError: There is no such file.
-        ManifestError: It is not a regular file, or is not a valid manifest of its place.
-        UnreadableError: It is there and cannot be read just now.
+        ObjectNotFoundError: there is no such file.
+        ManifestError: it is not a regular file, or is not a valid manifest of its place.
+        UnreadableError: it is there and cannot be read just now.
     """
     try:
         # Without O_NONBLOCK, a FIFO of this name would block the reader for good.

@@ -101,7 +101,7 @@ class HeaderTemplate:
         self._marks = ""
 
     def encode(self, layout: Layout, file_size: int, metadata: Mapping[str, str] | None = None) -> bytes:
-        """Returns the header of an object; see `encode_header`."""
+        """Return the header of an object; see `encode_header`."""
         if not layout.size <= file_size <= MAX_SIZE:
             raise InvalidArgumentError(
                 f"the file must have from {layout.size} to {MAX_SIZE} bytes",
@@ -166,16 +166,16 @@ class HeaderTemplate:
 
 
 def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Returns the first `layout.data_start` bytes of the file of an object.
+    """Return the first `layout.data_start` bytes of the file of an object.
 
     Args:
-        layout: Where its entries lie.
-        file_size: Bytes of the whole file; what lies after `layout.size` is marked as unused.
-        metadata: Anything to say about the object. `format: pt` is added unless there is a `format`.
+        layout: where its entries lie.
+        file_size: bytes of the whole file; what lies after `layout.size` is marked as unused.
+        metadata: anything to say about the object. ``format: pt`` is added unless there is a `format`.
 
     Raises:
-        CapacityError: The header does not fit.
-        InvalidArgumentError: The file is too small, or the metadata is not text or uses a reserved key.
+        CapacityError: the header does not fit.
+        InvalidArgumentError: the file is too small, or the metadata is not text or uses a reserved key.
     """
     return HeaderTemplate().encode(layout, file_size, metadata)
 
@@ -185,8 +185,8 @@ class ParsedHeader:
     """What the header of an object says.
 
     Attributes:
-        layout: Where its entries lie. Those of an object from elsewhere need not be aligned.
-        metadata: What was said about the object.
+        layout: where its entries lie. Those of an object from elsewhere need not be aligned.
+        metadata: what was said about the object.
     """
 
     layout: Layout
@@ -194,10 +194,10 @@ class ParsedHeader:
 
 
 def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] | None = None) -> int:
-    """Returns how many bytes of a file `parse_header` needs, from its first 8 bytes.
+    """Return how many bytes of a file `parse_header` needs, from its first 8 bytes.
 
     Raises:
-        ObjectFormatError: No valid file of this size starts like this.
+        ObjectFormatError: no valid file of this size starts like this.
     """
     with memoryview(prefix) as view, view.cast("B") as octets:
         if len(octets) < _LENGTH.size or file_size < _LENGTH.size:
@@ -211,18 +211,18 @@ def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] |
 
 
 def parse_header(buf: Buffer, file_size: int, path: str | os.PathLike[str] | None = None) -> ParsedHeader:
-    """Returns what the header of an object says, after checking that it is a valid safetensors file.
+    """Return what the header of an object says, after checking that it is a valid safetensors file.
 
     Accepts every such file, not only those of this package. Trusts nothing: entries must lie in the file,
     cover its data without overlap, and be as long as their dtypes and shapes say.
 
     Args:
-        buf: The file, or as much of its start as `header_length` says.
-        file_size: Bytes of the whole file.
-        path: Where it is from; only used in what is raised.
+        buf: the file, or as much of its start as `header_length` says.
+        file_size: bytes of the whole file.
+        path: where it is from; only used in what is raised.
 
     Raises:
-        ObjectFormatError: It is not a valid file, or has a dtype that is not known.
+        ObjectFormatError: it is not a valid file, or has a dtype that is not known.
     """
     data_start = header_length(buf, file_size, path)
     with memoryview(buf) as view, view.cast("B") as octets:

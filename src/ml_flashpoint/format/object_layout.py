@@ -47,12 +47,12 @@ class Entry:
     """One tensor or byte item of an object.
 
     Attributes:
-        key: Its name, unique in the object.
-        dtype: Dtype of the tensor, by its name in `format.dtypes`; ``uint8`` for a byte item.
-        shape: Shape of the tensor; the number of bytes for a byte item.
-        begin: Offset of its first byte from the start of the file.
-        end: Offset after its last byte.
-        kind: Whether it is a tensor, or bytes that stand for something else.
+        key: its name, unique in the object.
+        dtype: dtype of the tensor, by its name in `format.dtypes`; ``uint8`` for a byte item.
+        shape: shape of the tensor; the number of bytes for a byte item.
+        begin: offset of its first byte from the start of the file.
+        end: offset after its last byte.
+        kind: whether it is a tensor, or bytes that stand for something else.
     """
 
     key: str
@@ -73,11 +73,11 @@ class Layout:
     """Where everything in an object lies. Made by functions that see to its consistency; immutable.
 
     Attributes:
-        entries: Tensors and byte items by rising offset.
-        aliases: For each further name of an entry, the key of that entry.
-        data_start: Offset of the data in the file, which is the length of the header with its padding.
-        size: Offset after the last entry; what follows in the file is unused.
-        gaps: Unused ranges between entries, as offsets of begin and end in the file.
+        entries: tensors and byte items by rising offset.
+        aliases: for each further name of an entry, the key of that entry.
+        data_start: offset of the data in the file, which is the length of the header with its padding.
+        size: offset after the last entry; what follows in the file is unused.
+        gaps: unused ranges between entries, as offsets of begin and end in the file.
     """
 
     entries: tuple[Entry, ...]
@@ -109,17 +109,17 @@ def plan_layout(
     aliases: Mapping[str, str] | None = None,
     reserve: int = DEFAULT_RESERVE,
 ) -> Layout:
-    """Returns a layout without gaps.
+    """Return a layout without gaps.
 
     Tensors come by falling element size and then as given, so that each is aligned to its elements; byte
     items come after them as given. The same tensors, aliases and keys of byte items give the same
     `data_start`, whatever the lengths of the byte items.
 
     Args:
-        tensors: Key, dtype and shape of each.
-        byte_items: Key and length in bytes of each.
-        aliases: For each further name of one of these, its key.
-        reserve: Bytes to leave free in the header, for metadata and for byte items that may be added later.
+        tensors: key, dtype and shape of each.
+        byte_items: key and length in bytes of each.
+        aliases: for each further name of one of these, its key.
+        reserve: bytes to leave free in the header, for metadata and for byte items that may be added later.
 
     Raises:
         InvalidArgumentError: A key is used twice or is reserved; a dtype is quantized; a shape or length is
@@ -150,32 +150,32 @@ def header_space(
     gaps: int = 0,
     reserve: int = DEFAULT_RESERVE,
 ) -> int:
-    """Returns a `data_start` for `layout_from_entries` that leaves enough room for the header.
+    """Return a `data_start` for `layout_from_entries` that leaves enough room for the header.
 
     Args:
-        tensors: Key, dtype and shape of each.
-        byte_keys: Keys of the byte items, whatever their lengths.
-        aliases: For each further name of one of these, its key.
-        gaps: Number of gaps there may be between the entries.
-        reserve: As for `plan_layout`.
+        tensors: key, dtype and shape of each.
+        byte_keys: keys of the byte items, whatever their lengths.
+        aliases: for each further name of one of these, its key.
+        gaps: number of gaps there may be between the entries.
+        reserve: as for `plan_layout`.
 
     Raises:
-        InvalidArgumentError: As for `plan_layout`.
+        InvalidArgumentError: as for `plan_layout`.
     """
     stored = [(key, stored_tensor(dtype, tuple(shape))) for key, dtype, shape in tensors]
     return _data_start(stored, list(byte_keys), dict(aliases or {}), gaps, reserve)
 
 
 def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapping[str, str] | None = None) -> Layout:
-    """Returns the layout of entries whose places were decided elsewhere. They may leave gaps.
+    """Return the layout of entries whose places were decided elsewhere. They may leave gaps.
 
     Args:
-        entries: In any order.
+        entries: in any order.
         data_start: A multiple of `ALIGNMENT`, with room for the header before it: see `header_space`.
-        aliases: For each further name of an entry, its key.
+        aliases: for each further name of an entry, its key.
 
     Raises:
-        InvalidArgumentError: Entries overlap, lie before `data_start`, are not as long as their shapes say,
+        InvalidArgumentError: entries overlap, lie before ``data_start``, are not as long as their shapes say,
             are not aligned to their elements, or have keys or aliases that `plan_layout` would refuse.
     """
     if data_start <= 0 or data_start % ALIGNMENT:
@@ -192,15 +192,15 @@ def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapp
 
 
 def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin: int = 0) -> Layout:
-    """Returns a layout with the same tensors in the same places and other byte items, after the last tensor.
+    """Return a layout with the same tensors in the same places and other byte items, after the last tensor.
 
     `data_start` stays, so the header may turn out too long if byte items were added: encode it before
     anything is written. Cheap if the keys of the byte items stay: nothing is computed for each tensor.
 
     Args:
-        layout: The layout as it is.
-        byte_items: Key and length in bytes of each.
-        begin: Byte items lie at or behind this offset, too.
+        layout: the layout as it is.
+        byte_items: key and length in bytes of each.
+        begin: byte items lie at or behind this offset, too.
 
     Raises:
         InvalidArgumentError: A key is used twice or is reserved, a length is negative, or an alias leads
@@ -221,10 +221,10 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
 
 
 def find_gaps(entries: Iterable[Entry], data_start: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Returns the ranges between entries, given by rising offset, and the offset after the last entry.
+    """Return the ranges between entries, given by rising offset, and the offset after the last entry.
 
     Raises:
-        InvalidArgumentError: An entry begins before the one before it ends, or before `data_start`.
+        InvalidArgumentError: an entry begins before the one before it ends, or before ``data_start``.
     """
     gaps = []
     offset = data_start

@@ -33,16 +33,16 @@ class PartRecord:
     """One rank's committed part of a version, as found on some node: its own, or one that holds a copy.
 
     Args:
-        version: Directory name of the version, `step-<n>_ckpt`.
-        step: Its step.
-        rank: Rank that saved the part.
-        world_size: Number of ranks, and so of parts, of the save.
-        save_id: The string common to all parts of one save.
-        size: Bytes of the objects of the part, for balancing transfers.
+        version: directory name of the version, ``step-<n>_ckpt``.
+        step: its step.
+        rank: rank that saved the part.
+        world_size: number of ranks, and so of parts, of the save.
+        save_id: the string common to all parts of one save.
+        size: bytes of the objects of the part, for balancing transfers.
 
     Raises:
         InvalidNameError: `save_id` cannot be part of a file name.
-        InvalidArgumentError: Another field has the wrong type or range, or `version` is not that of `step`.
+        InvalidArgumentError: another field has the wrong type or range, or `version` is not that of `step`.
     """
 
     version: str
@@ -65,7 +65,7 @@ class PartRecord:
 
     @property
     def order(self) -> tuple[str, int]:
-        """`(save id, step)`: what versions are ordered by, oldest first.
+        """``(save id, step)``: what versions are ordered by, oldest first.
 
         In the order in which they were saved, not by step: after going back to an older step, what is saved
         from then on is newer than what the abandoned steps left.
@@ -78,8 +78,8 @@ class NodeInventory:
     """The committed parts that one node holds, whether saved there or copies held for peers.
 
     Args:
-        node: Id of the node.
-        parts: In any order; several save ids of the same part may be among them.
+        node: id of the node.
+        parts: in any order; several save ids of the same part may be among them.
 
     Raises:
         InvalidArgumentError: `node` is not a printable, non-empty string of at most 255 characters.
@@ -97,17 +97,17 @@ class NodeInventory:
             )
 
     def to_json(self) -> bytes:
-        """Returns the inventory as UTF-8 JSON, to be read by `from_json`."""
+        """Return the inventory as UTF-8 JSON, to be read by `from_json`."""
         parts = [[part.step, part.rank, part.world_size, part.save_id, part.size] for part in self.parts]
         document = {"format": _FORMAT, "node": self.node, "parts": parts}
         return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeInventory:
-        """Reads what `to_json` wrote. Trusts nothing in `data`, since it comes from another machine.
+        """Read what `to_json` wrote. Trusts nothing in ``data``, since it comes from another machine.
 
         Raises:
-            ProtocolError: `data` is larger than `MAX_INVENTORY_BYTES` or is not a valid inventory.
+            ProtocolError: ``data`` is larger than `MAX_INVENTORY_BYTES` or is not a valid inventory.
         """
         if len(data) > MAX_INVENTORY_BYTES:
             raise ProtocolError(f"an inventory of {len(data):,} bytes is over the limit")
@@ -132,11 +132,11 @@ class CompleteVersion:
     """A version of which every part exists somewhere.
 
     Args:
-        version: Its directory name.
-        step: Its step.
-        save_id: The save id that all its parts are of.
-        world_size: Number of its parts.
-        holders: For each rank, the nodes that hold its part, ascending, at least one.
+        version: its directory name.
+        step: its step.
+        save_id: the save id that all its parts are of.
+        world_size: number of its parts.
+        holders: for each rank, the nodes that hold its part, ascending, at least one.
     """
 
     version: str
@@ -151,11 +151,11 @@ class Fetch:
     """One part to be copied from one node to another.
 
     Args:
-        target_rank: Rank that fetches. Equal to `part_rank` where that rank needs its own part to go on; else
+        target_rank: rank that fetches. Equal to `part_rank` where that rank needs its own part to go on; else
             the part is one that `target_rank` should hold a copy of.
-        part_rank: Rank whose part it is.
-        source_node: Node to fetch from; it holds the part before any fetch of the plan is done.
-        size: Bytes to transfer.
+        part_rank: rank whose part it is.
+        source_node: node to fetch from; it holds the part before any fetch of the plan is done.
+        size: bytes to transfer.
     """
 
     target_rank: int
@@ -169,11 +169,11 @@ class RecoveryPlan:
     """The version to go on from, and what it takes to have it where it is needed.
 
     Args:
-        version: The version, with all nodes that hold its parts before any fetch.
-        same_topology: Whether it was saved by as many ranks as there are now. If so, after the fetches every
+        version: the version, with all nodes that hold its parts before any fetch.
+        same_topology: whether it was saved by as many ranks as there are now. If so, after the fetches every
             rank finds its own part on its own node. If not, there are no fetches, and the reader asks the
             holders for the byte ranges that it needs.
-        fetches: Parts that ranks need for themselves come first, then copies for the next loss. All may run
+        fetches: parts that ranks need for themselves come first, then copies for the next loss. All may run
             at the same time: none depends on another.
     """
 
@@ -185,11 +185,11 @@ class RecoveryPlan:
 def complete_versions(
     inventories: Iterable[NodeInventory], *, damaged: Collection[tuple[str, str, str, int]] = ()
 ) -> list[CompleteVersion]:
-    """Returns the versions of which the parts of all ranks exist with the same save id, newest first.
+    """Return the versions of which the parts of all ranks exist with the same save id, newest first.
 
     Args:
-        inventories: What the reachable nodes hold. Several of the same node count as one.
-        damaged: `(node, version, save id, rank)` of parts that are not to be used, although they are listed.
+        inventories: what the reachable nodes hold. Several of the same node count as one.
+        damaged: ``(node, version, save id, rank)`` of parts that are not to be used, although they are listed.
     """
     saves = _collect(inventories, frozenset(damaged))
     return [version for version, _ in _complete(saves)]
@@ -203,21 +203,21 @@ def plan_recovery(
     damaged: Collection[tuple[str, str, str, int]] = (),
     excluded: Collection[tuple[str, str]] = (),
 ) -> RecoveryPlan | None:
-    """Plans how to go on from the newest version of which every part exists somewhere.
+    """Plan how to go on from the newest version of which every part exists somewhere.
 
     Sources are chosen among the holders so that the bytes that each sends are balanced. No node fetches the
     same part twice, nor one that it holds undamaged.
 
     Args:
-        inventories: What the reachable nodes hold; every node listed is taken to be able to serve what it
+        inventories: what the reachable nodes hold; every node listed is taken to be able to serve what it
             lists.
-        topology: Where the ranks run now.
-        strategy: If given, the copies that it asks for are fetched too, so that the next loss is survived.
-        damaged: As for `complete_versions`; a node replaces its damaged parts.
-        excluded: `(version, save id)` of versions that were tried and found bad, whoever holds them.
+        topology: where the ranks run now.
+        strategy: if given, the copies that it asks for are fetched too, so that the next loss is survived.
+        damaged: as for `complete_versions`; a node replaces its damaged parts.
+        excluded: ``(version, save id)`` of versions that were tried and found bad, whoever holds them.
 
     Returns:
-        The plan, or `None` if no version that is not excluded is complete.
+        The plan, or ``None`` if no version that is not excluded is complete.
     """
     saves = _collect(inventories, frozenset(damaged))
     forbidden = frozenset(excluded)
@@ -233,19 +233,19 @@ def plan_recovery(
 
 
 def superseded(save_id: str, verified: str) -> bool:
-    """Whether parts of `save_id` may be removed: only if saved before the verified save id; see `prunable`."""
+    """Whether parts of ``save_id`` may be removed: only if saved before the verified save id; see `prunable`."""
     return save_id < verified
 
 
 def prunable(parts_here: Iterable[PartRecord], verified: str) -> tuple[PartRecord, ...]:
-    """Returns the parts of a node that may be removed: those of saves begun before the verified one.
+    """Return the parts of a node that may be removed: those of saves begun before the verified one.
 
     Removing nothing else keeps this true at every instant, however the nodes' removals interleave: after any
     loss that the strategy survives, the verified version or a newer one is complete.
 
     Args:
-        parts_here: Parts on one node, its own and its copies.
-        verified: Save id of a version of which *every* rank's part has been committed and *every*
+        parts_here: parts on one node, its own and its copies.
+        verified: save id of a version of which *every* rank's part has been committed and *every*
             copy that the strategy asks for has been acknowledged. A version for which this holds on some
             ranks only must not be given.
 

@@ -25,7 +25,7 @@ class Topology:
     """Where every rank of a job runs. Immutable, hashable, picklable and safe to share between threads.
 
     Args:
-        nodes: Node id of each rank; the index is the rank. Ranks of a node need not be consecutive, and nodes
+        nodes: node id of each rank; the index is the rank. Ranks of a node need not be consecutive, and nodes
             may have different numbers of ranks.
 
     Raises:
@@ -79,34 +79,34 @@ class Topology:
         return rank
 
     def node_of(self, rank: int) -> str:
-        """Returns the node that `rank` runs on.
+        """Return the node that ``rank`` runs on.
 
         Raises:
-            InvalidArgumentError: There is no such rank.
+            InvalidArgumentError: there is no such rank.
         """
         return self.nodes[self._check_rank(rank)]
 
     def node_index_of(self, rank: int) -> int:
-        """Returns the index in `node_order` of the node that `rank` runs on.
+        """Return the index in `node_order` of the node that ``rank`` runs on.
 
         Raises:
-            InvalidArgumentError: There is no such rank.
+            InvalidArgumentError: there is no such rank.
         """
         return self._index_by_node[self.node_of(rank)]
 
     def local_rank_of(self, rank: int) -> int:
-        """Returns how many lower ranks run on the same node as `rank`.
+        """Return how many lower ranks run on the same node as ``rank``.
 
         Raises:
-            InvalidArgumentError: There is no such rank.
+            InvalidArgumentError: there is no such rank.
         """
         return self._local_ranks[self._check_rank(rank)]
 
     def ranks_of(self, node: str) -> tuple[int, ...]:
-        """Returns the ranks that run on `node`, ascending, at least one.
+        """Return the ranks that run on ``node``, ascending, at least one.
 
         Raises:
-            TopologyError: No rank runs on `node`.
+            TopologyError: no rank runs on ``node``.
         """
         try:
             return self._ranks_by_node[node]
@@ -127,29 +127,29 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns the ranks that hold a copy of the part of `rank`, in order of preference.
+        """Return the ranks that hold a copy of the part of ``rank``, in order of preference.
 
-        All of them are on nodes other than the node of `rank`, and no two are on the same node: a second copy
+        All of them are on nodes other than the node of ``rank``, and no two are on the same node: a second copy
         on a node would cost memory and survive nothing more. Empty where the topology leaves no place for a
         copy.
 
         Raises:
-            InvalidArgumentError: There is no such rank.
+            InvalidArgumentError: there is no such rank.
         """
 
     def held_by(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns the ranks, ascending, whose parts `rank` holds copies of: the inverse of `copies_of`.
+        """Return the ranks, ascending, whose parts ``rank`` holds copies of: the inverse of `copies_of`.
 
         Takes time proportional to the world size, so it is meant to be called once for a topology.
 
         Raises:
-            InvalidArgumentError: There is no such rank.
+            InvalidArgumentError: there is no such rank.
         """
         topology.node_of(rank)
         return tuple(owner for owner in range(topology.world_size) if rank in self.copies_of(owner, topology))
 
     def survivable_losses(self, topology: Topology) -> int:
-        """Returns how many nodes may be lost at once, whichever they are, with a copy of every part left.
+        """Return how many nodes may be lost at once, whichever they are, with a copy of every part left.
 
         More losses may well be survived when they hit the right nodes; this is the number that holds for all.
         0 on a single node, or when some part has no copy. A caller that wants protection should check for it.
@@ -164,7 +164,7 @@ class NoReplicationStrategy(ReplicationStrategy):
     name: ClassVar[str] = "none"
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns nothing: see `ReplicationStrategy.copies_of`."""
+        """Return nothing: see `ReplicationStrategy.copies_of`."""
         topology.node_of(rank)
         return ()
 
@@ -181,7 +181,7 @@ class PairwiseReplicationStrategy(ReplicationStrategy):
     name: ClassVar[str] = "pairwise"
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns one rank of the partner node, if there is one: see `ReplicationStrategy.copies_of`."""
+        """Return one rank of the partner node, if there is one: see `ReplicationStrategy.copies_of`."""
         node_count = len(topology.node_order)
         index = topology.node_index_of(rank)
         if node_count == 1:
@@ -197,11 +197,11 @@ class PairwiseReplicationStrategy(ReplicationStrategy):
 class RingReplicationStrategy(ReplicationStrategy):
     """Each node is held by the next `copies` nodes of `Topology.node_order`, cyclically.
 
-    Survives the loss of any `copies` nodes. Fewer nodes than `copies + 1` give one copy on each other node.
+    Survives the loss of any `copies` nodes. Fewer nodes than ``copies + 1`` give one copy on each other node.
     The ranks of a node differ by at most one part in what they hold.
 
     Args:
-        copies: Copies of every part, besides the part itself; at least 1.
+        copies: copies of every part, besides the part itself; at least 1.
 
     Raises:
         InvalidArgumentError: `copies` is not an integer of at least 1.
@@ -214,7 +214,7 @@ class RingReplicationStrategy(ReplicationStrategy):
         _check_at_least("copies", self.copies, 1)
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns a rank on each of the next nodes, nearest first: see `ReplicationStrategy.copies_of`."""
+        """Return a rank on each of the next nodes, nearest first: see `ReplicationStrategy.copies_of`."""
         order = topology.node_order
         index = topology.node_index_of(rank)
         # A holder deals out the ranks of its nearest predecessor first, then those of the one before: this is
@@ -232,19 +232,19 @@ class RingReplicationStrategy(ReplicationStrategy):
 class CliqueStrategy(ReplicationStrategy):
     """Groups of `factor` ranks, `jump` apart, whose members hold one another's parts.
 
-    With `jump=1`, ranks 0, 1, 2, ... form a clique; with `jump=2`, ranks 0, 2, 4, ... and 1, 3, 5, ... do.
-    Ranks are cut into blocks of `factor * jump`, each of which has `jump` cliques. When the world size is not
+    With ``jump=1``, ranks 0, 1, 2, ... form a clique; with ``jump=2``, ranks 0, 2, 4, ... and 1, 3, 5, ... do.
+    Ranks are cut into blocks of ``factor * jump``, each of which has `jump` cliques. When the world size is not
     a multiple of that, the cliques of the last block have fewer members, and one with a single member joins
     the clique before it, so that no rank is left without a copy where there is a clique to join.
 
     Members on the same node hold nothing for each other, since they would be lost together. Where several
     members share a node, that node keeps each part of the others once, dealt out in turn over its members. So
-    `jump` should be at least the number of ranks of a node for `factor - 1` losses to be survived;
+    `jump` should be at least the number of ranks of a node for ``factor - 1`` losses to be survived;
     `survivable_losses` says what a topology really gives.
 
     Args:
-        factor: Members of a clique; at least 2.
-        jump: Distance between the ranks of a clique; at least 1.
+        factor: members of a clique; at least 2.
+        jump: distance between the ranks of a clique; at least 1.
 
     Raises:
         InvalidArgumentError: `factor` or `jump` is not an integer in its range.
@@ -259,10 +259,10 @@ class CliqueStrategy(ReplicationStrategy):
         _check_at_least("jump", self.jump, 1)
 
     def members_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns the ranks of the clique of `rank`, ascending, itself included.
+        """Return the ranks of the clique of ``rank``, ascending, itself included.
 
         Raises:
-            InvalidArgumentError: There is no such rank.
+            InvalidArgumentError: there is no such rank.
         """
         topology.node_of(rank)
         block_size = self.factor * self.jump
@@ -276,7 +276,7 @@ class CliqueStrategy(ReplicationStrategy):
         return tuple(range(start, min(end, topology.world_size), self.jump))
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
+        """Return a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
         return copies_within(self.members_of(rank, topology), rank, topology)
 
 
@@ -310,11 +310,11 @@ def checked_strategy(
 
 
 def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tuple[int, ...]:
-    """Returns who holds copies of `rank` if the ranks `members`, ascending and itself included, form a clique:
+    """Return who holds copies of ``rank`` if the ranks ``members``, ascending and itself included, form a clique:
     one of them on each other node, dealt out in turn.
 
     Raises:
-        InvalidArgumentError: There is no such rank.
+        InvalidArgumentError: there is no such rank.
     """
     own_node = topology.node_of(rank)
     by_node: dict[str, list[int]] = {}

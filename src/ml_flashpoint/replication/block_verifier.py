@@ -23,12 +23,12 @@ class BlockTarget:
     """An object being received: where to, and which of its blocks are known to be right.
 
     Args:
-        record: What the manifest says of the object.
-        into: Writable and contiguous, `record.size` bytes. Held until `release`.
-        path: How errors name the object.
+        record: what the manifest says of the object.
+        into: writable and contiguous, `record.size` bytes. Held until `release`.
+        path: how errors name the object.
 
     Raises:
-        InvalidArgumentError: `into` is read-only or of another size.
+        InvalidArgumentError: ``into`` is read-only or of another size.
     """
 
     def __init__(self, record: ObjectRecord, into: memoryview, path: str) -> None:
@@ -53,15 +53,15 @@ class BlockTarget:
         self.view.release()
 
     def span(self, block: int, last: int | None = None) -> tuple[int, int]:
-        """First byte of `block` and the one after its last, or after that of a later block, `last`."""
+        """First byte of ``block`` and the one after its last, or after that of a later block, ``last``."""
         end = (block if last is None else last) * self.record.block_size + self.record.block_size
         return block * self.record.block_size, min(end, self.record.size)
 
     def check(self, block: int) -> None:
-        """Digest `block` and note whether it is right.
+        """Digest ``block`` and note whether it is right.
 
         Raises:
-            DigestMismatchError: It is not.
+            DigestMismatchError: it is not.
         """
         begin, end = self.span(block)
         with self.view[begin:end] as piece:

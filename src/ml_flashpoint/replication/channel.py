@@ -57,7 +57,7 @@ class TransferCancelledError(ReplicationError):
 
 
 def track(sock: socket.socket) -> None:
-    """Have `sock` closed in children that this process forks.
+    """Have ``sock`` closed in children that this process forks.
 
     A child (a data loader's worker, say) would otherwise keep the port in use and the connection open after
     this process has died, and the peer would not notice until its deadline.
@@ -81,9 +81,9 @@ class Channel:
     """Frames and payloads over one connected socket, which it owns.
 
     Args:
-        sock: Connected TCP socket.
+        sock: connected TCP socket.
         deadline_s: A send or receive that makes no progress for about so long raises `DeadlineError`.
-        peer: How errors name the other side.
+        peer: how errors name the other side.
 
     One thread receives. Frames may be sent by several threads, and `interrupt` called by any; everything else
     is for the thread that owns the channel. After an error only `close` is of use.
@@ -119,9 +119,9 @@ class Channel:
         """Prove the secret, have the server prove it, and take the connection's keys into use.
 
         Raises:
-            AuthenticationError: The server did not prove that it knows the secret, or hung up on our proof.
-            DeadlineError: All this took longer than `within_s`.
-            ReplicationError: The connection broke, or the peer speaks something else.
+            AuthenticationError: the server did not prove that it knows the secret, or hung up on our proof.
+            DeadlineError: all this took longer than ``within_s``.
+            ReplicationError: the connection broke, or the peer speaks something else.
         """
         until = time.monotonic() + within_s
         client_nonce = secrets.token_bytes(wire.NONCE_BYTES)
@@ -152,8 +152,8 @@ class Channel:
         """Send one frame (its payload, if any, is the caller's next `send_payload`). Thread-safe.
 
         Raises:
-            DeadlineError: The peer took no byte for `deadline_s`.
-            ReplicationError: The connection broke.
+            DeadlineError: the peer took no byte for `deadline_s`.
+            ReplicationError: the connection broke.
         """
         if self._encoder is None:
             raise ProtocolError("frames need a handshake first")
@@ -161,14 +161,14 @@ class Channel:
             self._send_bytes(self._encoder.encode(frame))
 
     def receive(self, *, idle_s: float | None = None, cancelled: Cancelled | None = None) -> Frame:
-        """The next frame, of which the first byte may take `idle_s` (default: the deadline).
+        """The next frame, of which the first byte may take ``idle_s`` (default: the deadline).
 
         Raises:
-            AuthenticationError, ProtocolError: It is not the frame that the peer sent next, or not a valid
+            AuthenticationError, ProtocolError: it is not the frame that the peer sent next, or not a valid
                 one.
-            ConnectionLostError: The connection broke or was closed.
-            DeadlineError: No frame began in `idle_s`, or one did and then stalled.
-            TransferCancelledError: `cancelled` returned true.
+            ConnectionLostError: the connection broke or was closed.
+            DeadlineError: no frame began in ``idle_s``, or one did and then stalled.
+            TransferCancelledError: ``cancelled`` returned true.
         """
         if self._decoder is None:
             raise ProtocolError("frames need a handshake first")
@@ -185,7 +185,7 @@ class Channel:
 
     @contextlib.contextmanager
     def working(self, *, every_s: float, limit_s: float) -> Iterator[None]:
-        """Send a keepalive every `every_s`, for at most `limit_s`, while the peer's request is worked on."""
+        """Send a keepalive every ``every_s``, for at most ``limit_s``, while the peer's request is worked on."""
         finished = threading.Event()
 
         def keep_alive() -> None:
@@ -207,12 +207,12 @@ class Channel:
     # --- Payloads -------------------------------------------------------------------------------------------
 
     def send_payload(self, view: memoryview, *, cancelled: Cancelled | None = None) -> None:
-        """Send all bytes of `view`, straight from its memory. Raises as `send` and `receive` do."""
+        """Send all bytes of ``view``, straight from its memory. Raises as `send` and `receive` do."""
         with self._send_lock:
             self._send_all(view, cancelled)
 
     def receive_payload(self, into: memoryview, *, cancelled: Cancelled | None = None) -> None:
-        """Fill `into`, straight from the kernel's buffers. Raises as `receive` does."""
+        """Fill ``into``, straight from the kernel's buffers. Raises as `receive` does."""
         self._receive_all(into, cancelled=cancelled)
 
     def interrupt(self) -> None:
@@ -319,13 +319,13 @@ class _IdleTimer:
 
 
 def connect(address: Address, secret: bytes, *, deadline_s: float, connect_timeout_s: float, peer: str) -> Channel:
-    """Connect to a transfer service and authenticate, each within `connect_timeout_s`. A service that hangs up in the
+    """Connect to a transfer service and authenticate, each within ``connect_timeout_s``. A service that hangs up in the
     handshake, as one does that too many connect to, is asked some times more.
 
     Raises:
-        AuthenticationError: The two sides do not share the secret.
-        DeadlineError: No answer in time.
-        ReplicationError: The connection was refused or broke.
+        AuthenticationError: the two sides do not share the secret.
+        DeadlineError: no answer in time.
+        ReplicationError: the connection was refused or broke.
     """
     until = time.monotonic() + connect_timeout_s
     for longest_pause_s in (*_PAUSES_S, None):

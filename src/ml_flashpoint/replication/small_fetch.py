@@ -17,7 +17,7 @@ def fetch_manifest(
     """The manifest of a part, from a node that has it, checked to be that part's.
 
     Raises:
-        FlashpointError: The holder does not give it, or gives something else (`ManifestError`).
+        FlashpointError: the holder does not give it, or gives something else (`ManifestError`).
     """
     with PeerConnection(holder.address, secret, node=holder.node, deadline_s=deadline_s) as peer:
         manifest = decode(peer.read_manifest(version, rank, save_id))
@@ -41,11 +41,11 @@ def fetch_blocks(
     *,
     deadline_s: float,
 ) -> None:
-    """Fill `into` with whole blocks of an object, from `first_block` on, and check them.
+    """Fill ``into`` with whole blocks of an object, from ``first_block`` on, and check them.
 
     Raises:
         DigestMismatchError: A block is not what the record says.
-        FlashpointError: The holder does not give them.
+        FlashpointError: the holder does not give them.
     """
     size = record.block_size
     with PeerConnection(holder.address, secret, node=holder.node, deadline_s=deadline_s) as peer:

@@ -38,15 +38,15 @@ class TransferBackend(Protocol):
         """The bytes of a committed object, read-only, which must stay as they are until the context is left.
 
         Raises:
-            ObjectNotFoundError: There is none.
+            ObjectNotFoundError: there is none.
         """
         ...
 
     def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
-        """The encoded manifest of the part of `rank` that was saved in `save_id`.
+        """The encoded manifest of the part of ``rank`` that was saved in ``save_id``.
 
         Raises:
-            ObjectNotFoundError: There is none.
+            ObjectNotFoundError: there is none.
         """
         ...
 
@@ -54,6 +54,6 @@ class TransferBackend(Protocol):
         """Make room for a part, or return None if it is held and verified already.
 
         Raises:
-            FlashpointError: The part is refused.
+            FlashpointError: the part is refused.
         """
         ...

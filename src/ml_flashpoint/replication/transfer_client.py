@@ -52,17 +52,17 @@ class PeerConnection:
     known.
 
     Args:
-        address: Host and port of the peer's service. A numeric host is best: resolving a name has no
+        address: host and port of the peer's service. A numeric host is best: resolving a name has no
             deadline.
-        secret: The job's secret, 16 bytes or more.
-        node: Id of the peer's node, for errors.
-        deadline_s: Longest time without any progress.
-        connect_timeout_s: Longest time for connecting, and again for authenticating.
+        secret: the job's secret, 16 bytes or more.
+        node: id of the peer's node, for errors.
+        deadline_s: longest time without any progress.
+        connect_timeout_s: longest time for connecting, and again for authenticating.
 
     For one thread at a time, but `interrupt` may be called by any.
 
     Raises:
-        InvalidArgumentError: The secret is too short, or a limit is not positive.
+        InvalidArgumentError: the secret is too short, or a limit is not positive.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class PeerConnection:
             self._channel.interrupt()
 
     def ping(self, *, cancelled: Cancelled | None = None) -> None:
-        """Return once the peer has answered. `cancelled`: see `push`."""
+        """Return once the peer has answered. ``cancelled``: see `push`."""
         with error_context(step=None, node=self._node):
             self._ask(Frame(FrameKind.PING), FrameKind.PONG, cancelled=cancelled)
 
     def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
-        """The encoded manifest of the part of `rank` saved in `save_id`, not checked in any way yet."""
+        """The encoded manifest of the part of ``rank`` saved in ``save_id``, not checked in any way yet."""
         with self._error_context(version, rank):
             request = Frame(FrameKind.GET_MANIFEST, {"version": version, "rank": rank, "attempt": save_id})
             return self._ask(request, FrameKind.MANIFEST)[1].body
@@ -134,16 +134,16 @@ class PeerConnection:
         Returns whether anything was sent: nothing is if the peer holds the part already.
 
         Args:
-            manifest: What is pushed.
-            manifest_bytes: `manifest`, encoded: the peer stores these very bytes.
-            buffers: The bytes of each object, in the manifest's order, each of its `size`. They must stay as
+            manifest: what is pushed.
+            manifest_bytes: ``manifest``, encoded: the peer stores these very bytes.
+            buffers: the bytes of each object, in the manifest's order, each of its `size`. They must stay as
                 they are until the return.
-            cancelled: Asked every 16 MiB and about every second; once true, the push is broken off.
+            cancelled: asked every 16 MiB and about every second; once true, the push is broken off.
 
         Raises:
-            DigestMismatchError: The bytes that arrived are not those of the manifest.
-            TransferCancelledError: `cancelled` returned true.
-            FlashpointError: See the class.
+            DigestMismatchError: the bytes that arrived are not those of the manifest.
+            TransferCancelledError: ``cancelled`` returned true.
+            FlashpointError: see the class.
         """
         if [buffer.nbytes for buffer in buffers] != [record.size for record in manifest.objects]:
             raise InvalidArgumentError("buffers must have the sizes of the manifest's objects, in its order")
@@ -171,10 +171,10 @@ class PeerConnection:
     def fetch(
         self, version: str, name: str, offset: int, into: memoryview, *, cancelled: Cancelled | None = None
     ) -> None:
-        """Fill `into` with bytes of an object from `offset` on. They are not checked against any digest.
+        """Fill ``into`` with bytes of an object from ``offset`` on. They are not checked against any digest.
 
         Raises:
-            FlashpointError: See the class; `ProtocolError` if the object has no such bytes.
+            FlashpointError: see the class; `ProtocolError` if the object has no such bytes.
         """
         if into.readonly or not into.c_contiguous:
             raise InvalidArgumentError("the buffer to fetch into must be writable and contiguous")
@@ -193,18 +193,18 @@ class PeerConnection:
         rank: int | None = None,
         cancelled: Cancelled | None = None,
     ) -> None:
-        """Fill `into` with a whole object and check it against the digests of `record`, block by block.
+        """Fill ``into`` with a whole object and check it against the digests of ``record``, block by block.
 
         Args:
-            version: Name of the version.
-            record: What the manifest says of the object.
-            into: Writable, `record.size` bytes. Its content is undefined after an error.
-            rank: Whose part the object is of, for errors.
-            cancelled: See `push`.
+            version: name of the version.
+            record: what the manifest says of the object.
+            into: writable, `record.size` bytes. Its content is undefined after an error.
+            rank: whose part the object is of, for errors.
+            cancelled: see `push`.
 
         Raises:
             DigestMismatchError: A block is not what the manifest says.
-            FlashpointError: See the class.
+            FlashpointError: see the class.
         """
         with (
             self._error_context(version, rank),
@@ -223,7 +223,7 @@ class PeerConnection:
         *,
         cancelled: Cancelled | None = None,
     ) -> Iterator[int]:
-        """Receive the blocks that `target` is missing and hand them to `verifier`, yielding their sizes.
+        """Receive the blocks that ``target`` is missing and hand them to ``verifier``, yielding their sizes.
 
         For callers that keep what arrived before a failure; the others use `fetch_object`.
         """
@@ -299,8 +299,8 @@ class FetchReport:
     """How an object was fetched.
 
     Attributes:
-        received_bytes: Bytes that arrived from each node, in blocks that arrived whole.
-        failures: Each failed attempt, in order: the node, and why. A `DigestMismatchError` among them means
+        received_bytes: bytes that arrived from each node, in blocks that arrived whole.
+        failures: each failed attempt, in order: the node, and why. A `DigestMismatchError` among them means
             that this node's copy (or its memory, or the way to it) is damaged.
     """
 
@@ -325,23 +325,23 @@ def fetch_object_from_holders(
 
     Holders are asked in turn. After a failure the next one is asked for the blocks still missing, over a new
     connection. A holder whose connection broke is asked again, after the others, for as long as it delivers
-    something, and otherwise up to `attempts` times; one that refused, has damaged blocks, does not
+    something, and otherwise up to ``attempts`` times; one that refused, has damaged blocks, does not
     authenticate, or does not answer, is not.
 
     Args:
-        holders: In order of preference, at least one.
-        secret: The job's secret.
-        version, record, into, rank, cancelled: See `PeerConnection.fetch_object`.
-        attempts: Attempts in a row without any progress that each holder gets while its connection breaks.
-        deadline_s: See `PeerConnection`; for each attempt.
-        failures: What failed is appended here, as in the report, also when this raises.
+        holders: in order of preference, at least one.
+        secret: the job's secret.
+        version, record, into, rank, cancelled: see `PeerConnection.fetch_object`.
+        attempts: attempts in a row without any progress that each holder gets while its connection breaks.
+        deadline_s: see `PeerConnection`; for each attempt.
+        failures: what failed is appended here, as in the report, also when this raises.
 
     Raises:
-        TransferCancelledError: `cancelled` returned true.
-        FlashpointError: No holder could give it: `DigestMismatchError`, `ObjectNotFoundError` or
+        TransferCancelledError: ``cancelled`` returned true.
+        FlashpointError: no holder could give it: `DigestMismatchError`, `ObjectNotFoundError` or
             `DeadlineError` if that is what happened with every one, else `ReplicationError`. Tells what
             happened with each.
-        InvalidArgumentError: There are no holders, or `into` does not fit.
+        InvalidArgumentError: there are no holders, or ``into`` does not fit.
     """
     if not holders or attempts < 1:
         raise InvalidArgumentError("fetching needs at least one holder and one attempt")

@@ -59,23 +59,23 @@ class TransferService:
     """Listens for peers that know the job's secret.
 
     Args:
-        secret: The job's secret, 16 bytes or more.
-        backend: Where objects come from and go to.
-        host: Address to listen on; all of the node's by default.
-        port: Port to listen on; 0 takes a free one.
-        advertise_host: Host in `address`, if that differs from `host`. By default a wildcard `host` is
+        secret: the job's secret, 16 bytes or more.
+        backend: where objects come from and go to.
+        host: address to listen on; all of the node's by default.
+        port: port to listen on; 0 takes a free one.
+        advertise_host: host in `address`, if that differs from ``host``. By default a wildcard ``host`` is
             advertised as the address that this node reaches others from.
         deadline_s: A transfer without progress for so long is given up.
-        handshake_deadline_s: An unauthenticated client is dropped after so long.
-        idle_deadline_s: An authenticated connection without requests for so long is closed.
-        work_limit_s: Longest that clients are asked to wait for the backend.
-        max_connections: Authenticated connections served at once; more are refused.
+        handshake_deadline_s: an unauthenticated client is dropped after so long.
+        idle_deadline_s: an authenticated connection without requests for so long is closed.
+        work_limit_s: longest that clients are asked to wait for the backend.
+        max_connections: authenticated connections served at once; more are refused.
 
     `start`, `close` and `address` are thread-safe. A forked child does not serve: there, the service is
     closed.
 
     Raises:
-        InvalidArgumentError: The secret is too short, or a limit is not positive.
+        InvalidArgumentError: the secret is too short, or a limit is not positive.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TransferService:
         """Host and port for peers to connect to.
 
         Raises:
-            ReplicationError: The service has not been started.
+            ReplicationError: the service has not been started.
         """
         if self._address is None:
             raise ReplicationError("the transfer service has not been started")
@@ -142,7 +142,7 @@ class TransferService:
         """Listen. Does nothing if the service was started before.
 
         Raises:
-            ReplicationError: The address cannot be listened on, or the service was closed.
+            ReplicationError: the address cannot be listened on, or the service was closed.
         """
         with self._lock:
             if self._closed.is_set():
@@ -384,7 +384,7 @@ def _checked_version(name: str) -> str:
 
 
 def _reachable_host(host: str) -> str:
-    """The address under which other nodes most likely reach a service that listens on `host`."""
+    """The address under which other nodes most likely reach a service that listens on ``host``."""
     if host not in ("", "0.0.0.0", "::"):
         return host
     family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")

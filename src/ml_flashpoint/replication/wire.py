@@ -149,10 +149,10 @@ class Frame:
     payload_bytes: int = 0
 
     def text(self, name: str) -> str:
-        """The field `name`, which must be a string.
+        """The field ``name``, which must be a string.
 
         Raises:
-            ProtocolError: It is missing or of another type.
+            ProtocolError: it is missing or of another type.
         """
         value = self.fields.get(name)
         if not isinstance(value, str):
@@ -160,10 +160,10 @@ class Frame:
         return value
 
     def integer(self, name: str) -> int:
-        """The field `name`, which must be an integer in [0, 2**63).
+        """The field ``name``, which must be an integer in [0, 2**63).
 
         Raises:
-            ProtocolError: It is missing, of another type or out of range.
+            ProtocolError: it is missing, of another type or out of range.
         """
         value = self.fields.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INTEGER:
@@ -186,7 +186,7 @@ class SessionKeys:
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Return `secret` as bytes, or raise `InvalidArgumentError` (which never shows it)."""
+    """Return ``secret`` as bytes, or raise `InvalidArgumentError` (which never shows it)."""
     if not isinstance(secret, (bytes, bytearray)):
         raise InvalidArgumentError(f"secret must be bytes, not {type(secret).__name__}")
     if len(secret) < MIN_SECRET_BYTES:
@@ -206,7 +206,7 @@ def parse_greeting(data: bytes) -> bytes:
     """The nonce in a hello or challenge.
 
     Raises:
-        ProtocolError: The sender speaks something else, or another version of this protocol.
+        ProtocolError: the sender speaks something else, or another version of this protocol.
     """
     if len(data) != GREETING_BYTES or not data.startswith(_HANDSHAKE_MAGIC):
         same_family = data[:7] == _HANDSHAKE_MAGIC[:7]
@@ -282,7 +282,7 @@ def parse_preamble(data: bytes) -> Preamble:
     """Parse the first `PREAMBLE_BYTES` of a frame, distrusting them.
 
     Raises:
-        ProtocolError: Anything about them is not allowed, lengths over their caps included.
+        ProtocolError: anything about them is not allowed, lengths over their caps included.
     """
     if len(data) != PREAMBLE_BYTES:
         raise ProtocolError(f"a frame starts with {PREAMBLE_BYTES} bytes, not {len(data)}")
@@ -308,7 +308,7 @@ def parse_fields(data: bytes) -> dict[str, Scalar]:
     """Parse the JSON header of a frame: one object of at most 32 strings, integers, booleans and nulls.
 
     Raises:
-        ProtocolError: It is anything else, repeats a name, or holds an integer of 64 bits or more.
+        ProtocolError: it is anything else, repeats a name, or holds an integer of 64 bits or more.
     """
     try:
         decoded = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_fields)
@@ -359,7 +359,7 @@ class FrameEncoder:
         """All of the frame but its payload.
 
         Raises:
-            ProtocolError: The frame is one that the receiver would refuse.
+            ProtocolError: the frame is one that the receiver would refuse.
         """
         header = json.dumps(dict(frame.fields), separators=(",", ":")).encode("utf-8")
         try:
@@ -391,8 +391,8 @@ class FrameDecoder:
         """Parse one frame from its first `FRAME_START_BYTES` and the header and body that those announce.
 
         Raises:
-            AuthenticationError: The code is not that of the next frame of this direction.
-            ProtocolError: The frame is not one of this protocol.
+            AuthenticationError: the code is not that of the next frame of this direction.
+            ProtocolError: the frame is not one of this protocol.
         """
         if len(start) != FRAME_START_BYTES:
             raise ProtocolError(f"a frame starts with {FRAME_START_BYTES} bytes, not {len(start)}")
@@ -427,7 +427,7 @@ _MAX_TEXT = 1000  # characters; a header has room for four such texts even when 
 
 
 def error_frame(error: Exception) -> Frame:
-    """The NACK that reports `error` to a peer. Errors of other packages travel as their name and text."""
+    """The NACK that reports ``error`` to a peer. Errors of other packages travel as their name and text."""
     fields: dict[str, Scalar] = {"error": type(error).__name__}
     if isinstance(error, FlashpointError):
         fields.update(message=error.message[:_MAX_TEXT], step=error.step, rank=error.rank)
@@ -445,7 +445,7 @@ def error_of_frame(frame: Frame) -> FlashpointError:
     """The error that a NACK reports: of its own type where that type travels, else a `ReplicationError`.
 
     Raises:
-        ProtocolError: The frame is not a well-formed NACK.
+        ProtocolError: the frame is not a well-formed NACK.
     """
     name, message = frame.text("error"), frame.text("message")
     error_type = _TRAVELLING_ERRORS.get(name)

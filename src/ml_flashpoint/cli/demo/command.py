@@ -28,13 +28,13 @@ INTERRUPTED = 130
 
 
 def run_demo(*, steps: int, seed: int, as_json: bool = False, keep: bool = False) -> int:
-    """Plays the demo; returns the exit code of the command: 0 only if every claim holds.
+    """Play the demo; returns the exit code of the command: 0 only if every claim holds.
 
     Args:
-        steps: Steps of each run, at least `story.MIN_STEPS`.
-        seed: For the weights, the data, and when and where faults strike.
-        as_json: Print the result as JSON on standard output, and the progress on standard error.
-        keep: Leave the folders of both runs behind, with the output of their processes.
+        steps: steps of each run, at least `story.MIN_STEPS`.
+        seed: for the weights, the data, and when and where faults strike.
+        as_json: print the result as JSON on standard output, and the progress on standard error.
+        keep: leave the folders of both runs behind, with the output of their processes.
     """
     if importlib.util.find_spec("torch") is None:
         print("flashpoint demo needs torch: pip install torch", file=sys.stderr)

@@ -40,8 +40,8 @@ class Display:
     """Plain lines: one for each event, and some for the steps. Not thread-safe.
 
     Args:
-        console: Where to.
-        steps: Steps of a run.
+        console: where to.
+        steps: steps of a run.
     """
 
     def __init__(self, console: Console, steps: int) -> None:

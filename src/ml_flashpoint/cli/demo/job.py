@@ -30,7 +30,7 @@ _WARM_UP = 10
 
 
 def train(base: str, steps: int, seed: int) -> None:
-    """Trains up to step `steps`, from wherever the checkpoints in `base` allow."""
+    """Train up to step ``steps``, from wherever the checkpoints in ``base`` allow."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)  # the same weights on every rank
     model = GPT()
@@ -81,7 +81,7 @@ def _report_recovery(fp: Flashpoint) -> None:
 
 
 def _report_result(model: GPT, optimizer: torch.optim.Optimizer, loader: TextLoader) -> None:
-    """Reports digests of the full tensors, put together from the shards of all ranks, and of this rank's rest."""
+    """Report digests of the full tensors, put together from the shards of all ranks, and of this rank's rest."""
     for name, parameter in model.named_parameters():
         report("digest", name=f"model.{name}", digest=_digest(parameter))
         for key, value in sorted(optimizer.state[parameter].items()):

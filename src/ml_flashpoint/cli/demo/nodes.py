@@ -51,7 +51,7 @@ _INHERITED = re.compile(r"(TORCHELASTIC|FLASHPOINT)_|(LOCAL_|GROUP_|ROLE_)?(RANK
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What was printed on a node; `text` is `None` once nothing runs there any more."""
+    """What was printed on a node; `text` is ``None`` once nothing runs there any more."""
 
     node: str
     text: str | None
@@ -62,8 +62,8 @@ class LostNode:
     """What `Nodes.kill_node` has destroyed.
 
     Attributes:
-        pids: Processes that it killed.
-        bytes: Memory that the node's files took before.
+        pids: processes that it killed.
+        bytes: memory that the node's files took before.
     """
 
     pids: tuple[int, ...]
@@ -76,12 +76,12 @@ class Nodes:
     Not thread-safe but for `lines`.
 
     Args:
-        root: Folder of all nodes. Node `name` owns `root/name`, and keeps its checkpoints in `root/name/job`.
-        module: The job, as a module to run.
-        args: Arguments of the job; `{base}` stands for the node's base container.
-        count: How many nodes make the job.
-        ranks: Ranks on each.
-        restarts: How often each agent starts its ranks again when one fails.
+        root: folder of all nodes. Node `name` owns ``root/name``, and keeps its checkpoints in ``root/name/job``.
+        module: the job, as a module to run.
+        args: arguments of the job; ``{base}`` stands for the node's base container.
+        count: how many nodes make the job.
+        ranks: ranks on each.
+        restarts: how often each agent starts its ranks again when one fails.
     """
 
     def __init__(self, root: Path, module: str, args: Sequence[str], *, count: int, ranks: int, restarts: int) -> None:
@@ -115,7 +115,7 @@ class Nodes:
         return self.folder(node) / "job"
 
     def start(self, names: Sequence[str]) -> None:
-        """Starts nodes with empty folders."""
+        """Start nodes with empty folders."""
         for node in names:
             self._scratch(node).mkdir(parents=True)
             self._agents[node] = subprocess.Popen(
@@ -142,17 +142,17 @@ class Nodes:
             )
 
     def ended(self, node: str) -> int | None:
-        """Exit code of a node's agent, `None` while it runs."""
+        """Exit code of a node's agent, ``None`` while it runs."""
         return self._agents[node].poll()
 
     def await_output(self, timeout_s: float) -> None:
-        """Waits for each agent that has ended until all that it printed is in `lines`, or so long."""
+        """Wait for each agent that has ended until all that it printed is in `lines`, or so long."""
         for node, reader in self._readers.items():
             if self.ended(node) is not None:
                 reader.join(timeout_s)
 
     def kill_rank(self, pid: int) -> bool:
-        """Kills one process of this job; returns whether it was running."""
+        """Kill one process of this job; returns whether it was running."""
         if not any(process.pid == pid for process in self._running()):
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -160,7 +160,7 @@ class Nodes:
         return _await_death(pid, time.monotonic() + _DEATH_DEADLINE_S)
 
     def kill_node(self, node: str) -> LostNode:
-        """Makes a machine vanish: SIGKILL to every process on it, then its memory is gone."""
+        """Make a machine vanish: SIGKILL to every process on it, then its memory is gone."""
         agent = self._agents[node].pid
         pids = self._kill(node)
         self._agents[node].wait(_DEATH_DEADLINE_S)
@@ -169,7 +169,7 @@ class Nodes:
         return LostNode(tuple(sorted({agent, *pids})), size)
 
     def close(self) -> None:
-        """Kills whatever is left. Idempotent, and not to be interrupted."""
+        """Kill whatever is left. Idempotent, and not to be interrupted."""
         with _undisturbed():
             self._kill()
             for agent in self._agents.values():
@@ -233,7 +233,7 @@ class Nodes:
         return found
 
     def _kill(self, node: str | None = None) -> list[int]:
-        """Kills the processes of a node, or of all, and whatever they start meanwhile."""
+        """Kill the processes of a node, or of all, and whatever they start meanwhile."""
         killed = []
         deadline = time.monotonic() + _DEATH_DEADLINE_S
         while running := self._running(node):
@@ -248,10 +248,10 @@ class Nodes:
 
 
 def make_root(*, keep: bool = False) -> Path:
-    """Makes a folder for a demo, in memory if this machine has a tmpfs where it should.
+    """Make a folder for a demo, in memory if this machine has a tmpfs where it should.
 
     Args:
-        keep: Whether it is to outlive the demo, and the next one's sweep.
+        keep: whether it is to outlive the demo, and the next one's sweep.
     """
     parent = _SHM if _is_tmpfs(_SHM) else Path(tempfile.gettempdir())
     owner = psutil.Process()
@@ -260,13 +260,13 @@ def make_root(*, keep: bool = False) -> Path:
 
 
 def remove_root(root: Path) -> None:
-    """Removes a demo's folder, not to be interrupted."""
+    """Remove a demo's folder, not to be interrupted."""
     with _undisturbed():
         shutil.rmtree(root, ignore_errors=True)
 
 
 def sweep_roots() -> None:
-    """Removes the folders of demos of this user that were killed themselves."""
+    """Remove the folders of demos of this user that were killed themselves."""
     for folder in {*_SHM.glob("flashpoint-demo-*"), *Path(tempfile.gettempdir()).glob("flashpoint-demo-*")}:
         match = _FOLDER.fullmatch(folder.name)
         if match is None or _runs(pid=int(match[1]), started_ms=int(match[2])):
@@ -317,7 +317,7 @@ def _await_death(pid: int, deadline: float) -> bool:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Holds back what would interrupt cleaning up halfway."""
+    """Hold back what would interrupt cleaning up halfway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -332,7 +332,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """Holds back what would interrupt this, and acts on it then."""
+    """Hold back what would interrupt this, and acts on it then."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

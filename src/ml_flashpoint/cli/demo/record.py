@@ -20,13 +20,13 @@ class Injected:
     """A fault, as it was brought about.
 
     Attributes:
-        kind: Whether a rank or a whole node was killed.
-        victim: `rank 2` or `node-1`.
-        at: When, on the clock of the reports.
-        pids: The processes that were running before and dead afterwards.
-        lost_bytes: Memory that was deleted with the node.
-        gone: Whether what should be gone is: the process, or the node's processes and folder.
-        replacement: The node that took the place of the lost one.
+        kind: whether a rank or a whole node was killed.
+        victim: ``rank 2`` or ``node-1``.
+        at: when, on the clock of the reports.
+        pids: the processes that were running before and dead afterwards.
+        lost_bytes: memory that was deleted with the node.
+        gone: whether what should be gone is: the process, or the node's processes and folder.
+        replacement: the node that took the place of the lost one.
     """
 
     kind: Literal["rank", "node"]
@@ -43,13 +43,13 @@ class RunRecord:
     """One run of the job, in the order in which things were learned.
 
     Attributes:
-        name: What to call it.
-        steps: Steps that it was to train.
-        ranks: Its world size.
-        reports: Everything that its ranks reported, each with the `node` added.
-        faults: What was done to it, in order.
-        wall_s: From the start of its nodes to their end.
-        bases_ok: For each node at the end, whether its checkpoints verify.
+        name: what to call it.
+        steps: steps that it was to train.
+        ranks: its world size.
+        reports: everything that its ranks reported, each with the `node` added.
+        faults: what was done to it, in order.
+        wall_s: from the start of its nodes to their end.
+        bases_ok: for each node at the end, whether its checkpoints verify.
     """
 
     name: str
@@ -100,16 +100,16 @@ class Recovery:
     """How a run went on after a fault. Times in seconds, each of the slowest rank.
 
     Attributes:
-        fault: The fault.
-        last_step: Last step that was made before.
-        replicated: Newest step that the job knew to be on every copy before; `None` if there was none.
-        resumed: Step that each rank went on from, by rank.
-        sources: Where each rank's state came from, and the version if that was memory, by rank.
-        restart_s: From the fault until all ranks run again: noticing, rendezvous, starting Python.
-        phases: Of `PHASES`, the recovery itself.
-        total_s: From the fault until the first step after it.
-        fetched_bytes: Bytes that ranks received from peers.
-        fetched_by: Nodes whose ranks received them.
+        fault: the fault.
+        last_step: last step that was made before.
+        replicated: newest step that the job knew to be on every copy before; ``None`` if there was none.
+        resumed: step that each rank went on from, by rank.
+        sources: where each rank's state came from, and the version if that was memory, by rank.
+        restart_s: from the fault until all ranks run again: noticing, rendezvous, starting Python.
+        phases: of `PHASES`, the recovery itself.
+        total_s: from the fault until the first step after it.
+        fetched_bytes: bytes that ranks received from peers.
+        fetched_by: nodes whose ranks received them.
     """
 
     fault: Injected
@@ -125,7 +125,7 @@ class Recovery:
 
     @property
     def resumed_step(self) -> int | None:
-        """The step that all ranks went on from; `None` if they did not agree."""
+        """The step that all ranks went on from; ``None`` if they did not agree."""
         steps = set(self.resumed.values())
         return steps.pop() if len(steps) == 1 else None
 

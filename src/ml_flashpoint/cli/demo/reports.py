@@ -15,7 +15,7 @@ PREFIX = "@flashpoint-demo "
 
 
 def report(event: str, **values: Any) -> None:
-    """Tells the parent something.
+    """Tell the parent something.
 
     In one write of less than a pipe takes whole, so that no other rank's output cuts it in two. The line break
     in front keeps it apart from what was printed without one.
@@ -26,7 +26,7 @@ def report(event: str, **values: Any) -> None:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """What a line reports, or `None` if it is other output."""
+    """What a line reports, or ``None`` if it is other output."""
     if not line.startswith(PREFIX):
         return None
     try:

@@ -46,9 +46,9 @@ class Fault:
     """A fault to bring about.
 
     Attributes:
-        kind: What to kill.
-        victim: Number of the rank, or of the node in the order of starting.
-        step: When a rank has made this step, ...
+        kind: what to kill.
+        victim: number of the rank, or of the node in the order of starting.
+        step: when a rank has made this step, ...
         delay_s: ... and this long after.
     """
 
@@ -78,11 +78,11 @@ class Run:
     """One run of the job, from empty nodes to their end.
 
     Args:
-        name: What to call it.
-        root: An empty folder of its own.
-        steps, seed: For the job.
-        faults: What to do to it, by rising step.
-        display: Who shows it.
+        name: what to call it.
+        root: an empty folder of its own.
+        steps, seed: for the job.
+        faults: what to do to it, by rising step.
+        display: who shows it.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Run:
         self._log = (root / "output.log").open("w")
 
     def play(self) -> RunRecord:
-        """Runs the job and returns what happened; kills whatever is left of it in any case.
+        """Run the job and returns what happened; kills whatever is left of it in any case.
 
         Raises:
-            DemoError: It failed, or nothing happened for too long.
+            DemoError: it failed, or nothing happened for too long.
         """
         plan = [f"{fault.kind} killed after step {fault.step}" for fault in self._faults] or ["nothing is killed"]
         self._display.begin(f"{self.record.name} run", ", ".join(plan))
@@ -122,7 +122,7 @@ class Run:
         return self.record
 
     def _watch(self) -> None:
-        """Follows the job until every rank has reported its result."""
+        """Follow the job until every rank has reported its result."""
         last = time.monotonic()
         while not self.record.finished():
             report = self._next()

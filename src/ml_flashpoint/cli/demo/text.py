@@ -18,7 +18,7 @@ def read_text() -> torch.Tensor:
     """The first 4 MiB of the standard library's source, by file name, as `uint8` of one dimension.
 
     Raises:
-        FileNotFoundError: This Python comes without the source of its library.
+        FileNotFoundError: this Python comes without the source of its library.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -34,13 +34,13 @@ def read_text() -> torch.Tensor:
 class TextLoader:
     """An endless iterator over batches of one rank, that can be put back to where it was.
 
-    Yields `(inputs, targets)`, both `int64` of shape [batch, context]; targets are the next bytes.
+    Yields ``(inputs, targets)``, both `int64` of shape [batch, context]; targets are the next bytes.
 
     Args:
-        text: From `read_text`.
-        batch, context: Shape of what it yields.
-        rank, world_size: Which batches are this rank's.
-        seed: Other seeds give other batches.
+        text: from `read_text`.
+        batch, context: shape of what it yields.
+        rank, world_size: which batches are this rank's.
+        seed: other seeds give other batches.
     """
 
     def __init__(self, text: torch.Tensor, *, batch: int, context: int, rank: int, world_size: int, seed: int) -> None:
@@ -67,5 +67,5 @@ class TextLoader:
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from a place."""
+        """Go on from a place."""
         self._position = int(state["position"])

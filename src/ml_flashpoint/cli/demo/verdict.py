@@ -20,8 +20,8 @@ class Check:
     """One claim.
 
     Attributes:
-        claim: What should hold.
-        why_not: Why it does not; `None` if it does.
+        claim: what should hold.
+        why_not: why it does not; ``None`` if it does.
     """
 
     claim: str
@@ -34,12 +34,12 @@ class Check:
 
 
 def judge(reference: RunRecord, broken: RunRecord, *, ranks_per_node: int) -> list[Check]:
-    """Checks every claim of the demo.
+    """Check every claim of the demo.
 
     Args:
-        reference: The run without faults.
-        broken: The run with a rank killed and then a node.
-        ranks_per_node: Ranks on each node.
+        reference: the run without faults.
+        broken: the run with a rank killed and then a node.
+        ranks_per_node: ranks on each node.
     """
     checks = [
         Check(f"{reference.name} run: every rank made every step once", _first(_undisturbed(reference))),

@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "missing", "extra"), CASES)
 def test_a_missing_package_is_named_with_its_extra(line: str, missing: str, extra: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None\n{line}"

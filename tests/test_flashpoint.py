@@ -38,7 +38,9 @@ from ml_flashpoint.format.errors import (
     UnsafeContentError,
 )
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy
+from tests.support import warm
 from tests.support.forked import Child, call
+from tests.support.processes import child_environment
 from tests.workers import training
 from tests.workers.training import Job
 
@@ -1191,16 +1193,19 @@ for _ in range(2):
 """
 
 
-def _said(base: Path, setup: str = "", fallback: str = "None") -> list[str]:
-    code = _TWO_RUNS.format(base=str(base), setup=setup, fallback=fallback)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+def _said(base: Path, setup: str = "", fallback: str = "None", *, cold: bool = False) -> list[str]:
+    argv = [sys.executable, "-c", _TWO_RUNS.format(base=str(base), setup=setup, fallback=fallback)]
+    if cold or warm.ALL_COLD:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
+    else:
+        done = warm.run(argv, child_environment(PYTHONUNBUFFERED="1"), check=True)
     assert done.stdout == ""
     return done.stderr.splitlines()
 
 
 @pytest.mark.slow
 def test_says_where_it_goes_on_and_that_it_saves(base: Path) -> None:
-    said = _said(base)
+    said = _said(base, cold=True)
     assert len(said) == 4, said
     assert said[0] == f"ml_flashpoint: no checkpoint to go on from in {base}: training starts at step 0"
     assert re.fullmatch(

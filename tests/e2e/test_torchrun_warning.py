@@ -1,8 +1,10 @@
-"""What a job under torchrun is told about being started again, by its own output."""
+"""What a job under torchrun is told about being started again, by its own output.
+
+The first job is started as a user starts it, cold.
+"""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.facade.launcher import VARIABLE, _keeps_lives_apart
+from tests.support import warm
 from tests.support.cluster import free_port
+from tests.support.processes import child_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,7 +45,7 @@ def test_a_job_is_warned_where_it_may_hang(
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    env = {name: value for name, value in child_environment(PYTHONUNBUFFERED="1").items() if name != VARIABLE}
     env |= {"FLASHPOINT_TEST_BASE": str(tmpfs / "job"), **({VARIABLE: "1"} if disabled else {})}
     place = (
         ["--rdzv-backend=c10d", "--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
@@ -49,13 +53,11 @@ def test_a_job_is_warned_where_it_may_hang(
         else ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     )
     flags = ["--nproc-per-node=2", f"--max-restarts={restarts}", *place]
-    said = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags, script],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    argv = [sys.executable, "-m", "torch.distributed.run", *flags, str(script)]
+    if says.startswith("export") or warm.ALL_COLD:
+        said = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
+    else:
+        said = warm.run(argv, env, timeout_s=200)
     assert said.returncode == 0, said.stderr[-3000:]
     assert said.stderr.count("torchrun will start ranks again") == bool(says), said.stderr[-3000:]  # once, by rank 0
     assert says in said.stderr

@@ -311,7 +311,10 @@ def main() -> None:
     listening, life, preload = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     for name in preload:
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread: what is forked would lack it"
+    threads = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    # jemalloc, which pyarrow brings, stops its own thread to fork.
+    threads = [name for name in threads if name != "jemalloc_bg_thd\n"]
+    assert len(threads) == 1, f"an import has started a thread, which what is forked would lack: {threads}"
     gc.collect()
     gc.freeze()  # need not be looked through again in every child
     listener = socket.socket(fileno=listening)

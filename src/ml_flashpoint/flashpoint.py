@@ -51,6 +51,8 @@ from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 
+_IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
+
 
 class Flashpoint:
     """Saves a training loop's state into memory every few steps, and restores it after a crash.
@@ -315,7 +317,7 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._check_usable()
-        self._engine.check_asked("resume()")
+        self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._steps += 1
         if self._steps % self._every == 0:
             self._save(self._steps)
@@ -334,7 +336,7 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._check_usable()
-        self._engine.check_asked("resume()")
+        self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._save(self._steps if step is None else checked_integer("step", step, 0, MAX_STEP))
         self._raise_failure()
 

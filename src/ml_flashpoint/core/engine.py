@@ -19,7 +19,6 @@ from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
@@ -99,11 +98,8 @@ class CheckpointEngine:
 
     def holds(self, path: object) -> bool:
         """Whether a path is that of a version in the base container. Paths are compared, not their beginnings."""
-        try:
-            version = CheckpointContainerId(path)  # type: ignore[arg-type]
-            return version.step is not None and version.parent == self.base
-        except (FlashpointError, TypeError):
-            return False
+        version = CheckpointContainerId.of_version(path)
+        return version is not None and version.parent == self.base
 
     def latest(self) -> CheckpointContainerId | None:
         """The newest version that all ranks can load, fetched and verified; None if there never was one. Collective.
@@ -119,17 +115,18 @@ class CheckpointEngine:
         self.unasked = False
         return version
 
-    def check_asked(self, call: str) -> None:
+    def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.
 
         Args:
             call: what the user calls to ask.
+            hint: what else the user can do.
 
         Raises:
             UnaskedVersionsError: so it is.
         """
         if self.unasked:
-            raise unasked_versions(self.ranks.rank, self.ranks.node, str(self.base), call=call)
+            raise unasked_versions(self.ranks.rank, self.ranks.node, str(self.base), call=call, hint=hint)
 
     def stop(self) -> None:
         """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way. Arenas stay mapped, for

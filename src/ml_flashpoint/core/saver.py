@@ -248,11 +248,14 @@ class MLFlashpointCheckpointSaver(ABC):
             raise
 
 
-def unasked_versions(rank: int, node: str | None, base: str | None, *, call: str = "") -> UnaskedVersionsError:
+def unasked_versions(
+    rank: int, node: str | None, base: str | None, *, call: str = "", hint: str | None = None
+) -> UnaskedVersionsError:
     """The error of every door that is to save where nobody has asked for what there is.
 
     Args:
         call: what asks, where it is not the engine's loader that is called.
+        hint: what else the user can do.
     """
     # What to do is in the message: of what DCP passes on, users see no hints.
     return UnaskedVersionsError(
@@ -262,4 +265,5 @@ def unasked_versions(rank: int, node: str | None, base: str | None, *, call: str
         rank=rank,
         node=node,
         path=base,
+        hint=hint,
     )

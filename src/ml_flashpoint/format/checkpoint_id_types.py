@@ -12,7 +12,7 @@ import re
 from functools import total_ordering
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
-from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, InvalidNameError
 
 MAX_SEGMENT_BYTES = 255
 """Longest segment in bytes of UTF-8: `NAME_MAX` of the filesystems that checkpoints live on."""
@@ -173,6 +173,15 @@ class CheckpointContainerId(_AbsoluteId):
             raise InvalidArgumentError("a child needs at least one name", argument="names", value=names)
         above = CheckpointContainerId(parent)
         return CheckpointContainerId("/".join([above.path, *map(validate_segment, names)]))
+
+    @staticmethod
+    def of_version(path: object) -> CheckpointContainerId | None:
+        """Return the id of a path if that names a version, ``None`` for anything else."""
+        try:
+            version = CheckpointContainerId(path)  # type: ignore[arg-type]
+        except (FlashpointError, TypeError):
+            return None
+        return None if version.step is None else version
 
     @staticmethod
     def format_version_container(step: SupportsIndex) -> str:

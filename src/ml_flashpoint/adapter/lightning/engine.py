@@ -142,7 +142,7 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             UnaskedVersionsError: so it is.
         """
-        self._engine.check_asked("resume_path(trainer)")
+        self._engine.check_asked("resume_path(trainer)", hint="or construct the callback with discard_existing=True")
 
     def holds(self, path: object) -> bool:
         """Whether a path is that of a version in the base container."""

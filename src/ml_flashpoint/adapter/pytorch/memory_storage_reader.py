@@ -25,7 +25,6 @@ from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
-    FlashpointError,
     InvalidArgumentError,
     LoadError,
     ObjectNotFoundError,
@@ -94,10 +93,7 @@ class MemoryStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id names a version of a base container."""
-        try:
-            return CheckpointContainerId(checkpoint_id).step is not None
-        except FlashpointError:
-            return False
+        return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the checkpoint.

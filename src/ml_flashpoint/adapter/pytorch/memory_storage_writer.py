@@ -317,10 +317,7 @@ class MemoryStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id names a version of a base container."""
-        try:
-            return CheckpointContainerId(checkpoint_id).step is not None
-        except FlashpointError:
-            return False
+        return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP tells planners about this save."""

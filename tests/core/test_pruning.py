@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -190,7 +191,7 @@ class Pruning(RuleBasedStateMachine):
         return itertools.combinations(standing, self.claim - len(self.lost))
 
 
-TestPruningUnderAnyInterleaving = Pruning.TestCase
+TestPruningUnderAnyInterleaving = pytest.mark.slow(Pruning.TestCase)
 TestPruningUnderAnyInterleaving.settings = settings(
     max_examples=round(100 * SCALE), stateful_step_count=50, deadline=None, report_multiple_bugs=False
 )

@@ -57,6 +57,7 @@ def test_an_index_comes_back(index: Index) -> None:
     assert plain(decode_index(memoryview(encode_index(index)), "here")) == index
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(indices(), st.data())
 def test_an_altered_index_is_damaged_or_another_one(index: Index, data: st.DataObject) -> None:

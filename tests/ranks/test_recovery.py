@@ -109,6 +109,7 @@ class TestPlanning:
         else:
             assert plan.fetches == ()
 
+    @pytest.mark.slow
     @unhurried
     @given(topologies, replicating, st.data())
     def test_whatever_is_lost_within_the_claim_the_newest_version_is_recovered(

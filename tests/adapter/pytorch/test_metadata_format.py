@@ -123,6 +123,7 @@ def _places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(deeper for key in keys for deeper in _places_in(value[key], (*path, key)))]
 
 
+@pytest.mark.slow
 @given(st.data(), _JSON)
 @settings(max_examples=400)
 def test_whatever_else_it_says_is_refused_or_harmless(data: st.DataObject, instead: Any) -> None:

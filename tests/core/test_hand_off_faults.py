@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,12 @@ def test_a_trainer_that_first_hears_of_the_base_container_leaves_its_next_save_t
         real = getattr(module, name)
 
         def patched(*args: Any) -> Any:
-            monkeypatch.setattr(module, name, real)
-            hear()
+            if threading.current_thread() is saving:  # and not the saver's own, which may be making a spare arena
+                monkeypatch.setattr(module, name, real)
+                hear()
             return real(*args)
 
+        saving = threading.current_thread()
         monkeypatch.setattr(module, name, patched)
 
     def hear() -> None:
@@ -158,7 +161,7 @@ def test_a_trainer_that_first_hears_of_the_base_container_leaves_its_next_save_t
         before(version_files, "write_manifest")
     second.commit(save)
     assert saver.wait(20)
-    assert [each.save.state for each in (one, two)] == [SaveState.VERIFIED] * 2
+    assert [(each.save.state, each.save.error) for each in (one, two)] == [(SaveState.VERIFIED, None)] * 2
     assert save_elsewhere(saver, tmpfs, 3).state is SaveState.VERIFIED
     assert list_versions(tmpfs) == ["step-3_ckpt"]
     assert len(arenas(tmpfs)) <= 3

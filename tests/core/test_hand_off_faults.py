@@ -6,6 +6,7 @@ import errno
 import pickle
 import threading
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import torch
 from ml_flashpoint.checkpoint_object_manager import arena, rank_store, version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core import handing_off
+from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.mailbox import Mailbox
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import SaveError, UnreadableError
+from ml_flashpoint.format.errors import ObjectNotFoundError, SaveError, UnreadableError
 from tests.support.injector import Fault, Injector
 
 TENSORS = [("weight", torch.arange(100_000.0))]
@@ -70,7 +71,7 @@ def test_a_part_that_cannot_be_taken_over_is_withdrawn(
 
     with monkeypatch.context() as context:
         if what == "manifest":
-            context.setattr(handing_off, "read_manifest", failing)
+            context.setattr(rank_store, "read_manifest", failing)
         else:
             context.setattr(RankStore, "arena_by_path", failing)
         assert save_elsewhere(saver, tmpfs, 2).error is not None
@@ -79,6 +80,35 @@ def test_a_part_that_cannot_be_taken_over_is_withdrawn(
         assert save_elsewhere(saver, tmpfs, step).state is SaveState.VERIFIED
     assert list_versions(tmpfs) == ["step-5_ckpt"]
     assert len(arenas(tmpfs)) <= 3
+
+
+def test_a_save_that_has_made_way_before_it_was_taken_over_takes_no_arena_with_it(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recoveries find what a saving process has committed before the trainer hears of it, and drop the older one."""
+    may_hear, take = threading.Event(), Mailbox.take
+    monkeypatch.setattr(Mailbox, "take", lambda mailbox, save_id: take(mailbox, save_id) if may_hear.is_set() else None)
+    loader = DefaultMLFlashpointCheckpointLoader(saver._objects)
+    saves = []
+    for step in (1, 2):
+        handed_off = saver.hand_off()
+        saves.append(handed_off.save)
+        pickle.loads(pickle.dumps(handed_off)).save(version(tmpfs, step), TENSORS)
+        found = loader.get_latest_complete_checkpoint(CheckpointContainerId(tmpfs))
+        assert found is not None
+        assert found.step == step
+    third = saver.begin()
+    saver.stage(third, TENSORS)
+    assert third.staged is not None
+    may_hear.set()
+    assert saves[0].finished.wait(20)
+    assert isinstance(saves[0].error, ObjectNotFoundError)
+    assert third.staged.arena_path.exists()
+    saver.write(third, version(tmpfs, 3), TENSORS)
+    saver.commit(third)
+    assert saver.wait(20)
+    assert [saves[1].state, third.state] == [SaveState.VERIFIED] * 2
+    assert list_versions(tmpfs) == ["step-3_ckpt"]
 
 
 def test_a_notice_that_cannot_be_posted_leaves_nothing(
@@ -195,3 +225,19 @@ def test_what_an_orphaned_saving_process_commits_while_a_trainer_starts_is_not_w
     finally:
         after.close(0.1)
         after._objects.close()
+
+
+def test_staged_tensors_whose_arena_is_gone_fail_their_save_and_not_the_saving_process(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path
+) -> None:
+    """What cannot be unpickled would end torch's saving process, and with it all later saves."""
+    saver.save(version(tmpfs, 1), TENSORS)
+    save = saver.begin()
+    (staged,) = saver.stage(save, TENSORS) or []
+    pickled = ForkingPickler.dumps(staged)
+    saver.fail(save, SaveError("given up"))
+    assert save.staged is not None
+    save.staged.arena_path.unlink()
+    arrived = pickle.loads(pickled)
+    assert arrived.is_meta
+    assert (arrived.shape, arrived.dtype) == (staged.shape, staged.dtype)

@@ -330,11 +330,11 @@ class ArenaPool:
             arena.refresh()
             return arena
 
-    def sweep_unknown(self) -> None:
-        """Delete arenas that another process made and this one does not know."""
+    def sweep_unknown(self, paths: Iterable[Path] | None = None) -> None:
+        """Delete arenas, of these ``paths`` only if given, that another process made and this one does not know."""
         with self._lock:
             known = {arena.path for arena in (*self._free, *self._in_use)}
-            for path in self.directory.iterdir():
+            for path in self.directory.iterdir() if paths is None else paths:
                 if is_arena(path) and path not in known:
                     path.unlink(missing_ok=True)
 

@@ -8,6 +8,7 @@ state for every save in another process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from multiprocessing.reduction import ForkingPickler
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.staging.copy import cpu_clone
+
+_log = logging.getLogger(__name__)
 
 _mapped: dict[Path, Arena] = {}
 _lock = threading.Lock()
@@ -78,6 +82,11 @@ def _by_place(tensor: ArenaTensor) -> tuple[Any, ...]:
 ForkingPickler.register(ArenaTensor, _by_place)
 
 
-def _rebuild(path: str, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> ArenaTensor:
-    arena = mapped_arena(Path(path))
+def _rebuild(path: str, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    try:
+        arena = mapped_arena(Path(path))
+    except (FlashpointError, OSError) as error:
+        # Torch's saving process would end with it, for good. So only this save fails: the write refuses the tensor.
+        _log.error("the staged state cannot be read: %s", error)
+        return torch.empty(shape, dtype=dtype, device="meta")
     return ArenaTensor.wrap(arena.view(begin, end, dtype, shape), arena.path, begin, end)

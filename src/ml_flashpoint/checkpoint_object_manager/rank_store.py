@@ -37,7 +37,7 @@ from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, list_versions, map_object, remove_part
 from ml_flashpoint.format.errors import CapacityError, JobInUseError
-from ml_flashpoint.format.manifest import Manifest, object_name
+from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, read_manifest
 from ml_flashpoint.format.private_folders import is_at, make_tree, open_own, sweep_folder
 from ml_flashpoint.ranks.recovery import superseded
 
@@ -225,6 +225,21 @@ class RankStore:
                 self._retire(replaced)
         keep_reserve(self.directory, manifest)
         return part
+
+    def take_over_part(self, version: str, save_id: str, paths: Iterable[Path]) -> HeldPart:
+        """Answer from now on for a part of this rank that a saving process has committed, in the arenas of these files.
+        A recovery may have found it before.
+
+        Raises:
+            ObjectNotFoundError: it has made way for a newer one since.
+            FlashpointError, OSError: it cannot be read.
+        """
+        with self._lock:  # what is read is not dropped meanwhile, nor its arenas used again
+            known = self.find(save_id, self.rank)
+            if known is not None and known.manifest is not None:
+                return known
+            manifest = read_manifest(self.base / version / manifest_name(self.rank, save_id))
+            return self.add_committed(manifest, [self.arena_by_path(path) for path in paths])
 
     def held(self) -> list[HeldPart]:
         """Parts in this store, own and copies, oldest save id first."""

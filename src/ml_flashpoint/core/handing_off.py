@@ -26,7 +26,7 @@ from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, SaveError
-from ml_flashpoint.format.manifest import manifest_name, object_name, read_manifest
+from ml_flashpoint.format.manifest import object_name
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 _RECORD_POLL_S = 0.002
@@ -158,14 +158,14 @@ class HandingOff(MLFlashpointCheckpointSaver):
             store = self._objects.open(record.base, self.rank)
             if record.error is not None:
                 raise SaveError(record.error, step=save.step, rank=self.rank)
-            manifest = read_manifest(store.base / record.version / manifest_name(self.rank, save.save_id))
             self._check_newest(store)
-            part = store.add_committed(manifest, [store.arena_by_path(Path(p)) for p in record.arenas])
+            part = store.take_over_part(record.version, save.save_id, map(Path, record.arenas))
         except (FlashpointError, OSError) as error:
             self._disown(save, record)
             self.fail(save, error)
             return
-        self._taken_size = manifest.objects[0].size
+        assert part.manifest is not None
+        self._taken_size = part.manifest.objects[0].size
         self._pass_on(save, part, store)
 
     def _disown(self, save: Save, record: CompletionRecord) -> None:
@@ -174,8 +174,10 @@ class HandingOff(MLFlashpointCheckpointSaver):
         if record.version:
             name = object_name(self.rank, save.save_id)
             remove_part(Path(record.base), record.version, self.rank, save.save_id, [name])
-        for path in set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}:
-            path.unlink(missing_ok=True)  # made there, and not known here
+        # Those that are known here are the store's to free: they may hold something else by now.
+        made_there = set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}
+        if self._objects.store is not None:
+            self._objects.store.arenas.sweep_unknown(made_there)
 
 
 def _is_running(thread: threading.Thread | None) -> bool:

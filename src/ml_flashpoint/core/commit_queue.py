@@ -23,7 +23,7 @@ from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import Numbering
 from ml_flashpoint.format.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
 from ml_flashpoint.format.failure_kinds import is_transient
-from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.format.knobs import collective_deadline_s, transfer_deadline_s
 from ml_flashpoint.ranks.rank_group import Agreement, RankGroup
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
@@ -276,6 +276,8 @@ class CommitQueue:
         if not self._replication.copies_of(part.rank):
             return True
         began = time.monotonic()
+        # The others wait in the agreement meanwhile.
+        give_up = began + min(transfer_deadline_s(), collective_deadline_s() / 2)
         while True:
             try:
                 self._replication.replicate(part, cancelled=lambda: self._closing)
@@ -284,7 +286,7 @@ class CommitQueue:
                 if self.stats.replication_error is None:  # once, until it works again
                     _log.error("replication fails, older copies are kept: %s", error)
                 self.stats.replication_error = str(error)
-                if not is_transient(error) or not self._copy_again(began + transfer_deadline_s()):
+                if not is_transient(error) or not self._copy_again(give_up):
                     self.stats.replication_failures += 1
                     return False
         if self.stats.replication_error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,8 @@ def test_a_rank_votes_whatever_goes_wrong_before() -> None:
     assert [vote[:2] for vote in group.votes] == [(0, 1)]
     assert isinstance(broken.error, OSError)
 
-    part, store = SimpleNamespace(), SimpleNamespace(base="/job", advance=lambda save_id: None)
+    part = SimpleNamespace(doomed=False)
+    store = SimpleNamespace(base="/job", advance=lambda save_id: None, pinned=lambda part: nullcontext(True))
     later = Save(SaveIdentity("a", 2))
     later.version = CheckpointContainerId("/job/step-2_ckpt")
     later.commit(part, store)  # type: ignore[arg-type]

@@ -346,6 +346,21 @@ class RankStore:
             self._retire_doomed()
 
     @contextlib.contextmanager
+    def pinned(self, part: HeldPart) -> Iterator[bool]:
+        """Keep a part, and what lies in its arenas, while it is read: dropped meanwhile, it goes at the end. Gives
+        whether it was still held."""
+        with self._lock:
+            held = self._parts.get((part.save_id, part.rank)) is part
+            part.pins += held
+        try:
+            yield held
+        finally:
+            with self._lock:
+                part.pins -= held
+                if held and part.doomed:
+                    self._retire(part)
+
+    @contextlib.contextmanager
     def open_object(self, version: str, name: str) -> Iterator[memoryview]:
         """Bytes of a committed object of this store or of any rank on this node, up to its used size.
 
@@ -355,26 +370,16 @@ class RankStore:
         Raises:
             ObjectNotFoundError: no such object.
         """
-        with self._lock:
-            part = self._by_name.get((version, name))
-            if part is not None:
-                part.pins += 1
-        if part is None:
-            with map_object(self.base, version, name) as view:
-                yield view
-            return
-        try:
-            if part.manifest is None:
-                with map_object(self.base, version, name) as view:
-                    yield view
+        with contextlib.ExitStack() as opened:
+            with self._lock:
+                part = self._by_name.get((version, name))
+                if part is not None:
+                    opened.enter_context(self.pinned(part))
+            if part is None or part.manifest is None:
+                yield opened.enter_context(map_object(self.base, version, name))
             else:
                 index = part.names.index(name)
                 yield part.arenas[index].buffer[: part.manifest.objects[index].size]
-        finally:
-            with self._lock:
-                part.pins -= 1
-                if part.doomed:
-                    self._retire(part)
 
     # ---- life ---------------------------------------------------------------------------------------------
 

@@ -227,8 +227,14 @@ class CommitQueue:
         if save.state is SaveState.COMMITTED:
             self.stats.committed += 1
             self.stats.last_committed = save.step
-            if self._read_back(save) and self._copy(save):
-                save.replicate()
+            assert save.part is not None
+            assert save.store is not None
+            # A recovery of this process may find it useless meanwhile, and its arena would be the next save's.
+            with save.store.pinned(save.part) as held:
+                if held and self._read_back(save) and self._copy(save):
+                    save.replicate()
+            if not held or save.part.doomed:
+                save.evict()
         elif save.state is SaveState.FAILED:
             self.stats.failed += 1
         return save.state is SaveState.REPLICATED
@@ -286,7 +292,7 @@ class CommitQueue:
                 if self.stats.replication_error is None:  # once, until it works again
                     _log.error("replication fails, older copies are kept: %s", error)
                 self.stats.replication_error = str(error)
-                if not is_transient(error) or not self._copy_again(give_up):
+                if not is_transient(error) or part.doomed or not self._copy_again(give_up):
                     self.stats.replication_failures += 1
                     return False
         if self.stats.replication_error is not None:

@@ -43,7 +43,7 @@ class SaveState(enum.Enum):
     FAILED = "failed"
     """Nothing of it is visible."""
     EVICTED = "evicted"
-    """Its part was given up, unverified, for the memory that a newer save needed."""
+    """Its part was given up, unverified: a newer save needed its memory, or a recovery has found a newer version."""
     WITHDRAWN = "withdrawn"
     """A part of it, here or on another rank, was damaged when it was read back."""
 
@@ -234,7 +234,7 @@ class Save:
         self._enter(SaveState.VERIFIED)
 
     def evict(self) -> bool:
-        """Its part goes, for a newer save. Returns false where it must not."""
+        """Its part goes, for a newer save or version. Returns false where it must not."""
         return not self.uncertain and self._enter(SaveState.EVICTED)
 
     def withdraw(self, error: BaseException) -> None:

@@ -417,7 +417,7 @@ class LocalCheckpointManager:
         if not ended:
             reason = "the background thread has not ended the save within its deadline"
         elif mine is None and save.state is SaveState.EVICTED:
-            reason = "given up for a newer save, which needed its memory"
+            reason = "given up for a newer version, or for a newer save, which needed its memory"
         elif mine is None and save.part is not None and self._saver.stats.replication_error is not None:
             reason = f"committed, but not copied: {self._saver.stats.replication_error}"
         try:

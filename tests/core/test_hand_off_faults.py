@@ -86,8 +86,8 @@ def test_a_save_that_has_made_way_before_it_was_taken_over_takes_no_arena_with_i
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recoveries find what a saving process has committed before the trainer hears of it, and drop the older one."""
-    may_hear, take = threading.Event(), Mailbox.take
-    monkeypatch.setattr(Mailbox, "take", lambda mailbox, save_id: take(mailbox, save_id) if may_hear.is_set() else None)
+    may_hear, record_of = threading.Event(), Mailbox.record_of
+    monkeypatch.setattr(Mailbox, "record_of", lambda *args: record_of(*args) if may_hear.is_set() else None)
     loader = DefaultMLFlashpointCheckpointLoader(saver._objects)
     saves = []
     for step in (1, 2):
@@ -241,3 +241,53 @@ def test_staged_tensors_whose_arena_is_gone_fail_their_save_and_not_the_saving_p
     arrived = pickle.loads(pickled)
     assert arrived.is_meta
     assert (arrived.shape, arrived.dtype) == (staged.shape, staged.dtype)
+
+
+@pytest.mark.parametrize("what", ["signature", "note", "record"])
+def test_a_shortage_while_a_report_is_read_is_waited_out(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The part is committed: it would be lost, and its version with it, for a descriptor that is free again soon."""
+    saver.save(version(tmpfs, 1), TENSORS)
+    assert saver.wait(20)
+    read_text, refused = Path.read_text, []
+
+    def short(path: Path, *args: Any, **kwargs: Any) -> str:
+        kind = {".pid": "signature", ".as": "note"}.get(path.suffix, "record")
+        if path.parent.name.startswith("flashpoint-mailbox-") and kind == what and path.exists() and len(refused) < 3:
+            refused.append(path)
+            raise OSError(errno.EMFILE, "too many open files")
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", short)
+    assert save_elsewhere(saver, tmpfs, 2).state is SaveState.VERIFIED
+    assert len(refused) == 3
+    assert list_versions(tmpfs) == ["step-2_ckpt"]
+    assert saver._mailbox is not None
+    assert [path.name for path in saver._mailbox.directory.iterdir()] == [".owner"]
+
+
+def test_a_shortage_while_what_a_dead_process_left_is_removed_costs_no_arena(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.save(version(tmpfs, 1), TENSORS)
+    assert saver.wait(20)
+    listed = []
+
+    def short(base: Path) -> list[str]:
+        listed.append(base)
+        if len(listed) < 3:
+            raise OSError(errno.EMFILE, "too many open files")
+        return list_versions(base)
+
+    monkeypatch.setattr(rank_store, "list_versions", short)
+    monkeypatch.setattr(Mailbox, "process_of", lambda *_: 2**22 + 1)  # of no process
+    handed_off = saver.hand_off()
+    assert handed_off.save.finished.wait(20)
+    assert handed_off.save.state is SaveState.FAILED
+    assert "its process is gone" in str(handed_off.save.error)
+    assert len(listed) == 3
+    monkeypatch.undo()
+    for step in range(3, 6):
+        assert save_elsewhere(saver, tmpfs, step).state is SaveState.VERIFIED
+    assert len(arenas(tmpfs)) <= 2

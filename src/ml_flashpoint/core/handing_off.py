@@ -6,6 +6,7 @@ the saves themselves are `checkpoint_saver`'s.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,8 +27,11 @@ from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import object_name
 from ml_flashpoint.ranks.rank_group import RankGroup
+
+_log = logging.getLogger(__name__)
 
 _RECORD_POLL_S = 0.002
 """Seconds between two looks for a completion record. No event takes their place: a process that is killed posts none,
@@ -114,7 +118,16 @@ class HandingOff(MLFlashpointCheckpointSaver):
 
     def _watch(self, save: Save) -> float | None:
         """Called by the commit queue while it waits for a save, and once when it gives it up: look for the other
-        process's completion record."""
+        process's completion record. What cannot be read for want of descriptors, say, is looked for again."""
+        try:
+            return self._look(save)
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            _log.warning("cannot see now what became of a save in another process: %s", error)
+            return DESERTED_POLL_S
+
+    def _look(self, save: Save) -> float | None:
         for late in [each for each in list(self._handed_off.values()) if each.save.decided.is_set()]:
             self._look_for_record(late)  # given up at its deadline; until now its process may have been writing
         away = self._handed_off.get(save.key)
@@ -133,17 +146,20 @@ class HandingOff(MLFlashpointCheckpointSaver):
         may_begin = time.monotonic() < away.since + _TAKE_UP_S
         alive = may_begin if pid is None else _is_alive(pid)
         # Asked last: a record posted just before the answer or the end is not missed.
-        record = self._mailbox.take(save.key)
+        record = self._mailbox.record_of(save.key)
         if record is None and alive and not answered:
             return _RECORD_POLL_S
         if record is None and pid is None and not self._mailbox.revoke(save.key):
             return _RECORD_POLL_S  # it has signed just now
-        self._handed_off.pop(save.key, None)
-        if (identity := self._mailbox.noted(save.key)) is not None:
+        if (identity := self._mailbox.identity_of(save.key)) is not None:
             self.adopt(save, identity)
+        if record is None and self._objects.store is not None:
+            sweep = not alive and self._handed_off.keys() == {save.key}
+            self._objects.store.withdraw(save.save_id, sweep=sweep)
+        # From here on it is not looked for again: whatever could not be read was, before.
+        self._handed_off.pop(save.key, None)
+        self._mailbox.clear(save.key)
         if record is None:
-            if self._objects.store is not None:
-                self._objects.store.withdraw(save.save_id, sweep=not alive and not self._handed_off)
             why = "it failed before this rank's part was committed" if alive else "its process is gone"
             self.fail(save, lost(save, why, self.rank))
         else:

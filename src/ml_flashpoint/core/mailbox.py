@@ -91,14 +91,12 @@ class Mailbox:
         temporary.write_text(json.dumps([identity.run_id, identity.sequence, identity.step]))
         os.replace(temporary, self.directory / f".{save_id}.as")
 
-    def noted(self, save_id: str) -> SaveIdentity | None:
-        """What ranks have come to for a save, if they have; once."""
-        path = self.directory / f".{save_id}.as"
+    def identity_of(self, save_id: str) -> SaveIdentity | None:
+        """What ranks have come to for a save, if they have."""
         try:
-            run_id, sequence, step = json.loads(path.read_text())
+            run_id, sequence, step = json.loads((self.directory / f".{save_id}.as").read_text())
         except FileNotFoundError:
             return None
-        path.unlink(missing_ok=True)
         return SaveIdentity(str(run_id), int(sequence), int(step))
 
     def sign(self, save_id: str) -> None:
@@ -142,15 +140,12 @@ class Mailbox:
         except (FileNotFoundError, ValueError):
             return None
 
-    def take(self, save_id: str) -> CompletionRecord | None:
-        """The record of a save, once; None while there is none."""
-        path = self.directory / save_id
+    def record_of(self, save_id: str) -> CompletionRecord | None:
+        """The record of a save; None while there is none."""
         try:
-            fields = json.loads(path.read_text())
+            fields = json.loads((self.directory / save_id).read_text())
         except FileNotFoundError:
             return None
-        path.unlink(missing_ok=True)
-        (self.directory / f".{save_id}.pid").unlink(missing_ok=True)
         return CompletionRecord(
             base=str(fields["base"]),
             version=str(fields["version"]),
@@ -158,6 +153,13 @@ class Mailbox:
             others=None if fields["others"] is None else tuple(map(str, fields["others"])),
             error=fields["error"],
         )
+
+    def clear(self, save_id: str) -> None:
+        """Remove what was reported of a save. Where there is no record, its signature stays: nobody signs late."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.directory / save_id).unlink()
+            (self.directory / f".{save_id}.pid").unlink()
+        (self.directory / f".{save_id}.as").unlink(missing_ok=True)
 
 
 def _sweep_mailboxes() -> None:

@@ -424,13 +424,17 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     # ---- saves that nobody goes on with ---------------------------------------------------------------------
 
     def _is_worked_on(self, save: Save) -> bool:
-        """Whether its worker may still go on with it: it lives, and has not begun a later save."""
+        """Whether its worker may still go on with it: it lives, and has not begun a later save. One that nobody has
+        come for, and nobody is about to, may be kept by the traceback of a failure: it holds up no later save."""
         worker = save.worker
         with self._lock:
+            later = [each for each in self._saves if each.number > save.number]
             # Only looking at a staged state, as any thread may do, is not beginning to save it.
             begun = not save.offered
-            moved_on = begun and any(each.worker is worker and each.number > save.number for each in self._saves)
-        return worker is None or (worker.is_alive() and not moved_on)
+            moved_on = begun and any(each.worker is worker for each in later)
+        if worker is None:
+            return begun or not later or save.may_be_claimed()
+        return worker.is_alive() and not moved_on
 
     def _fail_if_deserted(self, save: Save) -> bool:
         """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""

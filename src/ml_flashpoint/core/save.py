@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
@@ -82,6 +83,7 @@ class Save:
             time; None while unknown. Set by the door.
         worker: the thread that writes and commits the save, if the door says so. Once it is gone, so is the save.
         offered: whether what was staged is there for any thread to claim.
+        may_be_claimed: whether anybody may still come for what was staged, as far as its door knows.
         deserted: nobody will write it any more. Only a note: it is set wherever garbage is collected.
         part, store: what was committed, and where.
         error: why it failed, or why what was committed is gone again.
@@ -110,6 +112,7 @@ class Save:
         self.others: frozenset[str] | None = None
         self.worker: threading.Thread | None = None
         self.offered = self.deserted = self.uncertain = False
+        self.may_be_claimed: Callable[[], bool] = lambda: True
         self.part: HeldPart | None = None
         self.store: RankStore | None = None
         self.error: BaseException | None = None

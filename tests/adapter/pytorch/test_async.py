@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ml_flashpoint.adapter.pytorch import staged_state
 from ml_flashpoint.format.errors import SaveError
-from tests.support.dcp import RESULT_TIMEOUT_S, Door
+from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import FailingPlanner, GatedPlanner, RenamingPlanner
 from tests.support.tensors import assert_same, blank
 
@@ -316,6 +319,31 @@ def test_a_save_that_never_starts_is_given_up(door: Door) -> None:
     door.settle()
     assert door.saver.stats.failed == 1
     door.save(_state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
+
+
+@pytest.mark.timeout(60)
+def test_a_saving_process_that_cannot_be_started_holds_up_no_later_save(
+    door: Door, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was to save is staged, and stays for as long as somebody keeps the failure with its traceback."""
+    executor = pytest.importorskip("torch.distributed.checkpoint._async_process_executor")
+
+    def failing(process: Any, pg_init_info: object) -> None:
+        process._save_process = SimpleNamespace(is_alive=lambda: False)
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    door.save(_state(1), 1)
+    monkeypatch.setattr(staged_state, "_TAKE_UP_S", 0.0)
+    with monkeypatch.context() as context:
+        context.setattr(executor, "_CHECKPOINT_PROCESS", None)
+        context.setattr(executor._AsyncCheckpointProcess, "__init__", failing)
+        kept = door.async_save(_state(2), 2, **checkpointer("process"))
+        with pytest.raises(BlockingIOError):
+            kept.result(RESULT_TIMEOUT_S)
+    door.save(_state(3), 3)
+    assert door.saver.wait(20)
+    assert (door.saver.stats.last_verified, door.saver.stats.failed) == (3, 1)
     assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class StagedStateDict(dict[str, Any]):
         super().__init__(state)
         self._save, self._on_taken = save, on_taken
         self._threads = weakref.WeakSet(threading.enumerate())
+        save.may_be_claimed = partial(_may_be_taken_on, weakref.ref(self), time.monotonic() + _TAKE_UP_S)
         weakref.finalize(self, _desert, save).atexit = False
 
     def items(self) -> dict_items[str, Any]:
@@ -50,10 +52,15 @@ class StagedStateDict(dict[str, Any]):
             self._save.worker = threading.current_thread()
         self._on_taken(self._save)
 
-    def may_be_waited_for(self) -> bool:
+    def may_be_taken_on(self) -> bool:
         """Whether a thread was started since that lives, and may be about to take it on."""
         started = set(threading.enumerate()).difference(self._threads)
         return any(not thread.name.startswith("flashpoint-") for thread in started)
+
+
+def _may_be_taken_on(state: weakref.ref[StagedStateDict], until: float) -> bool:
+    staged = state()
+    return staged is not None and (time.monotonic() <= until or staged.may_be_taken_on())
 
 
 def _desert(save: Save) -> None:
@@ -70,7 +77,7 @@ def wait_until_over(save: Save, state: weakref.ref[StagedStateDict], deadline_s:
         Whether that was within ``deadline_s`` seconds.
     """
     began = time.monotonic()
-    while not _is_over(save, state, began + _TAKE_UP_S):
+    while not _is_over(save, state):
         if time.monotonic() > began + deadline_s:
             return False
         if (worker := save.worker) is None:
@@ -80,10 +87,8 @@ def wait_until_over(save: Save, state: weakref.ref[StagedStateDict], deadline_s:
     return True
 
 
-def _is_over(save: Save, state: weakref.ref[StagedStateDict], take_up_by: float) -> bool:
-    staged, worker = state(), save.worker
-    if staged is None or worker is threading.current_thread():
+def _is_over(save: Save, state: weakref.ref[StagedStateDict]) -> bool:
+    worker = save.worker
+    if state() is None or worker is threading.current_thread():
         return True
-    if worker is None:  # it could not be started, say
-        return time.monotonic() > take_up_by and not staged.may_be_waited_for()
-    return not worker.is_alive()
+    return not save.may_be_claimed() if worker is None else not worker.is_alive()

@@ -59,7 +59,6 @@ def test_generator_that_is_seeded_anew() -> None:
 def test_rank_on_another_device_goes_on_with_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     put_back: dict[int, str] = {}
     for name, value in {
-        "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
         "current_device": lambda: 1,
@@ -71,6 +70,30 @@ def test_rank_on_another_device_goes_on_with_its_own_numbers(monkeypatch: pytest
         put_back.clear()
         restore_rng_state({**state, "device": device})
         assert put_back == expected
+
+
+def test_states_wait_for_a_process_that_does_not_use_cuda_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left to torch, which puts them back when CUDA is first used: on whichever device is current then."""
+    put_back: list[tuple[str, object]] = []
+    for name, value in {
+        "is_initialized": lambda: False,
+        "device_count": lambda: 2,
+        "current_device": lambda: pytest.fail("CUDA was initialised"),
+        "set_rng_state": lambda state, device: put_back.append((state, device)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    state = {**capture_rng_state_without_cuda(), "cuda": ["unused", "used"], "device": 1}
+    restore_rng_state(state)
+    assert put_back == [("unused", 0), ("used", 1), ("used", "cuda")]
+
+
+def test_a_job_without_cuda_does_not_initialise_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("is_available", "init", "current_device", "set_rng_state", "get_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was called"))
+    state = capture_rng_state()
+    assert state["cuda"] == []
+    restore_rng_state(state)
+    seeded_rng_state(1, 2, 3)
 
 
 def capture_rng_state_without_cuda() -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,17 @@ def test_the_lazy_strategy_is_the_same() -> None:
     assert lazy == eager
     assert hash(lazy) == hash(eager)
     assert repr(lazy) != repr(LazyCliqueReplicationStrategy(3, 2))
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "aaabb", "abcd"])
+def test_by_default_the_members_of_a_clique_are_on_different_nodes(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # where each process sees a device of its own
+    for strategy in (LazyCliqueReplicationStrategy(), CliqueReplicationStrategy.from_replication_params()):
+        topology = Topology(tuple(nodes))
+        assert strategy.survivable_losses(topology) >= 1
+        for rank, node in enumerate(nodes):
+            assert {nodes[other] for other in strategy.copies_of(rank, topology)} - {node}
+    assert repr(LazyCliqueReplicationStrategy()) != repr(LazyCliqueReplicationStrategy(1))
 
 
 def test_a_clique_of_one_rank_alone_holds_nothing() -> None:

@@ -111,4 +111,4 @@ def _said_gpus(found: int | None) -> int:
         import torch
     except ImportError:
         return 0
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()  # unlike is_available(), it does not initialise CUDA

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.facade.planners import PACKED
 from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
-from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, on_this_device, rank_key
+from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
@@ -210,7 +210,7 @@ class Resharding:
             function, by_rank = self._tracked.reshard(name), raw.get(name, {})
             assert function is not None
             states = [
-                self._load(name, by_rank[rank], on_this_device) if rank in by_rank else None
+                self._load(name, by_rank[rank], self._tracked.device_of()) if rank in by_rank else None
                 for rank in range(self._target.saved_by)
             ]
             try:

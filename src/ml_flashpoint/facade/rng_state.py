@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ml_flashpoint.staging import cuda
+
 
 def capture_rng_state() -> dict[str, Any]:
     """The state of all global generators, made of plain values, arrays and CPU tensors.
 
     CUDA generators are left out while CUDA is not in use by this process: nothing was drawn from them.
     """
-    in_use = _cuda_in_use()
+    in_use = cuda.in_use()
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -29,10 +31,6 @@ def capture_rng_state() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state_all() if in_use else [],
         "device": torch.cuda.current_device() if in_use else None,
     }
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
@@ -43,13 +41,18 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        before = state.get("device") if _cuda_in_use() else None
-        if before is not None and before != (now := torch.cuda.current_device()) and state["cuda"]:
-            torch.cuda.set_rng_state(state["cuda"][before], now)
-            return
-        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(saved, device)
+    saved = state["cuda"]
+    if not saved:  # nor is CUDA asked about anything, in a job without
+        return
+    before = state.get("device")
+    if cuda.in_use() and before is not None and before != (now := torch.cuda.current_device()):
+        torch.cuda.set_rng_state(saved[before], now)
+        return
+    # Where CUDA is not in use yet, torch keeps them until it is.
+    for device, each in zip(range(cuda.device_count()), saved, strict=False):
+        torch.cuda.set_rng_state(each, device)
+    if not cuda.in_use() and before is not None and cuda.device_count():
+        torch.cuda.set_rng_state(saved[before], "cuda")  # whichever is the current one then
 
 
 def new_seed(saved: int, rank: int, step: int, what: str) -> int:
@@ -71,7 +74,7 @@ def seed_of(state: Mapping[str, Any]) -> int:
 def seeded_rng_state(saved: int, rank: int, step: int) -> dict[str, Any]:
     """A state for :func:`restore_rng_state`: of all global generators, seeded anew. See :func:`new_seed`."""
     seeds = {what: new_seed(saved, rank, step, what) for what in ("python", "numpy", "torch", "cuda")}
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    devices = range(cuda.device_count())
     numpy = np.random.RandomState(np.random.MT19937(seeds["numpy"]))
     return {
         "python": random.Random(seeds["python"]).getstate(),

@@ -165,7 +165,7 @@ class StateLoader:
             target.structured,
             path=str(version),
             safe_globals=self._safe_globals,
-            device_of=self._tracked.device_of(target),
+            device_of=self._tracked.device_of(),
         )
 
         def load_and_apply() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import io
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -36,6 +37,7 @@ from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.planners import PACKED, PackedState
 from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.staging.state_dict_stager import held_bytes
 from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
 
@@ -319,9 +321,15 @@ class TrackedState:
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])
 
-    def device_of(self, target: LoadTarget) -> Callable[[str], torch.device]:
+    def device_of(self) -> Callable[[str], torch.device]:
         """Where tensors in packed state are loaded to, by the name of the device that they were on."""
-        return _as_it_was if target.saved_by == self.world_size else on_this_device
+        ours = self._devices()
+        return lambda location: device_today(location, ours)
+
+    def _devices(self) -> set[torch.device]:
+        """The devices that the tracked modules are on."""
+        tensors = itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self._modules.values())
+        return {tensor.device for tensor in tensors}
 
     def fresh(self) -> list[OptimizerState | LoaderState]:
         """Optimizers that have not stepped, and loaders: what a failed load must leave as they are."""
@@ -357,17 +365,6 @@ def checked_reshard(
 def rank_key(rank: int) -> str:
     """The key of what belongs to a rank."""
     return f"rank-{rank:05d}"
-
-
-def _as_it_was(location: str) -> torch.device:
-    return torch.device(location if torch.cuda.is_available() else "cpu")
-
-
-def on_this_device(location: str) -> torch.device:
-    """Where tensors of other ranks are loaded to, whose devices mean nothing here."""
-    if location.startswith("cuda") and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def largest_share(sizes: Iterable[int], world_size: int) -> int:

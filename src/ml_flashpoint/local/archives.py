@@ -13,6 +13,7 @@ import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.known_types import KnownTypes
+from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.unpickling.safe_archive import load_archive
 
 
@@ -54,11 +55,7 @@ def unpack(data: bytes, where: str, path: str, types: KnownTypes) -> Any:
         DamagedError: it is no archive.
         Exception: it cannot be opened.
     """
-    return load_archive(data, where or "archive", path=path, allowed=types.listed, device_of=_device)
-
-
-def _device(location: str) -> torch.device:
-    return torch.device(location if torch.cuda.is_available() else "cpu")
+    return load_archive(data, where or "archive", path=path, allowed=types.listed, device_of=device_today)
 
 
 def _unstorable(value: Any, where: str, error: Exception) -> InvalidArgumentError:

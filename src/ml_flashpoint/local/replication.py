@@ -59,6 +59,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     """
 
     name = "clique"
+    _by_node = False
 
     def __init__(self, local_group: dist.ProcessGroup | Sequence[int], target_device: Any = "cpu") -> None:
         try:
@@ -94,26 +95,34 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         Not collective, and nothing has to be initialized before.
 
         Args:
-            replication_jump: best at least the number of ranks of a node; by default the number of CUDA devices here.
+            replication_jump: best at least the number of ranks of a node, which it is by default.
 
         Raises:
             InvalidArgumentError: the jump is below 1, or the factor below 2.
         """
         made = cls.__new__(cls)
-        made._pattern = _pattern(replication_jump, replication_factor)
-        made._cliques = ()
+        made._set_pattern(replication_jump, replication_factor)
         return made
+
+    def _set_pattern(self, jump: int | None, factor: int) -> None:
+        self._pattern = CliqueStrategy(factor, 1 if jump is None else jump)
+        self._by_node = jump is None
+        self._cliques = ()
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Returns a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
         if self._pattern is not None:
-            return self._pattern.copies_of(rank, topology)
+            pattern = self._pattern
+            if self._by_node:
+                pattern = CliqueStrategy(pattern.factor, max(map(len, map(topology.ranks_of, topology.node_order))))
+            return pattern.copies_of(rank, topology)
         topology.node_of(rank)
         return copies_within(self._clique_of.get(rank, (rank,)), rank, topology)
 
     def __repr__(self) -> str:
         if self._pattern is not None:
-            return f"cliques(replication_jump={self._pattern.jump}, replication_factor={self._pattern.factor})"
+            jump = "ranks of a node" if self._by_node else self._pattern.jump
+            return f"cliques(replication_jump={jump}, replication_factor={self._pattern.factor})"
         return f"cliques({list(map(list, self._cliques))})"
 
     def __eq__(self, other: object) -> bool:
@@ -127,7 +136,7 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
     """The same as `CliqueReplicationStrategy.from_replication_params`, by its constructor.
 
     Args:
-        replication_jump: by default the number of CUDA devices here.
+        replication_jump: by default the number of ranks of a node, of that with most.
         replication_factor: ranks of a clique.
 
     Raises:
@@ -135,16 +144,7 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
     """
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
-        self._pattern = _pattern(replication_jump, replication_factor)
-        self._cliques = ()
-
-
-def _pattern(jump: int | None, factor: int) -> CliqueStrategy:
-    return CliqueStrategy(factor, _default_jump() if jump is None else jump)
-
-
-def _default_jump() -> int:
-    return max(1, torch.cuda.device_count())
+        self._set_pattern(replication_jump, replication_factor)
 
 
 def _members(group: Any, rank: int, world_size: int) -> list[int]:

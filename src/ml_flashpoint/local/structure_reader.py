@@ -30,6 +30,7 @@ from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.nesting import DICTS, is_namedtuple, new_instance
 from ml_flashpoint.local.plain_values import plain_value
 from ml_flashpoint.local.structure import FACTORIES, STRUCTURE_KEY, TORCH_VALUES, VERSION
+from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import copy_all
 
 _log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def _unreadable(error: BaseException, reader: ObjectReader) -> DamagedError:
 
 def _device(name: str) -> torch.device:
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not cuda.device_count():
         _log.warning("tensors saved from %s are loaded to the CPU: there is no such device here", name)
         return torch.device("cpu")
     return device

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import CheckpointIO
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -28,6 +27,7 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, Async
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.state_dict_stager import check_copies
 
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             common_strategy=TorchCommonLoadStrategy(),
             strict=strict,
         )
-        return _fix_tensors_device(loaded) if torch.cuda.is_available() else loaded
+        return _fix_tensors_device(loaded) if cuda.device_count() else loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""

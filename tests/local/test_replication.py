@@ -65,7 +65,7 @@ def test_the_lazy_strategy_is_the_same() -> None:
     assert repr(lazy) != repr(LazyCliqueReplicationStrategy(3, 2))
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "aaabb", "abcd"])
+@pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "aabbccdd", "abcd"])
 def test_by_default_the_members_of_a_clique_are_on_different_nodes(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # where each process sees a device of its own
     for strategy in (LazyCliqueReplicationStrategy(), CliqueReplicationStrategy.from_replication_params()):

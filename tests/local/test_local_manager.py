@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
@@ -241,6 +243,26 @@ def test_parts_without_the_rest_are_told_from_nothing(manager: LocalCheckpointMa
     for look in (again.find_latest, again.load):
         with pytest.raises(NoReplicasAvailableError, match="step-1_ckpt on"):
             look()
+    again.close()
+
+
+def test_what_another_door_has_saved_is_told_from_what_is_lost(tmpfs: Path) -> None:
+    """And no older one is gone back to: nobody would see it, and what is newer would be overwritten."""
+    manager = LocalCheckpointManager(tmpfs, "job")
+    manager.save(state(1), 1)
+    manager.close()
+    shutil.copytree(tmpfs / "job" / "step-1_ckpt", tmpfs / "kept")
+    with CheckpointEngine(tmpfs / "job") as engine:
+        assert engine.latest() == engine.version(1)
+        engine.saver.save(engine.version(2), [("a", torch.ones(10))])
+        assert engine.saver.wait(20)
+    shutil.copytree(tmpfs / "kept", tmpfs / "job" / "step-1_ckpt")  # as if it had not been replaced yet
+    again = LocalCheckpointManager(tmpfs, "job")
+    assert again.find_latest() == 2
+    with pytest.raises(CheckpointingException, match="not saved by a LocalCheckpointManager") as caught:
+        again.load()
+    assert not isinstance(caught.value, NoReplicasAvailableError)
+    assert again.find_latest() == 2
     again.close()
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.joint_load import JointLoad
+from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
@@ -225,7 +225,7 @@ class LocalCheckpointManager:
             return loaded[1], CheckpointId(self.latest_iteration, self.rank, self.session_id)
         failure = next((each for each in joint.failures if each.is_misfit), None)
         if failure is None:
-            raise self._nothing_to_load()
+            raise self._nothing_to_load(joint.failures)
         if isinstance(joint.cause, FlashpointError) and failure.rank == self.rank:  # then it was the last, too
             raise joint.cause
         raise CheckpointingException(
@@ -234,13 +234,14 @@ class LocalCheckpointManager:
             rank=self.rank,
         ) from joint.cause
 
-    def _nothing_to_load(self) -> CheckpointingException:
+    def _nothing_to_load(self, failures: Sequence[LoadFailure]) -> CheckpointingException:
         if self._ranks.all_ok(not list_versions(Path(self._base.path))):
             return CallOrderError(
                 "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() returned -1"
             )
+        why = "; ".join(f"{each.version}, rank {each.rank}: {each.text}" for each in failures)
         return NoReplicasAvailableError(
-            "there are parts of checkpoints, but of no iteration the parts of all ranks, and no copies of the others",
+            f"there are checkpoints, and of none the parts of all ranks or sound copies of them{why and f' ({why})'}",
             rank=self.rank,
             path=self._base,
             hint="with a repl_strategy, the loss of a node is survived",
@@ -417,7 +418,7 @@ class LocalCheckpointManager:
         if not ended:
             reason = "the background thread has not ended the save within its deadline"
         elif mine is None and save.state is SaveState.EVICTED:
-            reason = "given up for a newer version, or for a newer save, which needed its memory"
+            reason = "given up for a newer save, which needed its memory, or for a newer version that was found"
         elif mine is None and save.part is not None and self._saver.stats.replication_error is not None:
             reason = f"committed, but not copied: {self._saver.stats.replication_error}"
         try:

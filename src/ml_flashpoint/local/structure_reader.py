@@ -26,6 +26,7 @@ from ml_flashpoint.local.archives import unpack
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes, MeshKey, rebuild
+from ml_flashpoint.local.errors import CheckpointingException
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.nesting import DICTS, is_namedtuple, new_instance
 from ml_flashpoint.local.plain_values import plain_value
@@ -72,8 +73,16 @@ def read_description(reader: ObjectReader) -> Description:
     """The description that an object of a local checkpoint holds.
 
     Raises:
+        CheckpointingException: the object is another door's.
         DamagedError: it is none, or of a later version of this package.
     """
+    if STRUCTURE_KEY not in reader.layout.by_key:
+        raise CheckpointingException(
+            "this was not saved by a LocalCheckpointManager",
+            step=reader.manifest.step,
+            path=reader.path,
+            hint="load it by what has saved it, or use another folder",
+        )
     try:
         described = json.loads(bytes(reader.bytes_of(STRUCTURE_KEY)))
         if described["local"] != VERSION:

@@ -103,6 +103,7 @@ class MemoryStorageReader(StorageReader):
 
         Raises:
             ObjectNotFoundError: there is none, or it is per rank and no rank was named.
+            LoadError: the version was not saved through DCP.
         """
         source = self._metadata_source(self._checked_version(), kwargs.get("rank"))
         reader = self._reader(source)
@@ -124,10 +125,8 @@ class MemoryStorageReader(StorageReader):
                 raise ObjectNotFoundError("this checkpoint has metadata by rank only", path=str(version))
             if scope is not None:
                 return source
-        raise ObjectNotFoundError(
-            "this version was not saved through DCP: it has no DCP metadata",
-            step=version.step,
-            path=str(version),
+        raise LoadError(
+            "this version was not saved through DCP: it has no DCP metadata", step=version.step, path=str(version)
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.capacity import free_memory, is_memory
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.private_folders import open_own
+from ml_flashpoint.staging.cuda import PageLock
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,17 @@ def round_up(size: int, unit: int = PAGE) -> int:
     return -(-size // unit) * unit
 
 
+class _Mapping(mmap.mmap):
+    """A mapping, and what of it is page-locked. It ends with the last view of it, and must not end locked: CUDA would
+    go on to read and write the pages that were there, whatever else is mapped at the address by then."""
+
+    page_lock: PageLock | None = None
+
+    def __del__(self) -> None:
+        if self.page_lock is not None:
+            self.page_lock.release()
+
+
 class Arena:
     """A mapped file of :attr:`size` bytes.
 
@@ -60,8 +72,8 @@ class Arena:
         self.make_room: Callable[[], bool] | None = None
         """Asked to free memory where growing finds none; whether it has."""
         self._fd = fd
-        self._registered = 0
         self._prefault: threading.Thread | None = None
+        self._is_wanted = False
         self._map(size)
 
     @classmethod
@@ -103,11 +115,12 @@ class Arena:
             raise
 
     def _map(self, size: int) -> None:
-        self._mmap = mmap.mmap(self._fd, size)
+        self._mmap = _Mapping(self._fd, size)
         self.size = size
         self.tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
         self.buffer = memoryview(self._mmap)
         self.address: int = self.tensor.data_ptr()
+        self._page_lock = self._mmap.page_lock = PageLock(self.address, size)
 
     @property
     def inode(self) -> int:
@@ -133,7 +146,7 @@ class Arena:
                 except CapacityError:
                     if self.make_room is None or not self.make_room():
                         raise
-            self._unregister()
+            self._page_lock.release()
             try:
                 self._map(size)
             except OSError:
@@ -144,7 +157,8 @@ class Arena:
         """Map what another process appended to the file."""
         size = os.fstat(self._fd).st_size
         if size > self.size:
-            self._unregister()
+            self.join_prefault()
+            self._page_lock.release()
             self._map(size)
 
     def view(self, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -170,41 +184,48 @@ class Arena:
                 return
 
     def prefault_in_background(self) -> None:
-        """Start :meth:`prefault` on a daemon thread. Where there can be none, the first copy faults pages in."""
-        thread = threading.Thread(target=self.prefault, name="flashpoint-prefault", daemon=True)
+        """Start :meth:`prefault` on a daemon thread, and then page-lock the mapping where devices are copied from.
+        Where there can be no thread, the first copy faults pages in."""
+        self._begin(self.prefault, self._lock_pages)
+
+    def lock_in_background(self) -> None:
+        """Page-lock what is not, on a daemon thread: the next copies from a device are then direct ones."""
+        if self._page_lock.is_due:
+            self.join_prefault()
+            self._begin(self._lock_pages)
+
+    def _begin(self, *work: Callable[[], object]) -> None:
+        def run() -> None:
+            for each in work:
+                each()
+
+        thread = threading.Thread(target=run, name="flashpoint-prefault", daemon=True)
+        self._is_wanted = False
         with contextlib.suppress(RuntimeError):
             thread.start()
             self._prefault = thread
 
+    def _lock_pages(self) -> None:
+        while not self._is_wanted and self._page_lock.extend():
+            pass
+
+    @property
+    def is_page_locked(self) -> bool:
+        """Whether devices can copy into all of it directly."""
+        return self._page_lock.is_whole
+
     def join_prefault(self) -> None:
-        """Wait for a background prefault; it is bounded by the arena's size."""
+        """Wait for a background prefault; it is bounded by the arena's size. Page-locking ends with the slice at hand:
+        a copy need not wait for the rest."""
         if self._prefault is not None:
+            self._is_wanted = True
             self._prefault.join()
             self._prefault = None
-
-    def register_cuda(self) -> bool:
-        """Page-lock the mapping once, so that device copies run at full speed and asynchronously.
-
-        Returns whether it is page-locked. A refusal (limits on locked memory) costs speed, not correctness.
-        """
-        if self._registered == self.address:
-            return True
-        status = _cudart().cudaHostRegister(self.address, self.size, 0)
-        if int(status) != 0:
-            _log.warning("cannot page-lock %s (cuda error %s): device copies will be slower", self.path, status)
-            return False
-        self._registered = self.address
-        return True
-
-    def _unregister(self) -> None:
-        if self._registered:
-            _cudart().cudaHostUnregister(self._registered)
-            self._registered = 0
 
     def close(self) -> None:
         """Give the mapping back; views that still exist keep their pages mapped until they die."""
         self.join_prefault()
-        self._unregister()
+        self._page_lock.release()
         self.views = None
         if self._fd >= 0:
             os.close(self._fd)
@@ -219,7 +240,7 @@ class Arena:
         may be reading it, nothing happens: a page that goes under a reader is a SIGBUS where there is no room left.
         """
         self.join_prefault()
-        self._unregister()
+        self._page_lock.release()
         with contextlib.suppress(OSError):
             if os.fstat(self._fd).st_nlink:
                 return
@@ -235,10 +256,6 @@ class Arena:
 
     def __repr__(self) -> str:
         return f"Arena({str(self.path)!r}, size={self.size})"
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -92,7 +92,8 @@ class ArenaPool:
 
     def _fit(self, size: int, exact: bool) -> Arena:
         fitting = [a for a in self._free if (a.size == size if exact else _fits(a, size))]
-        arena = self._first_reusable(sorted(fitting, key=lambda a: a.size))
+        # Copies of others' parts come over the network, and leave what is page-locked to what comes from devices.
+        arena = self._first_reusable(sorted(fitting, key=lambda a: (a.is_page_locked == exact, a.size)))
         if arena is not None:
             self._free.remove(arena)
             return arena

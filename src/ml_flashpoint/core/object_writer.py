@@ -33,6 +33,7 @@ from ml_flashpoint.format.object_format import (
     plan_layout,
     with_byte_items,
 )
+from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 
@@ -256,8 +257,6 @@ class ObjectWriter:
         follow: bool = True,
     ) -> Interior:
         """Copy; digesting goes on after this returns, and with ``follow`` begins close behind the copy."""
-        if any(tensor.is_cuda for _, tensor in tensors):
-            arena.register_cuda()
         data_end = plan.layout.tensors[-1].end if plan.layout.tensors else plan.layout.data_start
         interior = Interior(plan.layout.data_start, data_end, knobs.block_bytes())
         blocks, size = interior.blocks, interior.block_size
@@ -280,6 +279,8 @@ class ObjectWriter:
             digester.abort()
             raise
         interior.digester = digester
+        if cuda.in_use() and any(tensor.is_cuda for _, tensor in tensors):
+            arena.lock_in_background()
         return interior
 
     # ---- writing ------------------------------------------------------------------------------------------

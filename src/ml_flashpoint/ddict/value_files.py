@@ -28,6 +28,7 @@ from ml_flashpoint.ddict.value_arenas import allow_many_files, has_token
 from ml_flashpoint.ddict.value_objects import read_object, write_object
 from ml_flashpoint.ddict.values import Encoded
 from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.staging import cuda
 
 MAX_MAPPINGS: Final = 64
 """Arenas that a writer keeps mapped, since a first write to a new mapping costs six times as much as later ones."""
@@ -51,9 +52,10 @@ class Slot:
         Raises:
             CapacityError, InvalidArgumentError: it does not fit.
         """
-        if any(tensor.is_cuda for tensor in encoded.tensors):
-            self._arena.register_cuda()
-        return write_object(encoded, self._arena.tensor, self.value_id)
+        size = write_object(encoded, self._arena.tensor, self.value_id)
+        if cuda.in_use() and any(tensor.is_cuda for tensor in encoded.tensors):
+            self._arena.lock_in_background()
+        return size
 
 
 class ValueWriter:

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager.arena import PAGE
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
+from ml_flashpoint.checkpoint_object_manager.capacity import most_bytes
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.format.errors import CapacityError, ManifestError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.replication.store_backend import StoreBackend
 from tests.checkpoint_object_manager.store_support import ARENA, commit
 
 pytestmark = pytest.mark.stores_any_bytes
@@ -47,3 +52,27 @@ def test_an_own_version_makes_way_where_no_copy_does(tmpfs: Path) -> None:
         store.evict = evict
         store.release(store.acquire_for_copy(ARENA, 1))
         assert (store.arenas.count, len(own)) == (budget.most, 3)
+
+
+@pytest.mark.parametrize("size", [1 << 62, None], ids=["beyond", "just"])
+def test_nothing_makes_way_for_what_can_never_have_room(small_tmpfs: Path, size: int | None) -> None:
+    """Whatever a peer announces."""
+    with contextlib.closing(RankStore(small_tmpfs / "job", 0)) as store:
+        own = commit(store, 1, "a-1")
+        store.release(store.acquire(ARENA))
+        store.evict = lambda: store.drop(own) is None
+        large = ObjectRecord(object_name(1, "a-1"), 0, size or most_bytes(store.base) + PAGE, ())
+        part = Manifest("step-1_ckpt", 1, 2, "a-1", "node", (large,))
+        with pytest.raises(CapacityError, match="there can be no more than"):
+            StoreBackend(lambda: store).begin_receive(part)
+        assert store.held() == [own]
+        assert len(store.arenas.free) == 1
+
+
+def test_a_part_of_more_objects_than_any_door_makes_is_refused(tmpfs: Path) -> None:
+    """Each takes an open file."""
+    with contextlib.closing(RankStore(tmpfs, 0)) as store:
+        many = tuple(ObjectRecord(object_name(1, "a-1", f"kind{n}"), 0, 1, ()) for n in range(1000))
+        with pytest.raises(ManifestError, match="1000 objects"):
+            StoreBackend(lambda: store).begin_receive(Manifest("step-1_ckpt", 1, 2, "a-1", "node", many))
+        assert store.arenas.count == 0

@@ -73,6 +73,17 @@ def available_bytes(path: Path) -> int:
     return min(free, free_memory()) if is_memory(path) else free
 
 
+def most_bytes(path: Path) -> int:
+    """Bytes that could be stored under ``path`` if nothing else were there: no room can be made for more."""
+    path = existing_parent(path)
+    stats = os.statvfs(path)
+    size = stats.f_blocks * stats.f_frsize
+    if not is_memory(path):
+        return size
+    total = int(psutil.virtual_memory().total)
+    return min(size or total, total)  # a tmpfs without a limit has no size
+
+
 def warn_unless_memory(base: Path) -> None:
     """Log one warning a process if ``base`` is not on a memory filesystem: saves work, at disk speed."""
     if str(base) in _warned or _kind_of(existing_parent(base)) in (_TMPFS, _RAMFS, _HUGETLBFS):

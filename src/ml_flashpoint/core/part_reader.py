@@ -18,7 +18,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object
 from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.format.digest import verify_blocks
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.staging.copy import typed_view
@@ -37,6 +37,10 @@ class ObjectReader:
         fetch: where blocks come from otherwise.
         path: for errors.
         verified: whether the local bytes were verified by this process before.
+
+    Raises:
+        DamagedError: the local bytes are not what the object should be.
+        UnreadableError: a remote object is larger than what this process can map.
     """
 
     def __init__(
@@ -66,11 +70,24 @@ class ObjectReader:
             if not verified:
                 verify_blocks(self._buffer, record.digests, record.block_size, path=path, workers=digest_workers())
         else:
-            # Anonymous memory: blocks that are never fetched cost nothing.
-            self._buffer = memoryview(mmap.mmap(-1, max(1, record.size)))[: record.size]
+            self._buffer = self._room()
             self._present = set()
         self._data = torch.frombuffer(self._buffer, dtype=torch.uint8) if record.size else torch.empty(0)
         self._layout: Layout | None = None
+
+    def _room(self) -> memoryview:
+        """Anonymous memory: blocks that are never fetched cost nothing."""
+        size = self.record.size
+        try:
+            return memoryview(mmap.mmap(-1, max(1, size)))[:size]
+        except (OSError, OverflowError, ValueError) as error:
+            raise UnreadableError(
+                f"no memory can be had for an object of {size} bytes: {error}",
+                step=self.manifest.step,
+                rank=self.manifest.rank,
+                node=self.manifest.node,
+                path=self.path,
+            ) from error
 
     def check_kept(self) -> None:
         """Check, after the bytes were used, that they were the object's all the while.

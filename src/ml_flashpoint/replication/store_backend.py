@@ -9,12 +9,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.capacity import most_bytes
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.format.errors import InvalidNameError, ObjectNotFoundError, UnreadableError
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    InvalidNameError,
+    ManifestError,
+    ObjectNotFoundError,
+    UnreadableError,
+)
 from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_object_name
 
 ROOM_S = 5.0
 """Seconds that a peer's copy waits for room: long enough for this rank to hear a verdict that its peer has heard."""
+
+_MOST_OBJECTS = 16
+"""Of a part. Each takes a file that is open and mapped."""
 
 
 class StoreBackend:
@@ -59,11 +69,13 @@ class IncomingCopy:
 
     Raises:
         InvalidNameError: an object is not called like the part.
+        ManifestError: there are more objects than any door makes.
         CapacityError: no room.
     """
 
     def __init__(self, store: RankStore, manifest: Manifest, *, timeout_s: float = 0.0) -> None:
         _check_names(manifest)
+        _check_size(manifest, store)
         self._store = store
         self._manifest = manifest
         self._arenas: list[Arena] = []
@@ -83,6 +95,23 @@ class IncomingCopy:
         """Release the arenas."""
         for arena in self._arenas:
             self._store.release(arena)
+
+
+def _check_size(manifest: Manifest, store: RankStore) -> None:
+    """Refuse what there never can be room for, before anything makes way for it."""
+    if len(manifest.objects) > _MOST_OBJECTS:
+        raise ManifestError(f"the part has {len(manifest.objects)} objects", step=manifest.step, rank=manifest.rank)
+    needed, most = sum(record.file_size for record in manifest.objects), most_bytes(store.base)
+    if needed > most:
+        raise CapacityError(
+            f"the part has {needed} bytes, and there can be no more than {most} here",
+            needed_bytes=needed,
+            available_bytes=most,
+            step=manifest.step,
+            rank=manifest.rank,
+            path=store.base,
+            hint="enlarge the tmpfs (mount -o remount,size=...), or let larger nodes hold copies of one another",
+        )
 
 
 def _check_names(manifest: Manifest) -> None:

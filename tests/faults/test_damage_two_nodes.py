@@ -12,7 +12,7 @@ import pytest
 
 from ml_flashpoint.core.part_reader import read_local_manifests
 from tests.faults.common import iterations, part_files
-from tests.support.forked import Team
+from tests.support.forked import Team, call_team
 from tests.workers import fault_engine as engine
 
 Damage = Callable[[Path], None]
@@ -101,6 +101,22 @@ def test_a_damaged_part_and_a_damaged_copy_mean_the_older_version(tmpfs: Path, j
         flip(path, 300)
     log = load(tmpfs, 1)
     assert str(damaged[1]) in log
+
+
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_goes_back_likewise(tmpfs: Path, job: engine.Snapshot, world_size: int) -> None:
+    """A job whose door cannot step back by itself would start again and again on a version that it cannot read."""
+    for node in (0, 1):
+        flip(path_of(tmpfs, node, 2, 1, "object"), 300)
+    assert call_team(engine.team_read_all, tmpfs, world_size) == [1] * world_size
+
+
+@pytest.mark.damages_on_purpose
+def test_another_number_of_ranks_reads_what_is_sound_elsewhere(tmpfs: Path, job: engine.Snapshot) -> None:
+    flip(path_of(tmpfs, 0, 2, 1, "object"), 300)
+    flip(path_of(tmpfs, 1, 2, 0, "object"), 300)
+    assert call_team(engine.team_read_all, tmpfs, 3) == [2] * 3
 
 
 @pytest.mark.damages_on_purpose

@@ -166,10 +166,13 @@ class RecoveryRun:
                 if fetch.target_rank == self._store.rank:
                     self._fetch(version, fetch, share)
             if plan.same_topology:
-                self._verify_own(version, share)
+                self._verify_part(version, self._store.rank, share)
                 # Where there is nothing older to let go, they are verified when they are needed.
                 if any(p.save_id != version.save_id for r in self.reports for p in r.inventory.parts):
                     self._verify_copies(version, share)
+            else:
+                for rank in self._to_verify(version):
+                    self._verify_part(version, rank, share)
             if self._group.is_node_leader:
                 retrying(lambda: self._finish(version), self._until, "restoring the files beside the parts")
         except Exception as caught:
@@ -206,10 +209,17 @@ class RecoveryRun:
         share.count += manifest.total_size
         self._verified.update((version.version, version.save_id, record.name) for record in manifest.objects)
 
-    def _verify_own(self, version: CompleteVersion, share: _Share) -> None:
-        rank = self._store.rank
+    def _to_verify(self, version: CompleteVersion) -> list[int]:
+        """The parts that this rank verifies of a version of another number of ranks, where none is its own. Of each
+        part, one copy is looked at: whoever finds another one damaged reads that."""
+        chosen = [holders[rank % len(holders)] for rank, holders in enumerate(version.holders)]
+        here = [rank for rank, node in enumerate(chosen) if node == self._group.node]
+        ranks = self._group.topology.ranks_of(self._group.node)
+        return here[ranks.index(self._group.rank) :: len(ranks)]
+
+    def _verify_part(self, version: CompleteVersion, rank: int, share: _Share) -> None:
         try:
-            retrying(lambda: self._verify(version, rank), self._until, "verifying this rank's part")
+            retrying(lambda: self._verify(version, rank), self._until, f"verifying the part of rank {rank}")
         except FlashpointError as error:
             if is_damage(error):
                 share.damage.append((self._group.node, version.version, version.save_id, rank))

@@ -35,6 +35,7 @@ from ml_flashpoint.format.object_format import (
 )
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
+from ml_flashpoint.staging.device_copy import Memo
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 
 TensorItem = tuple[str, torch.Tensor]
@@ -160,6 +161,7 @@ class _Cached:
     layout: Layout
     order: tuple[int, ...] | None
     pieces: tuple[Piece, ...]
+    memo: Memo = field(default_factory=Memo)
 
     def in_file_order(self, tensors: Sequence[TensorItem]) -> list[torch.Tensor]:
         """The caller's tensors in the order of the entries."""
@@ -272,7 +274,7 @@ class ObjectWriter:
                 done = reached
 
         try:
-            copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces)
+            copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces, plan.memo)
             if not follow:
                 digester.advance(0, end - begin)
         except BaseException:
@@ -354,7 +356,7 @@ class ObjectWriter:
                 aliases,
             )
             layout = layout_from_entries(_moved(plan.layout.tensors, space - plan.layout.data_start), space, aliases)
-            plan = _Cached(None, layout, plan.order, plan.pieces)
+            plan = _Cached(None, layout, plan.order, plan.pieces, plan.memo)
         layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
         arena = acquire(layout.size + self._extra_bytes)
         views = self._views(arena, plan.layout)

@@ -1,7 +1,8 @@
 """How bytes get into an arena and out of it: one copy, in few calls, with the GIL released.
 
-Owns the copy itself on CPU and CUDA, and the views that it copies through. Where tensors go in an arena is
-the layout's business (`format.object_format`); what is done with the bytes afterwards is the saver's.
+Owns the copy itself on the CPU, and the views that it copies through. What is on devices is `device_copy`'s. Where
+tensors go in an arena is the layout's business (`format.object_format`); what is done with the bytes afterwards is the
+saver's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.staging import cuda
+from ml_flashpoint.staging.device_copy import Memo, copy_through_lanes
 
 # The copy is cut into pieces of about this many bytes, so that digests can follow close behind.
 _PIECE = 32 << 20
@@ -80,6 +83,7 @@ def copy_all(
     sources: Sequence[torch.Tensor],
     on_copied: Callable[[int], None] | None = None,
     pieces: Sequence[Piece] | None = None,
+    memo: Memo | None = None,
 ) -> None:
     """Copy every source into its target: same shapes, any devices and strides; dtypes are converted as ``copy_`` does.
 
@@ -89,13 +93,14 @@ def copy_all(
         on_copied: called now and then with the number of leading bytes of all targets that are complete. On CUDA it
             is called once, at the end, since copies complete asynchronously.
         pieces: what :func:`cut` made of the targets' sizes, if that is known already.
+        memo: see `copy_through_lanes`.
     """
     if len(targets) != len(sources):
         raise InvalidArgumentError("must be as many as the targets", argument="sources", value=len(sources))
     if pieces is None:
         pieces = cut(target.nbytes for target in targets)
-    if any(t.is_cuda for t in sources) or any(t.is_cuda for t in targets):
-        _copy_through_streams(targets, sources)
+    if cuda.in_use() and (any(t.is_cuda for t in sources) or any(t.is_cuda for t in targets)):
+        copy_through_lanes(targets, sources, _copy, memo)
         if on_copied is not None and pieces:
             on_copied(pieces[-1].done)
         return
@@ -124,18 +129,23 @@ def _copy_one(target: torch.Tensor, source: torch.Tensor, done: int, on_copied: 
 
 def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the CPU, in memory of its own; of any dtype."""
-    clone = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    _copy([clone], [tensor])
-    return clone
+    return cpu_clones([tensor])[0]
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+def cpu_clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same of several."""
+    clones = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+    copy_all(clones, tensors)
+    return clones
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     if any(target.dtype in _NO_KERNEL for target in targets):
         pairs = [_copyable(target, source) for target, source in zip(targets, sources, strict=True)]
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,27 +154,3 @@ def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor,
         integer = _INTEGER[target.dtype.itemsize]
         return target.view(integer), source.view(integer)
     return target, source
-
-
-def _copy_through_streams(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    devices = {t.device for t in (*targets, *sources) if t.is_cuda}
-    # A stream of its own per device: the copy waits for what was queued before, and nothing queued after
-    # waits for the copy.
-    streams = {}
-    for device in devices:
-        streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        streams[device].wait_stream(torch.cuda.current_stream(device))
-    by_device: dict[torch.device | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        where = next((t.device for t in (source, target) if t.device.type == "cuda"), None)
-        pair = by_device.setdefault(where, ([], []))
-        pair[0].append(target)
-        pair[1].append(source)
-    for where, (to, of) in by_device.items():
-        if where is None:
-            _copy(to, of)
-            continue
-        with torch.cuda.stream(streams[where]):
-            _copy(to, of, non_blocking=True)
-    for stream in streams.values():
-        stream.synchronize()

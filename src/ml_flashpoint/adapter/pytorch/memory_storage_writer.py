@@ -43,7 +43,7 @@ from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.staging.copy import cpu_clone
+from ml_flashpoint.staging.copy import cpu_clones
 from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 from ml_flashpoint.unpickling.checks import by_name
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -227,7 +227,7 @@ class MemoryStorageWriter(StorageWriter):
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
         copies = saver.stage(save, tensors, base=base, byte_keys=byte_keys) if self._cache_staged else None
-        return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
+        return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])
 
     def take_on(
         self,
@@ -271,7 +271,7 @@ class MemoryStorageWriter(StorageWriter):
     ) -> list[torch.Tensor]:
         copies = saver.stage(save, tensors) if self._cache_staged else None
         # No base container is known to the first asynchronous save of a job: it clones, once.
-        return copies if copies is not None else [cpu_clone(tensor) for _, tensor in tensors]
+        return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: :meth:`stage` returns when the copy is done."""

@@ -1,0 +1,468 @@
+"""Copies between host memory and CUDA devices, in transfers that are neither too many nor too large.
+
+Owns how tensors become transfers. A large one is cut; small ones that lie side by side in host memory, as in an arena,
+are packed on the device and moved together, with CPU tensors that lie between them copied afterwards. Transfers go
+straight to and from host memory that is page-locked. Anything else goes through slots that are, which several threads
+fill and empty. The calls of CUDA are `lane`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ml_flashpoint.staging import cuda
+from ml_flashpoint.staging.lane import PADDING, SLAB, Lanes
+
+_SMALL = 4 << 20
+"""Tensors of fewer bytes are packed: a transfer of its own would cost more than it moves."""
+_GAP = 64 << 10
+"""CPU tensors of at most so many bytes do not separate those beside them."""
+_WORKERS = 8
+
+# These are copied on a device bit for bit. Half floats take the way through floats, which changes those that are NaN.
+_EXACT = frozenset(
+    getattr(torch, f"{kind}{bits}")
+    for kind, sizes in {"float": (32, 64), "complex": (64, 128), "int": (8, 16, 32, 64), "uint": (8,)}.items()
+    for bits in sizes
+)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_process_lanes = Lanes()
+
+
+def _begin_anew() -> None:
+    global _process_lanes
+    _process_lanes = Lanes()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One transfer: host memory ``begin:end``, counted from where its plan begins.
+
+    Attributes:
+        lane: index of the device. is_down: from there to here.
+        members: numbers of the pairs in it; if it is one alone, ``at`` is the first byte of it.
+        groups: of several, those of one dtype each: their numbers and places in host memory.
+        views: the places of the groups' members in each slab, by its address.
+    """
+
+    lane: int
+    is_down: bool
+    begin: int
+    end: int
+    members: tuple[int, ...]
+    at: int = 0
+    groups: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    views: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How pairs become transfers.
+
+    Attributes:
+        chunks: for the pairs whose bytes can be moved as they are.
+        odd: the pairs that cannot. across: those between devices. hosts: those of CPU tensors.
+    """
+
+    chunks: list[_Chunk] = field(default_factory=list)
+    odd: list[int] = field(default_factory=list)
+    across: list[int] = field(default_factory=list)
+    hosts: list[int] = field(default_factory=list)
+
+
+class Memo:
+    """Plans kept for pairs whose targets keep their places, dtypes and shapes, in one arena or another."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, tuple[object, _Plan]] = {}
+
+    def plan(self, phase: int, shape: object, make: Callable[[], _Plan]) -> _Plan:
+        """The plan for arenas that begin ``phase`` bytes behind a border, if it was made for the same ``shape``."""
+        known = self._plans.get(phase)
+        if known is None or known[0] != shape:
+            if len(self._plans) >= 4:  # as many arenas as there are, but for those that came and went
+                self._plans.clear()
+            known = self._plans[phase] = (shape, make())
+        return known[1]
+
+
+def copy_through_lanes(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    copy_on_host: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+    memo: Memo | None = None,
+    lanes: Any = None,
+) -> None:
+    """Copy every source into its target, some of which are on devices. Returns when the bytes are there.
+
+    Args:
+        copy_on_host: copies between CPU tensors.
+        memo: plans of earlier copies to CPU tensors of these dtypes and shapes, in the same places, counted from the
+            first that is not empty.
+
+    Raises:
+        SaveError: a CUDA graph is being captured.
+    """
+    transfer = Transfer(targets, sources, copy_on_host, memo, lanes)
+    try:
+        transfer.start()
+    finally:
+        transfer.settle()
+    transfer.finish()
+
+
+class Transfer:
+    """One copy: :meth:`start` returns when all is under way that can be, :meth:`settle` when it is over, whatever has
+    happened, and :meth:`finish` adds what must not come before that. Targets and sources must be kept till then."""
+
+    def __init__(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        copy_on_host: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+        memo: Memo | None = None,
+        lanes: Any = None,
+    ) -> None:
+        self._targets, self._sources = targets, sources
+        self._copy_on_host = copy_on_host
+        self._lanes = lanes if lanes is not None else _process_lanes
+        self._to = self._lanes.indices(targets) if memo is None else [-1] * len(targets)
+        self._of = self._lanes.indices(sources)
+        # By number, the tensors whose bytes are moved in the place of one that cannot be.
+        self._plain: dict[int, torch.Tensor] = {}
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._begun: list[Any] = []
+        self._slots: list[torch.Tensor] = []
+        self._base = 0
+        self._plan = self._planned(memo)
+
+    # ---- planning -----------------------------------------------------------------------------------------
+
+    def _planned(self, memo: Memo | None) -> _Plan:
+        sources = self._sources
+        if memo is None or any(map(torch.Tensor.is_conj, sources)) or any(map(torch.Tensor.is_neg, sources)):
+            return self._make_plan()
+        self._base = next((target.data_ptr() for target in self._targets if target.numel()), 0)
+        contiguous = list(map(torch.Tensor.is_contiguous, sources))
+        return memo.plan(self._base % cuda.SLICE, (self._of, contiguous), self._make_plan)
+
+    def _host(self, number: int) -> torch.Tensor:
+        return self._targets[number] if self._to[number] < 0 else self._sources[number]
+
+    def _make_plan(self) -> _Plan:
+        plan = _Plan()
+        packer = _Packer(plan.chunks, self._base)
+        for number, (to, of) in enumerate(zip(self._to, self._of, strict=True)):
+            target, source = self._targets[number], self._sources[number]
+            address, nbytes = self._host(number).data_ptr() - self._base, target.nbytes
+            if to < 0 and of < 0:
+                plan.hosts.append(number)
+                packer.skip(address, nbytes)
+            elif to >= 0 and of >= 0:
+                plan.across.append(number)
+            elif not (_is_plain(target) and _is_plain(source) and target.dtype == source.dtype):
+                plan.odd.append(number)
+            elif nbytes:
+                packer.add(number, max(to, of), to < 0, address, nbytes, target.dtype)
+        packer.flush()
+        return plan
+
+    # ---- enqueuing ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Give all transfers to the devices; those through slots are waited for."""
+        plan = self._plan
+        for index in sorted({*self._to, *self._of} - {-1}):
+            lane = self._lanes.lane(index)
+            lane.begin()
+            self._begun.append(lane)
+        for number in plan.across:
+            lane = self._lanes.lane(self._of[number])
+            lane.copy(lane.move, self._targets[number], self._sources[number])
+        chunks = [(self._base, chunk) for chunk in self._with_slabs(plan.chunks)]
+        for number in plan.odd:
+            chunks += [(0, chunk) for chunk in self._made_plain(number)]
+        through_slots: list[tuple[int, _Chunk]] = []
+        for base, chunk in chunks:
+            if cuda.is_locked(base + chunk.begin, chunk.end - chunk.begin):
+                self._enqueue(base, chunk, _bytes_at(base + chunk.begin, chunk.end - chunk.begin))
+            else:
+                through_slots.append((base, chunk))
+        large = [number for number in plan.hosts if self._targets[number].nbytes > _GAP]
+        self._copy_hosts(large)
+        self._through_slots(through_slots)
+        for number in plan.odd:  # on the device, behind the bytes that they are made of
+            if self._to[number] >= 0 and (made := self._plain.get(number)) is not None:
+                lane, target = self._lanes.lane(self._to[number]), self._targets[number]
+                if not (target.is_conj() or target.is_neg()):
+                    target, made = _bits(target), _bits(made)
+                lane.copy(lane.move, target, made)
+
+    def _with_slabs(self, chunks: list[_Chunk]) -> list[_Chunk]:
+        """The chunks; without room for slabs, each tensor by itself."""
+        largest: dict[int, int] = {}
+        for chunk in chunks:
+            if chunk.groups:
+                largest[chunk.lane] = max(largest.get(chunk.lane, 0), chunk.end - chunk.begin)
+        without = set()
+        for index, nbytes in largest.items():
+            lane = self._lanes.lane(index)
+            with lane.lock:
+                if not lane.ensure_slabs(nbytes):
+                    without.add(index)
+        if not without:
+            return chunks
+        return [part for each in chunks for part in (self._apart(each) if each.lane in without else (each,))]
+
+    def _apart(self, chunk: _Chunk) -> Iterator[_Chunk]:
+        if not chunk.groups:
+            yield chunk
+        for numbers, places in chunk.groups:
+            for number, place in zip(numbers, places, strict=True):
+                yield _Chunk(chunk.lane, chunk.is_down, place, place + self._targets[number].nbytes, (number,))
+
+    def _made_plain(self, number: int) -> Iterator[_Chunk]:
+        """Transfers for a pair of which one is not contiguous, or whose dtypes differ."""
+        target, source = self._targets[number], self._sources[number]
+        if not target.numel():
+            return
+        is_down = self._to[number] < 0
+        index = self._of[number] if is_down else self._to[number]
+        lane = self._lanes.lane(index)
+        if is_down:
+            if source.dtype == target.dtype and not (source.is_conj() or source.is_neg()):
+                source = _bits(source)  # torch has no kernels for some dtypes
+            dtype = target.dtype if source.dtype != _bits(target).dtype else source.dtype
+            self._plain[number] = lane.plain(lane.move, source, dtype)
+            host = target
+            if not _is_plain(target):
+                host = torch.empty(target.shape, dtype=target.dtype)
+                self._after.append((target, host))
+        else:
+            host = torch.empty(source.shape, dtype=target.dtype)
+            self._copy_on_host([host], [source])
+            self._slots.append(host)
+            if not _is_plain(target):
+                self._plain[number] = lane.empty(lane.move, target, target.dtype)
+        packer = _Packer([], 0)
+        packer.cut(number, index, is_down, host.data_ptr(), host.nbytes)
+        yield from packer.chunks
+
+    def _device_bytes(self, number: int, at: int, nbytes: int) -> torch.Tensor:
+        tensor = self._plain.get(number)
+        if tensor is None:
+            tensor = self._targets[number] if self._to[number] >= 0 else self._sources[number]
+        return tensor.detach().view(-1).view(torch.uint8)[at : at + nbytes]
+
+    def _enqueue(self, base: int, chunk: _Chunk, host: torch.Tensor) -> Any:
+        """Give one transfer to its lane. Returns the event after which ``host`` was read or written."""
+        lane = self._lanes.lane(chunk.lane)
+        with lane.lock, torch.no_grad():
+            if not chunk.groups:
+                device = self._device_bytes(chunk.members[0], chunk.at, chunk.end - chunk.begin)
+                lane.copy(lane.move, *((host, device) if chunk.is_down else (device, host)))
+                return lane.record(lane.move)
+            turn, slab = lane.next_slab()
+            begin = (base + chunk.begin) % PADDING
+            packed = slab[begin : begin + chunk.end - chunk.begin]
+            filler, emptier = (lane.pack, lane.move) if chunk.is_down else (lane.move, lane.pack)
+            if lane.freed[turn] is not None:
+                lane.wait(filler, lane.freed[turn])
+            if chunk.is_down:
+                self._pack(lane, chunk, slab, begin)
+            else:
+                lane.copy(filler, packed, host)
+            moved = lane.record(filler)
+            lane.wait(emptier, moved)
+            if chunk.is_down:
+                lane.copy(emptier, host, packed)
+            else:
+                self._pack(lane, chunk, slab, begin)
+            lane.freed[turn] = lane.record(emptier)
+            return lane.freed[turn] if chunk.is_down else moved
+
+    def _pack(self, lane: Any, chunk: _Chunk, slab: torch.Tensor, begin: int) -> None:
+        """Copy the members of a chunk into a slab, where the chunk begins, or out of it."""
+        views = chunk.views.get(slab.data_ptr())
+        tensors = self._sources if chunk.is_down else self._targets
+        if views is None:
+            if len(chunk.views) >= 2:
+                chunk.views.clear()  # of slabs that are no more
+            views = chunk.views[slab.data_ptr()] = [
+                [_view(slab, begin + place - chunk.begin, tensors[n]) for n, place in zip(*group, strict=True)]
+                for group in chunk.groups
+            ]
+        for (numbers, _), places in zip(chunk.groups, views, strict=True):
+            members = [tensors[number] for number in numbers]
+            if members[0].dtype not in _EXACT:
+                members = [_bits(member) for member in members]
+            lane.copy_many(lane.pack, *((places, members) if chunk.is_down else (members, places)))
+
+    # ---- through slots ------------------------------------------------------------------------------------
+
+    def _through_slots(self, chunks: list[tuple[int, _Chunk]]) -> None:
+        """Move these by threads, this one and as many as help, each with a slot of its own."""
+        if not chunks:
+            return
+        size = max(chunk.end - chunk.begin for _, chunk in chunks)
+        left, lock = iter(chunks), threading.Lock()
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                slot: torch.Tensor | None = None
+                before: tuple[Any, Any] | None = None
+                while not errors:
+                    with lock:
+                        base, chunk = next(left, (0, None))
+                    if chunk is None:
+                        return
+                    if slot is None:
+                        slot = self._lanes.lane(chunk.lane).slot(size)
+                        with lock:
+                            self._slots.append(slot)
+                    if before is not None:
+                        before[0].sync(before[1])
+                    before = self._through_slot(base, chunk, slot[: chunk.end - chunk.begin])
+            except BaseException as error:
+                errors.append(error)
+
+        helpers = [threading.Thread(target=work, name="flashpoint-transfer", daemon=True) for _ in range(_helpers())]
+        helpers = helpers[: len(chunks) - 1]
+        started: list[threading.Thread] = []
+        try:
+            for helper in helpers:
+                helper.start()
+                started.append(helper)
+        except RuntimeError:  # there can be no more threads
+            pass
+        try:
+            work()
+        finally:
+            for helper in started:
+                helper.join()
+        if errors:
+            raise errors[0]
+
+    def _through_slot(self, base: int, chunk: _Chunk, slot: torch.Tensor) -> tuple[Any, Any] | None:
+        """Move one chunk. Returns the event, and its lane, after which the slot may be used again."""
+        lane = self._lanes.lane(chunk.lane)
+        host = _bytes_at(base + chunk.begin, chunk.end - chunk.begin)
+        if not chunk.is_down:
+            slot.copy_(host)
+            return lane, self._enqueue(base, chunk, slot)
+        lane.sync(self._enqueue(base, chunk, slot))
+        host.copy_(slot)
+        return None
+
+    # ---- ending -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until nothing is under way any more."""
+        try:
+            for lane in self._begun:
+                for stream in (lane.pack, lane.move):
+                    lane.sync(lane.record(stream))
+        finally:
+            self._plain.clear()
+            self._slots.clear()
+
+    def finish(self) -> None:
+        """Copy what lies between others in host memory, and was overwritten with them."""
+        self._copy_hosts([number for number in self._plan.hosts if self._targets[number].nbytes <= _GAP])
+        if self._after:
+            self._copy_on_host([target for target, _ in self._after], [host for _, host in self._after])
+
+    def _copy_hosts(self, numbers: list[int]) -> None:
+        if numbers:
+            self._copy_on_host([self._targets[n] for n in numbers], [self._sources[n] for n in numbers])
+
+
+class _Packer:
+    """Makes chunks of pairs in their order, each within one slice of the memory that is counted from ``base``."""
+
+    def __init__(self, chunks: list[_Chunk], base: int) -> None:
+        self.chunks = chunks
+        self._base = base
+        self._run: _Chunk | None = None
+        self._skipped = 0
+        self._dtypes: dict[torch.dtype, tuple[list[int], list[int]]] = {}
+
+    def add(self, number: int, lane: int, is_down: bool, begin: int, nbytes: int, dtype: torch.dtype) -> None:
+        """One pair, whose host memory begins there."""
+        end = begin + nbytes
+        if nbytes >= _SMALL or next(cuda.slices(self._base + begin, self._base + end))[1] < self._base + end:
+            self.flush()
+            self.cut(number, lane, is_down, begin, nbytes)
+            return
+        run = self._run
+        if run is None or not self._continues(run, lane, is_down, begin, end):
+            self.flush()
+            run = self._run = _Chunk(lane, is_down, begin, begin, ())
+        run.end = self._skipped = end
+        numbers, places = self._dtypes.setdefault(dtype, ([], []))
+        numbers.append(number)
+        places.append(begin)
+
+    def _continues(self, run: _Chunk, lane: int, is_down: bool, begin: int, end: int) -> bool:
+        return (
+            (run.lane, run.is_down, self._skipped) == (lane, is_down, begin)
+            and end - run.begin <= SLAB
+            and (self._base + run.begin) // cuda.SLICE == (self._base + end - 1) // cuda.SLICE
+        )
+
+    def skip(self, begin: int, nbytes: int) -> None:
+        """A pair of CPU tensors, whose target begins there."""
+        if self._run is not None and self._run.is_down and begin == self._skipped and nbytes <= _GAP:
+            self._skipped += nbytes
+        elif nbytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """End what is being packed."""
+        if self._run is not None:
+            self._run.members = tuple(sorted(n for numbers, _ in self._dtypes.values() for n in numbers))
+            if len(self._run.members) > 1:
+                self._run.groups = list(self._dtypes.values())
+            self.chunks.append(self._run)
+        self._run, self._dtypes = None, {}
+
+    def cut(self, number: int, lane: int, is_down: bool, begin: int, nbytes: int) -> None:
+        """One pair by itself, in transfers that are not too large."""
+        for first, last in cuda.slices(self._base + begin, self._base + begin + nbytes):
+            for at in range(first - self._base, last - self._base, SLAB):
+                end = min(at + SLAB, last - self._base)
+                self.chunks.append(_Chunk(lane, is_down, at, end, (number,), at - begin))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in _EXACT else tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def _view(slab: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor:
+    bits = _bits(tensor)
+    return slab[begin : begin + tensor.nbytes].view(bits.dtype).view(tensor.shape)
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory as a tensor; it is kept by whoever passed the tensors that lie there."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _helpers() -> int:
+    return max(0, min(_WORKERS, len(os.sched_getaffinity(0))) - 1)

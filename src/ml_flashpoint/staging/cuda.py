@@ -44,6 +44,13 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
+def settle() -> None:
+    """Have this thread's work on its device done before other threads read the outcome: on the default stream, as they
+    do, which this one may not be using."""
+    if in_use() and (stream := torch.cuda.current_stream()) != torch.cuda.default_stream():
+        stream.synchronize()
+
+
 def device_today(saved: str, ours: Collection[torch.device] = ()) -> torch.device:
     """Where a tensor is loaded to that was on ``saved`` when it was saved, maybe by another rank or on another node.
 

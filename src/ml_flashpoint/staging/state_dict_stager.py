@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # type
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import view_identity
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -111,6 +112,8 @@ class TensorLeaves:
         self._more_by_address: dict[int, list[int]] = {}
         self._state = state_dict
         self._collect(state_dict, None)
+        if cuda.in_use() and any(not isinstance(value, (torch.Tensor, *_IMMUTABLE)) for value in self._copies):
+            cuda.settle()
 
     @property
     def names(self) -> list[str]:
@@ -221,7 +224,8 @@ def _whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
             f"the tensor {path!r} is {kind}, which torch's checkpoints have no place for",
             hint="save what it is made of: for example its values and offsets, or to_dense()",
         )
-    return tensor.detach().clone()
+    # Not on a device: it is pickled later, by another thread, for which the device works in another order.
+    return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

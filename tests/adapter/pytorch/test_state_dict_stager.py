@@ -180,3 +180,44 @@ def test_large_states_leave_little_for_the_garbage_collector() -> None:
     made = len(gc.get_objects()) - before
     assert len(leaves.tensors) == 3000
     assert made < 300, made
+
+
+class Quantized(torch.Tensor):
+    """A tensor that is more than its memory, on a device as it seems."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, device: torch.device) -> Quantized:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)  # type: ignore[attr-defined]
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Quantized(args[0].values, (kwargs or {}).get("device", args[0].device))
+
+
+def test_what_is_more_than_its_memory_leaves_its_device_while_it_is_staged() -> None:
+    """It is pickled later, by a thread for which the device works in another order."""
+    leaves = TensorLeaves({"quantized": Quantized(torch.ones(3), torch.device("cuda", 1))})
+    staged = leaves.rebuild([])["quantized"]
+    assert leaves.error is None
+    assert type(staged) is Quantized
+    assert staged.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(object(), 1), ({1}, 1), (3, 0), (b"", 0), (torch.ones(2), 0)])
+def test_values_that_may_hold_tensors_are_complete_before_other_threads_see_them(
+    value: object, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    stream = type("Played", (), {"synchronize": lambda self: waited.append(1)})()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: None)
+    TensorLeaves({"value": value, "x": 1})
+    assert len(waited) == expected
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: stream)
+    TensorLeaves({"value": value})
+    assert len(waited) == expected

@@ -245,6 +245,7 @@ def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:
             f"{target.layout}, {target.dtype} of shape {tuple(target.shape)}",
             path=path,
         )
+    value = value.to(target.device)
     with torch.no_grad():
         if target.layout in _COMPRESSED:  # which copy_ takes only where as many elements are specified
             target.resize_as_sparse_(value)

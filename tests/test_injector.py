@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.replication.channel import Channel
+from ml_flashpoint.net.channel import Channel
 from tests.support.injector import POINTS, Fault, Injector, Interrupted
 
 

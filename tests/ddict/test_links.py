@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.connection import Address, Peer
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError
 from ml_flashpoint.ddict.links import Links
-from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.ddict.messages import REQUESTS
+from ml_flashpoint.net.client import Address
+from ml_flashpoint.net.server import Peer, RequestServer
 
 SECRET = b"a secret of the test"
 TIMEOUT_S = 20.0
@@ -51,7 +52,7 @@ class Place:
 
 @contextlib.contextmanager
 def served(number: int, secret: bytes = SECRET) -> Iterator[Address]:
-    server = RequestServer(secret, Player(number), tcp_host="127.0.0.1")
+    server = RequestServer(secret, Player(number), REQUESTS, tcp_host="127.0.0.1")
     try:
         yield server.addresses[0]
     finally:

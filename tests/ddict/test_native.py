@@ -34,7 +34,9 @@ from ml_flashpoint.ddict.native import (
     System,
     this_process,
 )
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ddict.native_barrier_server import BARRIERS
+from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.net.client import Connection
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_members
@@ -377,7 +379,7 @@ def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
     with barrier_of(2) as barrier:
         with pytest.raises(DDictTimeoutError, match="barrier"):
             barrier.wait(timeout=0.05)
-        wait_until(lambda: barrier.broken, "the end of the line to be heard")
+        wait_until(lambda: barrier.broken, "the end of the connection to be heard")
         with pytest.raises(BarrierBrokenError):
             barrier.wait(timeout=DEADLINE_S)
         with pytest.raises(threading.BrokenBarrierError):
@@ -522,7 +524,7 @@ def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, mon
             assert barrier.wait(DEADLINE_S) in (0, 1)
             other.join(DEADLINE_S)
 
-        meet()  # so this thread's line is one that has waited
+        meet()  # so this thread has a connection that has waited
         suspend(maker.pid)
         with monkeypatch.context() as patched:
             patched.setattr(native_barrier, "_REPLY_S", 0.1)
@@ -533,8 +535,8 @@ def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, mon
         assert (barrier.n_waiting, barrier.broken) == (0, False)
         meet()
         # Its end without a farewell is still noticed.
-        barrier._line().close()
-        wait_until(lambda: barrier.broken, "the end of the line to be heard")
+        barrier._lines._of_thread.line.close()
+        wait_until(lambda: barrier.broken, "the end of the connection to be heard")
 
 
 def test_a_barrier_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
@@ -551,15 +553,17 @@ def test_strangers_and_nonsense_disturb_nobody() -> None:
     with barrier_of(2) as barrier:
         for greeting in (b"wrong\n", b'{"op": "abort"}\n', bytes(10_000), b"\n" * 100):
             with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(barrier._address)
+                stranger.connect(barrier._address[1])
                 with contextlib.suppress(OSError):
                     stranger.sendall(greeting)
                     stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(100) == b""
-        with socket.socket(socket.AF_UNIX) as confused:
-            confused.connect(barrier._address)
-            confused.sendall(barrier._token.encode() + b"\n[]\n")
-            assert confused.recv(100) == b""
+        with Connection(barrier._address, barrier._secret, BARRIERS, connect_timeout_s=DEADLINE_S) as confused:
+            for op, fields in (("abort", {}), ("dance", {})):
+                with pytest.raises(ProtocolError):
+                    confused.request(op, fields, timeout_s=DEADLINE_S)
+        with pytest.raises(AuthenticationError):
+            Connection(barrier._address, b"another secret of a barrier", BARRIERS, connect_timeout_s=DEADLINE_S)
         assert not barrier.broken
         assert sorted(in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))) == [0, 1]
 

@@ -171,7 +171,7 @@ def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> 
         wait_until(lambda: barrier.n_waiting == 2, "two waiting")
         group.kill()
         group.join(timeout=DEADLINE_S)  # ended by the group itself: no failure
-        with pytest.raises(BarrierBrokenError, match="ended with exit code 255"):
+        with pytest.raises(BarrierBrokenError, match="died, or gave up"):
             barrier.wait(timeout=DEADLINE_S)
 
 
@@ -194,6 +194,22 @@ def test_a_node_that_is_not_there_is_named(node: int, tmp_path: Path) -> None:
         assert (caught.value.argument, caught.value.value) == ("node", str(node))
 
 
-def test_an_action_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="action"):
-        Barrier(2, action=print)
+def test_an_action_runs_in_the_process_that_made_the_barrier() -> None:
+    called: list[int] = []
+    with contextlib.closing(Barrier(1, action=lambda: called.append(1))) as barrier:
+        assert ray.get(ray.remote(ddict_members.wait_once).options(num_cpus=0).remote(barrier)) == 0
+    assert called == [1]
+
+
+def test_a_killed_task_that_waits_breaks_the_barrier() -> None:
+    """It is no member of a group: only the end of its connection tells."""
+    with barrier_of(3) as barrier:
+        killed = ray.remote(ddict_members.Waiter).options(num_cpus=0).remote()
+        left = ray.remote(ddict_members.Waiter).options(num_cpus=0).remote()
+        gone, told = killed.wait.remote(barrier), left.wait.remote(barrier)
+        wait_until(lambda: barrier.n_waiting == 2, "both waiting", DEADLINE_S)
+        os.kill(ray.get(killed.pid.remote()), signal.SIGKILL)
+        assert "died, or gave up" in ray.get(told, timeout=DEADLINE_S)
+        with pytest.raises(ray.exceptions.RayError):
+            ray.get(gone, timeout=DEADLINE_S)
+        assert barrier.broken

@@ -23,12 +23,11 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import ObjectRecord, encode
-from ml_flashpoint.replication import wire
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.messages import WORKING
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier
-from ml_flashpoint.replication.channel import ConnectionLostError
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
 from ml_flashpoint.replication.transfer_service import TransferService
-from ml_flashpoint.replication.wire import Frame, FrameKind
 from tests.replication.transfer_support import (
     ATTEMPT,
     BLOCK,
@@ -44,6 +43,7 @@ from tests.replication.transfer_support import (
     pattern,
     push,
     record_of,
+    refusal_to,
     serving,
 )
 
@@ -163,16 +163,16 @@ def test_a_push_ends_at_its_first_damaged_block() -> None:
     with serving(store) as service:
         channel = channel_to(service)
         manifest = encode(manifest_of(record_of(b"x" * BLOCK * blocks)))
-        channel.send(Frame(FrameKind.PUSH, {"patience_ms": 10_000}, body=manifest))
-        assert channel.receive_reply().kind is FrameKind.READY
-        channel.send(Frame(FrameKind.DATA, payload_bytes=BLOCK * blocks))
+        channel.send("push", {"patience_ms": 10_000}, [manifest])
+        assert channel.receive_reply().fields == {"held": False}
+        channel.send("data", {}, payload_bytes=BLOCK * blocks)
         sent = 0
         with contextlib.suppress(ConnectionLostError):
             while sent < blocks and not store.ended.wait(0.02):
                 channel.send_payload(memoryview(bytes(BLOCK)))
                 sent += 1
         assert sent < blocks // 2
-        assert isinstance(wire.error_of_frame(channel.receive_reply()), DigestMismatchError)
+        assert isinstance(refusal_to(channel), DigestMismatchError)
         channel.close()
     assert store.aborted == [VERSION]
 
@@ -362,25 +362,39 @@ def test_a_push_of_other_sizes_than_the_manifest_says_is_refused() -> None:
 def test_a_payload_other_than_the_announced_one_is_refused() -> None:
     store = MemoryStore()
     with serving(store) as service:
-        for announced in (Frame(FrameKind.DATA, payload_bytes=5), Frame(FrameKind.PING)):
+        for op, payload_bytes in (("data", 5), ("ping", 0)):
             channel = channel_to(service)
-            request = Frame(FrameKind.PUSH, {"patience_ms": 1000}, body=encode(manifest_of(record_of(b"four"))))
-            channel.send(request)
-            assert channel.receive_reply().kind is FrameKind.READY
-            channel.send(announced)
-            assert isinstance(wire.error_of_frame(channel.receive_reply()), ProtocolError)
+            channel.send("push", {"patience_ms": 1000}, [encode(manifest_of(record_of(b"four")))])
+            assert channel.receive_reply().fields == {"held": False}
+            channel.send(op, {}, payload_bytes=payload_bytes)
+            assert isinstance(refusal_to(channel), ProtocolError)
             channel.close()
     assert len(store.aborted) == 2
 
 
 def test_answers_are_not_requests() -> None:
     with serving() as service:
-        for kind in (FrameKind.ACK, FrameKind.DATA, FrameKind.KEEPALIVE, FrameKind.NACK):
+        for subject in (None, {"error": "ReplicationError"}):
             channel = channel_to(service)
-            channel.send(Frame(kind))
+            channel.send(subject, {})
             with pytest.raises(ConnectionLostError):
-                channel.receive()
+                channel.receive(request=False)
             channel.close()
+        for subject in ("data", WORKING):
+            channel = channel_to(service)
+            channel.send(subject, {})
+            assert isinstance(refusal_to(channel), ProtocolError)
+            channel.close()
+
+
+def test_a_payload_that_nobody_asked_for_ends_the_connection() -> None:
+    with serving() as service:
+        channel = channel_to(service)
+        channel.send("ping", {}, payload_bytes=3)
+        channel.send_payload(memoryview(b"abc"))
+        with pytest.raises(ConnectionLostError):
+            channel.receive(request=False)
+        channel.close()
 
 
 def test_more_connections_than_allowed_are_refused_until_one_ends() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,12 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import encode
-from ml_flashpoint.replication import channel as channels
-from ml_flashpoint.replication import wire
-from ml_flashpoint.replication.channel import Channel, ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net import channel as channels
+from ml_flashpoint.net import handshake
+from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
+from ml_flashpoint.replication.transfer_protocol import TRANSFERS
 from ml_flashpoint.replication.transfer_service import TransferService
-from ml_flashpoint.replication.wire import Frame, FrameKind
 from tests.replication.transfer_support import (
     BLOCK,
     LARGE,
@@ -45,6 +46,7 @@ from tests.replication.transfer_support import (
     raw_connection,
     receive_exactly,
     record_of,
+    refusal_to,
     serving,
 )
 from tests.support.netns import two_namespaces
@@ -58,11 +60,11 @@ def as_server(answer: Callable[[Channel], None]) -> Callable[[socket.socket], No
     """An impostor's answer after a proper handshake."""
 
     def authenticate_and_answer(sock: socket.socket) -> None:
-        handshake = wire.ServerHandshake(SECRET, "the client")
-        while handshake.keys is None:
-            sock.sendall(handshake.answer(receive_exactly(sock, handshake.awaited_bytes)))
-        channel = Channel(sock, deadline_s=10, peer="the client")
-        channel.take_keys_as_server(handshake.keys)
+        greeting = handshake.ServerHandshake(handshake.proved_secret(SECRET, TRANSFERS.purpose), "the client")
+        while greeting.keys is None:
+            sock.sendall(greeting.answer(receive_exactly(sock, greeting.awaited_bytes)))
+        channel = Channel(sock, TRANSFERS, peer="the client", stall_s=10)
+        channel.take_keys_as_server(greeting.keys)
         with contextlib.suppress(FlashpointError):
             answer(channel)
 
@@ -81,11 +83,11 @@ def test_a_peer_that_accepts_and_never_answers_is_given_up() -> None:
 
 def test_a_peer_that_falls_silent_is_given_up() -> None:
     def silent(channel: Channel) -> None:
-        channel.receive()
+        channel.receive(request=True)
 
     def halfway(channel: Channel) -> None:
-        channel.receive()
-        channel.send(Frame(FrameKind.DATA, payload_bytes=BLOCK))
+        channel.receive(request=True)
+        channel.send(None, {}, payload_bytes=BLOCK)
         channel.send_payload(memoryview(bytes(1000)))
 
     record = record_of(pattern(BLOCK))
@@ -104,12 +106,12 @@ def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
     with serving(store, deadline_s=2) as service:
         channel = channel_to(service)
         manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
-        channel.send(Frame(FrameKind.PUSH, {"patience_ms": 10_000}, body=manifest))
-        assert channel.receive_reply().kind is FrameKind.READY
-        channel.send(Frame(FrameKind.DATA, payload_bytes=4 * BLOCK))
+        channel.send("push", {"patience_ms": 10_000}, [manifest])
+        assert channel.receive_reply().fields == {"held": False}
+        channel.send("data", {}, payload_bytes=4 * BLOCK)
         channel.send_payload(memoryview(pattern(BLOCK)))
         with ends_within(2 + SLACK_S):
-            assert isinstance(wire.error_of_frame(channel.receive_reply()), DeadlineError)
+            assert isinstance(refusal_to(channel), DeadlineError)
         channel.close()
     assert store.aborted == [VERSION]
 
@@ -119,7 +121,7 @@ def test_idle_connections_are_closed_after_a_deadline_of_their_own(caplog: pytes
     with serving(idle_deadline_s=0.2, deadline_s=60) as service:
         channel = channel_to(service)
         with ends_within(0.2 + SLACK_S), pytest.raises(ConnectionLostError):
-            channel.receive()
+            channel.receive(request=False)
         channel.close()
     with serving(idle_deadline_s=60, deadline_s=1) as service, connection_to(service) as peer:
         threading.Event().wait(1.5)
@@ -137,10 +139,17 @@ def test_a_backend_may_take_longer_than_the_clients_deadline() -> None:
 
 
 def test_a_process_that_was_held_up_does_not_blame_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 100.0, 101.0, 102.0, 103.0])
+    clock = iter([0.0, 1.0, 100.0, 101.0, 102.0, 200.0, 300.0])
     monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    idle = channels._IdleTimer(1.0)
-    assert [idle.silent_s(count) for count in (0, 0, 0, 5, 0)] == [1.0, 3.0, 4.0, 0.0, 1.0]
+    channel: Any = SimpleNamespace(_slice_s=1.0, _stall_s=5.0, too_late=DeadlineError)
+    wait, silent_s = channels._Wait(channel, None, None), []
+    for count in (0, 0, 5, 0):
+        wait.note(count)
+        silent_s.append(wait._silent_s)
+    assert silent_s == [1.0, 3.0, 0.0, 1.0]
+    wait.note(0)
+    with pytest.raises(DeadlineError):
+        wait.note(0)
 
 
 def test_but_not_for_ever() -> None:
@@ -186,7 +195,7 @@ def test_another_thread_can_interrupt_a_request() -> None:
     reached = threading.Event()
 
     def silent(channel: Channel) -> None:
-        channel.receive()
+        channel.receive(request=True)
         reached.set()
 
     with impostor(as_server(silent)) as address, ThreadPoolExecutor(1) as thread:
@@ -310,8 +319,8 @@ def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     with serving(store, deadline_s=60) as service, raw_connection(service):
         channel = channel_to(service)
         manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
-        channel.send(Frame(FrameKind.PUSH, {"patience_ms": 60_000}, body=manifest))
-        assert channel.receive_reply().kind is FrameKind.READY
+        channel.send("push", {"patience_ms": 60_000}, [manifest])
+        assert channel.receive_reply().fields == {"held": False}
         with ends_within(SLACK_S):
             service.close()
     channel.close()

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from ml_flashpoint.format.errors import (
     AuthenticationError,
 )
-from ml_flashpoint.replication import wire
-from ml_flashpoint.replication.channel import Channel, ConnectionLostError
-from ml_flashpoint.replication.reception import Reception
+from ml_flashpoint.net import handshake
+from ml_flashpoint.net.channel import Channel, ConnectionLostError
+from ml_flashpoint.net.messages import HEAD_BYTES, MessageCode
+from ml_flashpoint.net.reception import MAX_HANDSHAKES, Reception
 from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.transfer_protocol import TRANSFERS
 from ml_flashpoint.replication.transfer_service import TransferService
-from ml_flashpoint.replication.wire import Frame, FrameKind
 from tests.replication.transfer_support import (
     ATTEMPT,
     NAME,
@@ -61,14 +62,14 @@ def test_peers_with_another_secret_get_and_give_nothing() -> None:
 
 def test_a_server_must_prove_the_secret_too() -> None:
     def reflecting(sock: socket.socket) -> None:
-        sock.sendall(receive_exactly(sock, wire.GREETING_BYTES))
-        sock.sendall(receive_exactly(sock, wire.MAC_BYTES))
+        sock.sendall(receive_exactly(sock, handshake.GREETING_BYTES))
+        sock.sendall(receive_exactly(sock, handshake.MAC_BYTES))
 
     def guessing(sock: socket.socket) -> None:
-        receive_exactly(sock, wire.GREETING_BYTES)
-        sock.sendall(wire.greeting(b"s" * 32))
-        receive_exactly(sock, wire.MAC_BYTES)
-        sock.sendall(bytes(wire.MAC_BYTES))
+        receive_exactly(sock, handshake.GREETING_BYTES)
+        sock.sendall(handshake.greeting(b"s" * 32))
+        receive_exactly(sock, handshake.MAC_BYTES)
+        sock.sendall(b"\1" * handshake.MAC_BYTES)
 
     for answer in (reflecting, guessing):
         with impostor(answer) as address, pytest.raises(AuthenticationError, match="does not know"):
@@ -77,8 +78,8 @@ def test_a_server_must_prove_the_secret_too() -> None:
 
 def test_a_server_does_not_prove_anything_to_a_client_that_reflects_its_nonce() -> None:
     with serving() as service, raw_connection(service) as sock:
-        sock.sendall(wire.greeting(b"c" * 32))
-        server_nonce = wire.parse_greeting(receive_exactly(sock, wire.GREETING_BYTES))
+        sock.sendall(handshake.greeting(b"c" * 32))
+        server_nonce = handshake.parse_greeting(receive_exactly(sock, handshake.GREETING_BYTES))
         sock.sendall(hmac.digest(b"guess", server_nonce, "sha256"))
         assert is_hung_up(sock)
 
@@ -93,19 +94,20 @@ def test_a_recorded_session_cannot_be_replayed() -> None:
         assert len(store.committed) == 1
         with raw_connection(service) as sock:
             sock.sendall(recorded)
-            assert len(receive_exactly(sock, wire.GREETING_BYTES)) == wire.GREETING_BYTES
+            assert len(receive_exactly(sock, handshake.GREETING_BYTES)) == handshake.GREETING_BYTES
             assert is_hung_up(sock)
     assert store.calls == [f"begin {VERSION} 3"]
 
 
 def test_a_frame_injected_into_a_session_is_refused() -> None:
     store = MemoryStore({NAME: b"x"})
-    forged = wire.FrameEncoder(b"guessed key".ljust(32)).encode(Frame(FrameKind.PING))
+    ping = TRANSFERS.begin_message("ping", {})
+    forged = ping + MessageCode(b"guessed key".ljust(32)).next([ping])
     with serving(store) as service:
         channel = channel_to(service)
         channel.send_payload(memoryview(forged))
         with pytest.raises(ConnectionLostError):
-            channel.receive()
+            channel.receive(request=False)
         channel.close()
 
 
@@ -115,16 +117,16 @@ def test_garbage_is_dropped_and_never_kills_the_service(garbage: bytes, greeted:
     service = GARBAGE_SERVICE.service
     if authenticated:
         channel = channel_to(service)
-        channel.send_payload(memoryview(garbage.ljust(wire.FRAME_START_BYTES, b"\0")))
+        channel.send_payload(memoryview(garbage.ljust(HEAD_BYTES, b"\0")))
         with pytest.raises(ConnectionLostError):
-            channel.receive()
+            channel.receive(request=False)
         channel.close()
     else:
         with raw_connection(service) as sock:
-            greeting = wire.greeting(b"c" * 32) if greeted else b""
-            sock.sendall(greeting + garbage.ljust(wire.GREETING_BYTES, b"\0"))
+            greeting = handshake.greeting(b"c" * 32) if greeted else b""
+            sock.sendall(greeting + garbage.ljust(handshake.GREETING_BYTES, b"\0"))
             if greeted:
-                receive_exactly(sock, wire.GREETING_BYTES)
+                receive_exactly(sock, handshake.GREETING_BYTES)
             assert is_hung_up(sock)
     with connection_to(service) as peer:
         peer.ping()
@@ -153,7 +155,7 @@ def test_strangers_are_logged_sparingly(caplog: pytest.LogCaptureFixture) -> Non
     with serving() as service:
         for _ in range(20):
             with raw_connection(service) as sock:
-                sock.sendall(b"?" * wire.GREETING_BYTES)
+                sock.sendall(b"?" * handshake.GREETING_BYTES)
                 assert is_hung_up(sock)
     assert len(caplog.records) == 1
     assert "another protocol" in caplog.text
@@ -161,10 +163,10 @@ def test_strangers_are_logged_sparingly(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_silent_strangers_are_dropped_and_lock_nobody_out() -> None:
     with serving(handshake_deadline_s=60, deadline_s=60) as service, contextlib.ExitStack() as opened:
-        strangers = [opened.enter_context(raw_connection(service)) for _ in range(2 * wire.MAX_HANDSHAKES)]
+        strangers = [opened.enter_context(raw_connection(service)) for _ in range(2 * MAX_HANDSHAKES)]
         with connection_to(service) as peer:
             peer.ping()
-        assert all(is_hung_up(sock) for sock in strangers[: wire.MAX_HANDSHAKES])
+        assert all(is_hung_up(sock) for sock in strangers[:MAX_HANDSHAKES])
     with (
         serving(handshake_deadline_s=0.2, deadline_s=1) as service,
         raw_connection(service) as sock,
@@ -175,7 +177,7 @@ def test_silent_strangers_are_dropped_and_lock_nobody_out() -> None:
 
 def test_a_stranger_costs_no_thread() -> None:
     with serving(handshake_deadline_s=60, deadline_s=60) as service, contextlib.ExitStack() as opened:
-        strangers = [opened.enter_context(raw_connection(service)) for _ in range(wire.MAX_HANDSHAKES // 2)]
+        strangers = [opened.enter_context(raw_connection(service)) for _ in range(MAX_HANDSHAKES // 2)]
         with connection_to(service) as peer:
             peer.ping()  # by now it has accepted those before
             names = {thread.name for thread in threading.enumerate()}
@@ -185,7 +187,7 @@ def test_a_stranger_costs_no_thread() -> None:
 
 def test_peers_that_come_all_at_once_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that read from one holder, say: more than there are places to authenticate in."""
-    count = wire.MAX_HANDSHAKES + 60
+    count = MAX_HANDSHAKES + 60
     at_the_door, opened = threading.Semaphore(0), threading.Event()
     greet, serve = Channel.handshake_as_client, Reception.serve
 
@@ -221,22 +223,23 @@ def test_a_flood_from_one_host_is_at_its_own_cost() -> None:
         with connection_to(service) as peer:
             peer.ping()
         known = opened.enter_context(raw_connection(service))
-        known.sendall(wire.greeting(b"c" * 32))
-        server_nonce = wire.parse_greeting(receive_exactly(known, wire.GREETING_BYTES))
+        known.sendall(handshake.greeting(b"c" * 32))
+        server_nonce = handshake.parse_greeting(receive_exactly(known, handshake.GREETING_BYTES))
         flood = [
             opened.enter_context(socket.create_connection(service.address, 10, source_address=("127.0.0.2", 0)))
-            for _ in range(2 * wire.MAX_HANDSHAKES)
+            for _ in range(2 * MAX_HANDSHAKES)
         ]
-        assert all(is_hung_up(sock) for sock in flood[: wire.MAX_HANDSHAKES])
-        known.sendall(wire.client_proof(SECRET, b"c" * 32, server_nonce))
-        assert receive_exactly(known, wire.MAC_BYTES) == wire.server_proof(SECRET, b"c" * 32, server_nonce)
+        assert all(is_hung_up(sock) for sock in flood[:MAX_HANDSHAKES])
+        secret = handshake.proved_secret(SECRET, TRANSFERS.purpose)
+        known.sendall(handshake.client_proof(secret, b"c" * 32, server_nonce))
+        assert receive_exactly(known, handshake.MAC_BYTES) == handshake.server_proof(secret, b"c" * 32, server_nonce)
 
 
 def test_a_handshake_that_is_dribbled_in_is_dropped() -> None:
     with serving(handshake_deadline_s=0.5, deadline_s=1) as service, raw_connection(service) as sock:
         pause = threading.Event()
         with ends_within(0.5 + SLACK_S), contextlib.suppress(ConnectionError):
-            for byte in wire.greeting(b"c" * 32):  # would take 4 s
+            for byte in handshake.greeting(b"c" * 32):  # would take 4 s
                 sock.sendall(bytes([byte]))
                 pause.wait(0.1)
             pytest.fail("the stranger was not dropped")

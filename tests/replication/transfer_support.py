@@ -22,8 +22,11 @@ from typing import Any
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError, ReplicationError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
-from ml_flashpoint.replication.channel import Channel, connect
+from ml_flashpoint.net import handshake
+from ml_flashpoint.net.channel import Channel
+from ml_flashpoint.net.client import connect
 from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.transfer_protocol import TRANSFERS
 from ml_flashpoint.replication.transfer_service import TransferService
 from tests.support.processes import suspend
 
@@ -157,13 +160,20 @@ def raw_connection(service: TransferService) -> socket.socket:
 
 
 def channel_to(service: TransferService, deadline_s: float = 10.0) -> Channel:
-    return connect(service.address, SECRET, deadline_s=deadline_s, connect_timeout_s=10, peer="the service")
+    return connect(("tcp", *service.address), SECRET, TRANSFERS, within_s=10, stall_s=deadline_s)
+
+
+def refusal_to(channel: Channel) -> FlashpointError:
+    """What is answered, which must be an error."""
+    subject = channel.receive_reply().subject
+    assert isinstance(subject, dict)
+    return TRANSFERS.rebuild(subject)
 
 
 def is_hung_up(sock: socket.socket) -> bool:
-    """Whether the other side hangs up, saying nothing more, within the socket's timeout."""
+    """Whether the other side hangs up within the socket's timeout, saying at most that it refuses us."""
     try:
-        return sock.recv(1) == b""
+        return sock.recv(handshake.MAC_BYTES, socket.MSG_WAITALL) in (b"", handshake.REFUSED) and sock.recv(1) == b""
     except ConnectionResetError:
         return True
 

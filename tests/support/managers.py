@@ -22,7 +22,7 @@ from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
 from ml_flashpoint.ddict.snapshots import Snapshots
 from ml_flashpoint.format.errors import ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
-from ml_flashpoint.replication.channel import Address
+from ml_flashpoint.replication.transfer_protocol import Address
 
 SECRET = bytes(range(32))
 

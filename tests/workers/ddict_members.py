@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -81,6 +82,29 @@ def take_blocked_signal() -> None:
 def wait_for_others(barrier: Barrier, folder: str) -> None:
     note(folder, os.getpid())
     barrier.wait(timeout=60)
+
+
+def wait_once(barrier: Barrier) -> int:
+    return barrier.wait(timeout=60)
+
+
+class Waiter:
+    """A Ray actor that is no member of any group."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    async def pid(self) -> int:
+        return self._pid
+
+    async def wait(self, barrier: Barrier) -> str:
+        return await asyncio.get_running_loop().run_in_executor(None, self._wait, barrier)
+
+    def _wait(self, barrier: Barrier) -> str:
+        try:
+            return str(barrier.wait(timeout=60))
+        except BarrierBrokenError as error:
+            return str(error)
 
 
 def look_around(folder: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
-from ml_flashpoint.replication.channel import Address
+from ml_flashpoint.replication.transfer_protocol import Address
 from tests.support.forked import Report
 from tests.support.managers import Content, Member
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core import inventory
 from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
+from ml_flashpoint.net import client as net_client
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
-from ml_flashpoint.replication import channel, transfer_client
+from ml_flashpoint.replication import transfer_client
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report
@@ -92,7 +93,7 @@ def refused_at_first(report: Report, rank: int, times: int) -> Any:
         def connect(address: Any, *args: Any, **kwargs: Any) -> socket.socket:
             return real(left.pop() if left else address, *args, **kwargs)
 
-        channel.socket.create_connection = connect  # type: ignore[assignment]
+        net_client.socket.create_connection = connect  # type: ignore[assignment]
     found = said(engine)
     dist.barrier()
     engine.close()
@@ -105,13 +106,13 @@ def never_answered(report: Report, rank: int) -> list[Any]:
     silent = socket.create_server(("127.0.0.1", 0))
     real_connection, real_connect = socket.create_connection, transfer_client.connect
     if rank == 1:
-        channel.socket.create_connection = (  # type: ignore[assignment]
+        net_client.socket.create_connection = (  # type: ignore[assignment]
             lambda address, *args, **kwargs: real_connection(silent.getsockname(), *args, **kwargs)
         )
-        transfer_client.connect = lambda *args, **kwargs: real_connect(*args, **{**kwargs, "connect_timeout_s": 0.3})
+        transfer_client.connect = lambda *args, **kwargs: real_connect(*args, **{**kwargs, "within_s": 0.3})
     first = said(engine)
     kept = sorted(path.name for path in Path(base_here()).glob("step-*_ckpt"))
-    channel.socket.create_connection = real_connection
+    net_client.socket.create_connection = real_connection
     second = said(engine)
     dist.barrier()
     engine.close()
@@ -214,7 +215,7 @@ def resumed_with(fp: Flashpoint, rank: int, peers: bool) -> Any:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             closed = probe.getsockname()
-        channel.socket.create_connection = (  # type: ignore[assignment]
+        net_client.socket.create_connection = (  # type: ignore[assignment]
             lambda address, *args, **kwargs: real(closed, *args, **kwargs)
         )
     if not peers and rank == 0:
@@ -224,7 +225,7 @@ def resumed_with(fp: Flashpoint, rank: int, peers: bool) -> Any:
     except FlashpointError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        channel.socket.create_connection = real
+        net_client.socket.create_connection = real
         if not peers and rank == 0:
             shortage.__exit__()
 

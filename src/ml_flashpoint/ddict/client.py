@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.ddict import value_files, value_objects, values
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.connection import Reply
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictManagerLostError,
@@ -34,6 +33,7 @@ from ml_flashpoint.ddict.links import Exchange, Links
 from ml_flashpoint.ddict.locations import is_local, locator
 from ml_flashpoint.ddict.messages import rebuild_error
 from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.net.client import Reply
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ml_flashpoint.ddict.connection import Address, Connection, Reply, RequestLostError
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.ddict.messages import REQUESTS
 from ml_flashpoint.format.errors import AuthenticationError, ProtocolError
-from ml_flashpoint.replication.channel import ConnectionLostError
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -206,7 +207,7 @@ class Links:
             raise ConnectionLostError(f"manager {manager} is not anywhere")
         left = max(until - time.monotonic(), 0.05)
         try:
-            connection = Connection(address, self._secret, connect_timeout_s=min(left, 10.0))
+            connection = Connection(address, self._secret, REQUESTS, connect_timeout_s=min(left, 10.0))
         except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
             if address[0] == "tcp" and time.monotonic() < until:
                 # The machine may be gone, or the port somebody else's by now.

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.connection import Address
 from ml_flashpoint.ddict.links import Locate
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.net.client import Address
 
 
 def locator(configuration: Configuration) -> Locate:

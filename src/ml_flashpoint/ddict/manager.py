@@ -20,7 +20,6 @@ from ml_flashpoint.ddict import persisted_parts
 from ml_flashpoint.ddict.accounts import Needs
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint, new_run_id
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.connection import Peer
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError
@@ -32,6 +31,7 @@ from ml_flashpoint.ddict.snapshots import Pin, Snapshots
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.net.server import Peer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

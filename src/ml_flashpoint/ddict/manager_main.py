@@ -16,9 +16,10 @@ from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.locations import locator
 from ml_flashpoint.ddict.manager import Manager
 from ml_flashpoint.ddict.manager_recovery import ManagerRecovery
+from ml_flashpoint.ddict.messages import REQUESTS
 from ml_flashpoint.ddict.request_fields import OPERATIONS
-from ml_flashpoint.ddict.request_server import RequestServer
 from ml_flashpoint.ddict.value_arenas import allow_many_files
+from ml_flashpoint.net.server import RequestServer
 
 
 class ServedManager:
@@ -47,6 +48,7 @@ class ServedManager:
             self.server = RequestServer(
                 configuration.secret,
                 self.manager,
+                REQUESTS,
                 unix_path=str(Path(configuration.base, f"m-{number}.sock")),
                 tcp_host=host,
             )

@@ -1,23 +1,16 @@
 """A barrier of processes.
 
-Owns the handles of a barrier, which are picklable, and their lines to it. It lives in the process that made it, behind
-a Unix socket (`native_barrier_server`), so that nothing is left locked by a process that was killed; on a Ray cluster,
-in an actor.
-
-The socket's address is abstract: there is no file that could outlive a process. So anybody on the machine may connect,
-and both ends make sure that the other one is this user's before they say anything.
+Owns the handles of a barrier, which are picklable, and their connections to it. It lives in the process that made it
+(`native_barrier_server`), so that nothing is left locked by a process that was killed; where that is no process of the
+Ray cluster, but a client of it, in an actor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import multiprocessing.util
 import os
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -25,14 +18,14 @@ from typing import Any
 
 from ml_flashpoint.ddict import native_ray
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
-from ml_flashpoint.ddict.native_barrier_server import RECEIVED, BarrierServer, is_this_user
-from ml_flashpoint.ddict.native_errors import BarrierBrokenError
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ddict.native_barrier_server import BARRIERS, BarrierServer
+from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.client import Address, Connection
 
-_log = logging.getLogger(__name__)
-
-_REPLY_S = 30.0  # on Ray, the first request may wait for a process to start
-_SEND_TIMEOUT_S = 10.0
+_REPLY_S = 30.0
+_NO_END_S = 1e6
+_MOST_REASON = 1000
 
 _travelling: ContextVar[list[Barrier] | None] = ContextVar("_travelling", default=None)
 
@@ -45,13 +38,10 @@ class Barrier:
     who come later, get `BarrierBrokenError` until `reset`. A handle is thread-safe and picklable; the process that
     made it has to live as long as it is used.
 
-    On Ray, deaths are those that groups tell of: a process that waits and is killed, but is no member of a group that
-    the barrier was given to, still counts as one that waits.
-
     Args:
         parties: how many have to wait for all to pass.
         action: called by the process that made the barrier, on a thread of its own, before each release. It may use
-            the barrier, except to wait at it; what it raises breaks the barrier. Not on Ray.
+            the barrier, except to wait at it; what it raises breaks the barrier. Not in a client of a Ray cluster.
         timeout: seconds, for every `wait` that does not give its own.
 
     Raises:
@@ -66,22 +56,23 @@ class Barrier:
         self._timeout = timeout
         self._server: BarrierServer | None = None
         self._actor: Any = None
-        self._address = self._token = ""
-        self._local = threading.local()
-        if native_ray.is_on_ray():
+        if native_ray.is_client():
             if action is not None:
-                raise InvalidArgumentError("cannot be called on Ray", argument="action", value=action)
-            self._actor = native_ray.make_barrier(parties)
-            return
-        self._server = server = BarrierServer(parties, action)
-        self._address, self._token = server.address, server.token
-        weakref.finalize(self, server.close)
+                raise InvalidArgumentError("cannot be called in a client of Ray", argument="action", value=action)
+            self._actor, found = native_ray.make_barrier(parties)
+            self._address, self._secret = found
+        else:
+            host = native_ray.own_host() if native_ray.is_on_ray() else None
+            self._server = server = BarrierServer(parties, action, host)
+            self._address, self._secret = server.address, server.secret
+            weakref.finalize(self, server.close)
+        self._lines = _Lines(self._address, self._secret)
 
     def __reduce__(self) -> tuple[Any, ...]:
         travelling = _travelling.get()
         if travelling is not None:
             travelling.append(self)
-        return _handle, (self._address, self._token, self._actor, self._parties, self._timeout)
+        return _handle, (self._address, self._secret, self._parties, self._timeout)
 
     @property
     def parties(self) -> int:
@@ -91,12 +82,12 @@ class Barrier:
     @property
     def n_waiting(self) -> int:
         """How many wait at the moment."""
-        return int(self._ask("state", _REPLY_S)["waiting"])
+        return int(self._lines.ask("state")["waiting"])
 
     @property
     def broken(self) -> bool:
         """Whether it is broken."""
-        return bool(self._ask("state", _REPLY_S)["broken"])
+        return bool(self._lines.ask("state")["broken"])
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until as many as there are parties do; a number from 0, another one for each of them.
@@ -111,59 +102,34 @@ class Barrier:
         """
         timeout = self._timeout if timeout is None else timeout
         _check_timeout(timeout)
-        reply = self._ask("wait", timeout)
-        if reply.get("broken"):
-            raise BarrierBrokenError(f"the barrier is broken: {reply['broken']}")
-        return int(reply["index"])
+        return self._lines.wait(timeout)
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Break it: all who wait and who come get `BarrierBrokenError`."""
         if self._server is not None:
             self._server.abort(reason)
         else:
-            self._ask("abort", _REPLY_S, reason=reason)
-
-    def note_end(self, puid: int, reason: str) -> None:
-        """Break it if a process that has ended without a farewell has waited. For Ray: elsewhere, its line says so.
-
-        Args:
-            puid: number of the process.
-            reason: for those who wait.
-        """
-        if self._actor is not None:
-            self._ask("end", _REPLY_S, who=puid, reason=reason)
+            self._lines.ask("abort", reason=reason[:_MOST_REASON])
 
     def reset(self) -> None:
         """Make a broken one usable again. Those who wait get `BarrierBrokenError`."""
-        self._ask("reset", _REPLY_S)
+        self._lines.ask("reset", reason="it was reset")
 
     def close(self) -> None:
         """In the process that made it: end it for all. Elsewhere: let go of it."""
-        if self._actor is not None:
-            native_ray.end_barrier(self._actor)
-            return
-        self._line().close(farewell=True)
+        self._lines.close()
         if self._server is not None:
             self._server.close()
-
-    def _ask(self, op: str, timeout_s: float | None, **fields: Any) -> dict[str, Any]:
         if self._actor is not None:
-            return native_ray.ask_barrier(self._actor, {"op": op, **fields}, timeout_s)
-        return self._line().ask({"op": op, **fields}, timeout_s)
-
-    def _line(self) -> _Line:
-        # One for each thread, since each waits for itself, and for each process, since lines do not survive a fork.
-        line: _Line | None = getattr(self._local, "line", None)
-        if line is None or line.pid != os.getpid():
-            line = self._local.line = _Line(self._address, self._token)
-        return line
+            native_ray.end_barrier(self._actor)
 
 
-def _handle(address: str, token: str, actor: Any, parties: int, timeout: float | None) -> Barrier:
+def _handle(address: Address, secret: bytes, parties: int, timeout: float | None) -> Barrier:
     barrier = object.__new__(Barrier)
-    barrier._actor = actor
-    barrier._parties, barrier._timeout, barrier._server = parties, timeout, None
-    barrier._address, barrier._token, barrier._local = address, token, threading.local()
+    barrier._actor = barrier._server = None
+    barrier._parties, barrier._timeout = parties, timeout
+    barrier._address, barrier._secret = address, secret
+    barrier._lines = _Lines(address, secret)
     return barrier
 
 
@@ -183,110 +149,88 @@ def barriers_in_pickles() -> Iterator[list[Barrier]]:
         _travelling.reset(reset)
 
 
-class _Line:
-    """A thread's connection to a barrier, made when it is first used."""
-
-    def __init__(self, address: str, token: str) -> None:
-        self.pid = os.getpid()
-        self._address, self._token = address, token
-        self._socket: socket.socket | None = None
-        self._received = b""
-        self._owed = 0
-        """Replies to come. All but the last are to questions whose time ran out, and for nobody."""
-
-    def ask(self, message: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-        give_up = None if timeout_s is None else time.monotonic() + timeout_s
-        waits = message["op"] == "wait"
-        try:
-            with self._closed_on(BaseException):
-                self._send(message)
-            # Who waits and gives up hangs up without a farewell: that breaks the barrier for all. Any other question's
-            # line stays: its end would do the same, and after a farewell this process's death would not.
-            with self._closed_on(BaseException if waits else ConnectionError):
-                return self._hear(give_up)
-        except TimeoutError as error:
-            what = "not all came to the barrier" if waits else "the barrier did not answer"
-            raise DDictTimeoutError(f"{what} within {timeout_s} s") from error
-        except OSError as error:
-            raise DDictDestroyedError(f"the barrier is gone: {error}") from error
-
-    @contextlib.contextmanager
-    def _closed_on(self, kind: type[BaseException]) -> Iterator[None]:
-        try:
-            yield
-        except kind:
-            self.close()
-            raise
-
-    def _send(self, message: dict[str, Any]) -> None:
-        connection = self._connected()
-        connection.settimeout(_SEND_TIMEOUT_S)
-        connection.sendall(json.dumps(message).encode() + b"\n")
-        self._owed += 1
-
-    def _hear(self, give_up: float | None) -> dict[str, Any]:
-        assert self._socket is not None
-        while self._owed:
-            while b"\n" not in self._received:
-                self._socket.settimeout(None if give_up is None else max(1e-6, give_up - time.monotonic()))
-                data = self._socket.recv(RECEIVED)
-                if not data:
-                    raise ConnectionError("it was closed")
-                self._received += data
-            line, _, self._received = self._received.partition(b"\n")
-            self._owed -= 1
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _connected(self) -> socket.socket:
-        if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.settimeout(_SEND_TIMEOUT_S)
-            self._socket.connect(self._address)
-            if not is_this_user(self._socket):
-                raise ConnectionError("another user has its address")
-            self._socket.sendall(self._token.encode() + b"\n")
-            _lines.add(self)
-            _ensure_finalizer()
-        return self._socket
-
-    def close(self, farewell: bool = False) -> None:
-        connection, self._socket = self._socket, None
-        self._received, self._owed = b"", 0
-        if connection is not None:
-            if farewell:
-                with contextlib.suppress(OSError):
-                    connection.sendall(b'{"op": "bye"}\n')
-            connection.close()
+class _Line(Connection):
+    """A connection of a thread that waits. When nothing refers to it any more, as after the thread's end, it says
+    farewell."""
 
     def __del__(self) -> None:
-        if self.pid == os.getpid():
-            self.close(farewell=True)
+        with contextlib.suppress(AttributeError):  # it was never made
+            self.leave("bye")
 
 
-_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+class _Lines:
+    """This process's connections to a barrier, made when they are first used: one for each thread that waits, since
+    each waits for itself, and one for all questions, whose end breaks nothing. In a forked child they are made anew."""
+
+    def __init__(self, address: Address, secret: bytes) -> None:
+        self._to = address, secret, BARRIERS
+        self._of_thread = threading.local()
+        self._waiting: weakref.WeakSet[_Line] = weakref.WeakSet()
+        self._asking: Connection | None = None
+        _all.add(self)
+        _ensure_farewell()
+
+    def wait(self, timeout_s: float | None) -> int:
+        """Wait until all are there. Who gives up hangs up without a farewell: that breaks the barrier for all."""
+        within_s = _NO_END_S if timeout_s is None else timeout_s
+        try:
+            with _gone():
+                line: _Line | None = getattr(self._of_thread, "line", None)
+                if line is None or line.closed:
+                    line = self._of_thread.line = _Line(*self._to, connect_timeout_s=_REPLY_S)
+                    self._waiting.add(line)
+                try:
+                    return int(line.request("wait", {}, timeout_s=within_s).fields["index"])
+                except BaseException as error:
+                    if not isinstance(error, FlashpointError):
+                        line.close()  # it would hear the answer to this in place of that to the next question
+                    raise
+        except DDictTimeoutError as error:
+            raise DDictTimeoutError(f"not all came to the barrier within {timeout_s} s") from error
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Ask something that is answered at once."""
+        try:
+            with _gone():
+                if self._asking is None or self._asking.closed:
+                    self._asking = Connection(*self._to, connect_timeout_s=_REPLY_S)
+                return self._asking.request(op, fields, timeout_s=_REPLY_S).fields
+        except DDictTimeoutError as error:
+            raise DDictTimeoutError(f"the barrier did not answer within {_REPLY_S} s") from error
+
+    def close(self) -> None:
+        """Let go of the barrier in order: what becomes of this process is nothing to it any more."""
+        for line in list(self._waiting):
+            line.leave("bye")
+        if self._asking is not None:
+            self._asking.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # a half-made one; the end of the interpreter
+            self.close()
 
 
-_finalizer_of: int | None = None
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionLostError, AuthenticationError) as error:
+        raise DDictDestroyedError(f"the barrier is gone: {error.message}") from error
 
 
-def _ensure_finalizer() -> None:
-    # As that of the server, and before it: whoever made the barrier says farewell to it, too.
-    global _finalizer_of
-    if _finalizer_of != os.getpid():
-        _finalizer_of = os.getpid()
-        multiprocessing.util.Finalize(None, _say_farewell, exitpriority=10)
+_all: weakref.WeakSet[_Lines] = weakref.WeakSet()
+_farewell_of: int | None = None
 
 
-def _say_farewell() -> None:
-    for line in list(_lines):
-        line.close(farewell=line.pid == os.getpid())
+def _ensure_farewell() -> None:
+    # By multiprocessing's means, since its children end without `atexit`, and forget what was theirs before the fork.
+    global _farewell_of
+    if _farewell_of != os.getpid():
+        _farewell_of = os.getpid()
+        multiprocessing.util.Finalize(None, say_farewell, exitpriority=10)
 
 
-def _close_inherited() -> None:
-    # Kept open in a forked child, they would hide the parent's death from the others.
-    for line in list(_lines):
-        line.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
+def say_farewell() -> None:
+    """Let go of all barriers of this process, which ends in order."""
+    for lines in list(_all):
+        lines.close()

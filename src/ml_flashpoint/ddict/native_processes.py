@@ -352,8 +352,6 @@ def _watch_over(state: _State) -> None:
                 state.changed.notify_all()
             if failed:
                 _heed_failure(state, member)
-            elif member.exit_code != 0 and isinstance(member.process, RayProcess):
-                _note_end(state, member)
     _running.discard(state)
 
 
@@ -363,18 +361,14 @@ def _heed_failure(state: _State, member: _Member) -> None:
         _log.warning("process %d %s", member.puid, _how(member.exit_code))
     else:
         threading.Thread(target=_dismiss, args=(state,), name="ddict-group-end", daemon=True).start()
-    _tell_barriers(state, lambda barrier: barrier.abort(_end_of(member)))
+    _tell_barriers(state, f"process {member.puid} {_how(member.exit_code)}")
 
 
-def _note_end(state: _State, member: _Member) -> None:
-    _tell_barriers(state, lambda barrier: barrier.note_end(member.puid, _end_of(member)))
-
-
-def _tell_barriers(state: _State, tell: Callable[[Barrier], None]) -> None:
+def _tell_barriers(state: _State, reason: str) -> None:
     def tell_all() -> None:
         for barrier in state.barriers:
             with contextlib.suppress(DDictError):
-                tell(barrier)
+                barrier.abort(reason)
 
     if state.barriers:
         telling = threading.Thread(target=tell_all, name="ddict-group-barriers", daemon=True)
@@ -414,10 +408,6 @@ def _report_of(member: _Member) -> str:
         return member.report.recv_bytes().decode() if member.report.poll(_REPORT_TIMEOUT_S) else ""
     except (EOFError, OSError):
         return ""
-
-
-def _end_of(member: _Member) -> str:
-    return f"process {member.puid} {_how(member.exit_code)}"
 
 
 def _how(exit_code: int | None) -> str:

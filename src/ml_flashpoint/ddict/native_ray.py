@@ -6,7 +6,6 @@ that made it; `native_processes` sees it as it sees a child process, and decides
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -18,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.native_member import announce_puid, this_process
+from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.native_member import announce_puid
 from ml_flashpoint.ddict.ports import free_port
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
@@ -131,6 +130,10 @@ class _Member:
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)
             return 1, text[-_MOST_REPORT_CHARACTERS:]
+        finally:
+            # Its process is killed next, which is no death to those who wait for others.
+            if native_barrier := sys.modules.get("ml_flashpoint.ddict.native_barrier"):
+                native_barrier.say_farewell()
         return 0, ""
 
 
@@ -234,77 +237,34 @@ def _await_ends(processes: Sequence[RayProcess]) -> None:
 # -- barriers ---------------------------------------------------------------------------------------------------
 
 
+def own_host() -> str:
+    """Address of this process's node."""
+    return str(_ray().util.get_node_ip_address())
+
+
+def is_client() -> bool:
+    """Whether this program is a client of a Ray cluster, ``ray://``, which processes of the cluster cannot reach."""
+    return is_on_ray() and bool(_ray().util.client.ray.is_connected())
+
+
 class _BarrierActor:
-    """A barrier, on the event loop of its actor."""
+    """Where a barrier lives that no process of the cluster has made."""
 
     def __init__(self, parties: int) -> None:
-        self._parties = parties
-        self._broken = ""
-        self._waiting: list[asyncio.Future[dict[str, Any]]] = []
-        self._have_waited: set[int] = set()
+        from ml_flashpoint.ddict.native_barrier_server import BarrierServer
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        op = message["op"]
-        if op == "wait":
-            self._have_waited.add(message["who"])
-            return await self._wait()
-        if op == "state":
-            return {"waiting": len(self._waiting), "broken": self._broken}
-        if op == "end" and message["who"] not in self._have_waited:
-            return {}
-        self._break(str(message.get("reason") or "it was reset"))
-        if op == "reset":
-            self._broken = ""
-        return {}
+        self._server = BarrierServer(parties, None, own_host())
 
-    async def _wait(self) -> dict[str, Any]:
-        if self._broken:
-            return {"broken": self._broken}
-        released: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(released)
-        if len(self._waiting) == self._parties:
-            together, self._waiting = self._waiting, []
-            for index, one in enumerate(together):
-                one.set_result({"index": index})
-        return await released
-
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            one.set_result({"broken": self._broken})
+    def where(self) -> tuple[Any, bytes]:
+        return self._server.address, self._server.secret
 
 
-def make_barrier(parties: int) -> Any:
-    """An actor that is a barrier. It lives as long as the program that made it, or until it is killed."""
+def make_barrier(parties: int) -> tuple[Any, tuple[Any, bytes]]:
+    """An actor that is a barrier, and its address and secret. It lives as long as the program that made it."""
     ray = _ray()
 
-    # Each of those who wait is a call that is under way.
-    return ray.remote(_BarrierActor).options(num_cpus=0, max_concurrency=parties * 4 + 100).remote(parties)
-
-
-def ask_barrier(actor: Any, message: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-    """Ask a barrier something.
-
-    Raises:
-        DDictTimeoutError: it did not answer in time. If this waited for others, the barrier is broken.
-        DDictDestroyedError: it is gone.
-    """
-    from ray.exceptions import GetTimeoutError, RayError
-
-    ray = _ray()
-    try:
-        # Who waits says so: the actor hears of the end of a call, but not of the end of the one who made it.
-        asked = actor.ask.remote({"who": this_process.my_puid, **message})
-        reply: dict[str, Any] = ray.get(asked, timeout=timeout_s)
-    except GetTimeoutError as error:
-        if message["op"] != "wait":
-            raise DDictTimeoutError(f"the barrier did not answer within {timeout_s} s") from error
-        actor.ask.remote({"op": "abort", "reason": "a process that uses it gave up"})
-        raise DDictTimeoutError(f"not all came to the barrier within {timeout_s} s") from error
-    except RayError as error:
-        raise DDictDestroyedError(f"the barrier is gone: {error}") from error
-    return reply
+    actor = ray.remote(_BarrierActor).options(num_cpus=0).remote(parties)
+    return actor, ray.get(actor.where.remote(), timeout=_START_TIMEOUT_S)
 
 
 def end_barrier(actor: Any) -> None:

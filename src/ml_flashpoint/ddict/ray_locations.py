@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayError
 
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.connection import Address
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
+from ml_flashpoint.net.client import Address
 
 NAMESPACE: Final = "ml_flashpoint.ddict"
 """Of the actors' names."""

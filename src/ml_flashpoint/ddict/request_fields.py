@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ml_flashpoint.format.errors import ProtocolError
+from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ml_flashpoint.ddict.manager import Manager, Session
 
-Fields: TypeAlias = "dict[str, Any]"
+__all__ = ["Fields", "integer", "list_of", "number", "text"]
+
 Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
 Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
 
@@ -50,35 +52,3 @@ def left_of(fields: Fields) -> float:
 def until_of(fields: Fields) -> float:
     """When its time is up, by ``time.monotonic()``."""
     return time.monotonic() + left_of(fields)
-
-
-def integer(fields: Fields, name: str, least: int = 0) -> int:
-    """A field that must be an integer from ``least``."""
-    value = fields.get(name)
-    if type(value) is not int or not least <= value < 1 << 63:
-        raise ProtocolError(f"field {name!r} must be an integer from {least}")
-    return value
-
-
-def number(fields: Fields, name: str) -> float:
-    """A field that must be an integer or a float."""
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ProtocolError(f"field {name!r} must be a number")
-    return value
-
-
-def text(fields: Fields, name: str) -> str:
-    """A field that must be a short text."""
-    value = fields.get(name)
-    if not isinstance(value, str) or len(value) > 200:
-        raise ProtocolError(f"field {name!r} must be a short text")
-    return value
-
-
-def list_of(fields: Fields, name: str) -> list[Any]:
-    """A field that must be a list."""
-    value = fields.get(name)
-    if not isinstance(value, list):
-        raise ProtocolError(f"field {name!r} must be a list")
-    return value

@@ -25,10 +25,11 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
-from ml_flashpoint.replication.channel import Address, Cancelled, ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net.channel import Cancelled, ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
-from ml_flashpoint.replication.wire import check_secret
+from ml_flashpoint.replication.transfer_protocol import Address
 
 _log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode
-from ml_flashpoint.replication.channel import TransferCancelledError
+from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
 
 _log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from ml_flashpoint.ddict.snapshot_recovery import (
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
-from ml_flashpoint.replication.channel import Address
+from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
 

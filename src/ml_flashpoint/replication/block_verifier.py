@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ml_flashpoint.format.digest import block_count, digest_block, run_on_pool
 from ml_flashpoint.format.errors import DeadlineError, DigestMismatchError, InvalidArgumentError
 from ml_flashpoint.format.manifest import ObjectRecord
-from ml_flashpoint.replication.channel import Cancelled, Channel
+from ml_flashpoint.net.channel import Cancelled, Channel
 
 _INLINE_BYTES = 256 << 10
 """Blocks up to this size are digested by the receiving thread: quicker than waking another one."""

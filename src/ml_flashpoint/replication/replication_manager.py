@@ -22,6 +22,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
+from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
 from ml_flashpoint.ranks.strategies import (
     NoReplicationStrategy,
@@ -29,7 +30,6 @@ from ml_flashpoint.ranks.strategies import (
     ReplicationStrategy,
     checked_strategy,
 )
-from ml_flashpoint.replication.channel import ConnectionLostError
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService

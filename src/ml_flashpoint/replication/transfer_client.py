@@ -25,18 +25,18 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.replication import wire
+from ml_flashpoint.net.channel import Cancelled, Channel, ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net.client import connect
+from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.net.messages import Fields, Message
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
-from ml_flashpoint.replication.channel import (
+from ml_flashpoint.replication.transfer_protocol import (
+    CONNECT_TIMEOUT_S,
+    DEFAULT_DEADLINE_S,
+    TRANSFERS,
     Address,
-    Cancelled,
-    Channel,
-    ConnectionLostError,
-    TransferCancelledError,
-    connect,
     error_context,
 )
-from ml_flashpoint.replication.wire import Frame, FrameKind
 
 
 class PeerConnection:
@@ -46,7 +46,7 @@ class PeerConnection:
     refusal by the peer, the connection is closed, and requests on it raise; make a new one.
 
     Every method raises `ReplicationError` (also as `AuthenticationError` or `ProtocolError`; as
-    `channel.ConnectionLostError` where a new connection may work), `DeadlineError` when the peer makes no
+    `ConnectionLostError` where a new connection may work), `DeadlineError` when the peer makes no
     progress, or what the peer refused with: `ObjectNotFoundError`, `CapacityError`, `ManifestError`,
     `JobInUseError`... All are `FlashpointError`s and name the peer's node, and the step and rank if those are
     known.
@@ -57,7 +57,7 @@ class PeerConnection:
         secret: the job's secret, 16 bytes or more.
         node: id of the peer's node, for errors.
         deadline_s: longest time without any progress.
-        connect_timeout_s: longest time for connecting, and again for authenticating.
+        connect_timeout_s: longest time for connecting and authenticating.
 
     For one thread at a time, but `interrupt` may be called by any.
 
@@ -71,13 +71,13 @@ class PeerConnection:
         secret: bytes,
         *,
         node: str | None = None,
-        deadline_s: float = wire.DEFAULT_DEADLINE_S,
-        connect_timeout_s: float = wire.CONNECT_TIMEOUT_S,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         if min(deadline_s, connect_timeout_s) <= 0:
             raise InvalidArgumentError("deadlines of a peer connection must be positive")
         self._address = address
-        self._secret = wire.check_secret(secret)
+        self._secret = check_secret(secret)
         self._node = node
         self._deadline_s = deadline_s
         self._connect_timeout_s = connect_timeout_s
@@ -113,13 +113,16 @@ class PeerConnection:
     def ping(self, *, cancelled: Cancelled | None = None) -> None:
         """Return once the peer has answered. ``cancelled``: see `push`."""
         with error_context(step=None, node=self._node):
-            self._ask(Frame(FrameKind.PING), FrameKind.PONG, cancelled=cancelled)
+            self._ask("ping", {}, cancelled=cancelled)
 
     def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
         """The encoded manifest of the part of ``rank`` saved in ``save_id``, not checked in any way yet."""
         with self._error_context(version, rank):
-            request = Frame(FrameKind.GET_MANIFEST, {"version": version, "rank": rank, "attempt": save_id})
-            return self._ask(request, FrameKind.MANIFEST)[1].body
+            blobs = self._ask("manifest", {"version": version, "rank": rank, "save": save_id})[1].blobs
+            if len(blobs) != 1:
+                self.close()
+                raise ProtocolError("the peer answered out of turn")
+            return blobs[0]
 
     def push(
         self,
@@ -148,14 +151,13 @@ class PeerConnection:
         if [buffer.nbytes for buffer in buffers] != [record.size for record in manifest.objects]:
             raise InvalidArgumentError("buffers must have the sizes of the manifest's objects, in its order")
         with error_context(step=manifest.step, rank=manifest.rank, node=self._node):
-            timeout_ms = int(self._deadline_s * 1000)
-            request = Frame(FrameKind.PUSH, {"patience_ms": timeout_ms}, body=manifest_bytes)
-            channel, reply = self._ask(request, FrameKind.READY, FrameKind.ACK, cancelled=cancelled)
-            if reply.kind is FrameKind.ACK:
+            fields = {"patience_ms": int(self._deadline_s * 1000)}
+            channel, reply = self._ask("push", fields, manifest_bytes, cancelled=cancelled)
+            if reply.fields.get("held"):
                 return False
             with self._closing_on_error():
                 try:
-                    channel.send(Frame(FrameKind.DATA, payload_bytes=manifest.total_size))
+                    channel.send("data", {}, payload_bytes=manifest.total_size)
                     for buffer in buffers:
                         if buffer.nbytes:
                             with buffer.cast("B") as view:
@@ -163,9 +165,9 @@ class PeerConnection:
                 except ConnectionLostError:
                     # A peer that finds the part damaged reports it and hangs up; its report may be there.
                     with contextlib.suppress(ConnectionLostError):
-                        _check_reply(channel.receive_reply(), FrameKind.ACK)
+                        _check(channel.receive_reply())
                     raise
-                _check_reply(channel.receive_reply(cancelled=cancelled), FrameKind.ACK)
+                _check(channel.receive_reply(cancelled=cancelled))
         return True
 
     def fetch(
@@ -234,23 +236,26 @@ class PeerConnection:
                 yield from receive_blocks(channel, target, blocks, verifier, cancelled=cancelled)
 
     def _ask_for_bytes(self, version: str, name: str, offset: int, length: int, cancelled: Cancelled | None) -> Channel:
-        request = Frame(FrameKind.GET, {"version": version, "name": name, "offset": offset, "length": length})
-        channel, reply = self._ask(request, FrameKind.DATA, cancelled=cancelled)
-        if reply.payload_bytes != length:
-            self.close()
-            raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {length:,}")
+        fields = {"version": version, "name": name, "offset": offset, "length": length}
+        channel, _ = self._ask("fetch", fields, payload_bytes=length, cancelled=cancelled)
         return channel
 
-    def _ask(self, request: Frame, *wanted: FrameKind, cancelled: Cancelled | None = None) -> tuple[Channel, Frame]:
+    def _ask(
+        self,
+        op: str,
+        fields: Fields,
+        *blobs: bytes,
+        payload_bytes: int = 0,
+        cancelled: Cancelled | None = None,
+    ) -> tuple[Channel, Message]:
         channel = self._open_channel()
         with self._closing_on_error():
-            channel.send(request)
+            channel.send(op, fields, blobs)
             reply = channel.receive_reply(cancelled=cancelled)
-            if reply.kind is not FrameKind.NACK:
-                _check_reply(reply, *wanted)
-                return channel, reply
-        # A refusal leaves the connection in step, and so of use for the next request.
-        raise wire.error_of_frame(reply)
+            if reply.subject is None and reply.payload_bytes != payload_bytes:
+                raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}")
+        _check(reply)  # a refusal leaves the connection in step, and so of use for the next request
+        return channel, reply
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -270,20 +275,20 @@ class PeerConnection:
         if self._channel is None:
             with self._closing_on_error():
                 self._channel = connect(
-                    self._address,
+                    ("tcp", *self._address),
                     self._secret,
-                    deadline_s=self._deadline_s,
-                    connect_timeout_s=self._connect_timeout_s,
-                    peer=f"{self._address[0]} port {self._address[1]}",
+                    TRANSFERS,
+                    within_s=self._connect_timeout_s,
+                    stall_s=self._deadline_s,
                 )
         return self._channel
 
 
-def _check_reply(reply: Frame, *wanted: FrameKind) -> None:
-    if reply.kind is FrameKind.NACK:
-        raise wire.error_of_frame(reply)
-    if reply.kind not in wanted:
-        raise ProtocolError(f"the peer answered {reply.kind.name} out of turn")
+def _check(reply: Message) -> None:
+    if isinstance(reply.subject, dict):
+        error = TRANSFERS.rebuild(reply.subject)
+        error.message = f"the peer refused: {error.message}"
+        raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +322,7 @@ def fetch_object_from_holders(
     *,
     rank: int | None = None,
     attempts: int = 3,
-    deadline_s: float = wire.DEFAULT_DEADLINE_S,
+    deadline_s: float = DEFAULT_DEADLINE_S,
     cancelled: Cancelled | None = None,
     failures: list[tuple[str, FlashpointError]] | None = None,
 ) -> FetchReport:

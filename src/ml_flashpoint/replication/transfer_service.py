@@ -1,58 +1,45 @@
 """Serves this node's objects to peers and takes copies in from them.
 
-Owns the listening socket, the threads behind it and the order of each request. Bytes on the wire belong to
-`wire`, waiting and authentication to `channel`; where objects live, and whether a copy is wanted, is for the
-`TransferBackend`, which sees only authenticated requests with names that cannot leave a directory.
+Owns what the requests of `transfer_protocol` mean, and their order. Connections, and who may have one, are
+`net.server`'s; where objects live, and whether a copy is wanted, is for the `TransferBackend`, which sees only
+authenticated requests with names that cannot leave a directory.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import socket
 import threading
-import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ml_flashpoint.format import manifest as manifests
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
-    DeadlineError,
-    FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
     ProtocolError,
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.replication import wire
+from ml_flashpoint.net.channel import Channel
+from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.net.messages import Fields, integer, text
+from ml_flashpoint.net.server import HANDSHAKE_DEADLINE_S, HangUp, Peer, RequestServer
+from ml_flashpoint.replication import transfer_protocol as protocol
 from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
-from ml_flashpoint.replication.channel import Address, Channel, ConnectionLostError, error_context, track
-from ml_flashpoint.replication.reception import Reception
 from ml_flashpoint.replication.transfer_backend import IncomingPart, TransferBackend
-from ml_flashpoint.replication.wire import Frame, FrameKind
+from ml_flashpoint.replication.transfer_protocol import Address, error_context
 
-_logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
-_LOG_EVERY_S = 10.0
-_JOIN_S = 2.0
+_log = logging.getLogger(__name__)
+
 _SHORTEST_KEEPALIVE_S, _LONGEST_KEEPALIVE_S = 0.02, 5.0
-
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    """One authenticated connection."""
-
-    sock: socket.socket
-    thread: threading.Thread | None = None
-    refused: bool = False
-
-    def interrupt(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 class TransferService:
@@ -86,39 +73,30 @@ class TransferService:
         host: str = "0.0.0.0",
         port: int = 0,
         advertise_host: str | None = None,
-        deadline_s: float = wire.DEFAULT_DEADLINE_S,
-        handshake_deadline_s: float = wire.HANDSHAKE_DEADLINE_S,
-        idle_deadline_s: float = wire.IDLE_DEADLINE_S,
-        work_limit_s: float = wire.WORK_LIMIT_S,
-        max_connections: int = wire.MAX_CONNECTIONS,
+        deadline_s: float = protocol.DEFAULT_DEADLINE_S,
+        handshake_deadline_s: float = HANDSHAKE_DEADLINE_S,
+        idle_deadline_s: float = protocol.IDLE_DEADLINE_S,
+        work_limit_s: float = protocol.WORK_LIMIT_S,
+        max_connections: int = protocol.MAX_CONNECTIONS,
     ) -> None:
         limits = (deadline_s, handshake_deadline_s, idle_deadline_s, work_limit_s, max_connections)
         if min(limits) <= 0:
             raise InvalidArgumentError("deadlines and limits of a transfer service must be positive")
-        self._secret = wire.check_secret(secret)
-        self._backend = backend
+        self._secret = check_secret(secret)
+        self._handler = _Requests(backend, deadline_s, work_limit_s)
         self._bind_to = (host, port)
         self._advertise_host = advertise_host
-        self._deadline_s = deadline_s
-        self._handshake_deadline_s = handshake_deadline_s
-        self._idle_deadline_s = idle_deadline_s
-        self._work_limit_s = work_limit_s
-        self._max_connections = max_connections
-        self._log = _SparingLog()
-        self._listener: socket.socket | None = None
+        self._limits = {
+            "stall_s": deadline_s,
+            "handshake_deadline_s": handshake_deadline_s,
+            "idle_s": idle_deadline_s,
+            "max_connections": max_connections,
+        }
+        self._server: RequestServer | None = None
         self._address: Address | None = None
-        self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._connections: set[_Connection] = set()
-
-    def _become_closed(self) -> None:
-        # In a forked child: threads do not exist there, locks may be held, and sockets are closed by `track`.
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._closed.set()
-        self._connections = set()
-        self._listener = self._acceptor = None
+        self._closed = False
+        _services.add(self)
 
     def __enter__(self) -> TransferService:
         self.start()
@@ -145,188 +123,107 @@ class TransferService:
             ReplicationError: the address cannot be listened on, or the service was closed.
         """
         with self._lock:
-            if self._closed.is_set():
+            if self._closed:
                 raise ReplicationError("the transfer service was closed")
-            if self._listener is not None:
+            if self._server is not None:
                 return
             host, port = self._bind_to
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                listener = socket.create_server((host, port), family=family, backlog=wire.ACCEPT_BACKLOG)
+                self._server = RequestServer(
+                    self._secret,
+                    self._handler,
+                    protocol.TRANSFERS,
+                    tcp_host=host,
+                    tcp_port=port,
+                    **self._limits,  # type: ignore[arg-type]
+                )
             except OSError as exc:
                 raise ReplicationError(f"cannot listen on {host} port {port}: {exc.strerror or exc}") from exc
-            acceptor = threading.Thread(
-                target=self._accept, args=(listener,), name="flashpoint-transfer-accept", daemon=True
-            )
-            try:
-                acceptor.start()
             except RuntimeError as exc:
-                listener.close()
                 raise ReplicationError(f"cannot serve peers: {exc}") from exc
-            track(listener)
-            self._listener, self._acceptor = listener, acceptor
-            self._address = (self._advertise_host or _reachable_host(host), listener.getsockname()[1])
-            _live_services.add(self)
+            self._address = (self._advertise_host or _reachable_host(host), int(self._server.addresses[0][2]))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Stop listening, break transfers under way off, and wait for their threads for at most about 2 s.
-
-        Idempotent. A thread that hangs in the backend is left behind; it cannot keep the process alive.
+        """Stop listening, break transfers under way off, and wait for their threads for at most about 2 s. Idempotent.
+        A thread that hangs in the backend is left behind; it cannot keep the process alive.
         """
         with self._lock:
-            self._closed.set()
-            listener, acceptor = self._listener, self._acceptor
-            connections = list(self._connections)
-            for connection in connections:
-                connection.interrupt()  # under the lock, so that none is closed and its descriptor reused
-        _live_services.discard(self)
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone would not
-        until = time.monotonic() + _JOIN_S
-        for thread in (acceptor, *(connection.thread for connection in connections)):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-        if listener is not None:
-            listener.close()
+            self._closed = True
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
-    # --- Connections ----------------------------------------------------------------------------------------
+    def _become_closed(self) -> None:
+        self._lock, self._closed, self._server = threading.Lock(), True, None
 
-    def _accept(self, listener: socket.socket) -> None:
-        reception = Reception(
-            listener,
-            self._secret,
-            deadline_s=self._handshake_deadline_s,
-            admit=self._admit,
-            report=self._report_dropped,
-        )
-        reception.run(
-            self._closed, lambda exc: self._log.warning("transfer service cannot accept a connection: %s", exc)
-        )
 
-    def _report_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
-        if isinstance(error, ConnectionLostError):
-            _logger.debug("transfer connection ended: %s", error)
-        elif not self._closed.is_set():
-            self._log.warning("transfer connection from %s dropped: %s", peer, error)
+@contextlib.contextmanager
+def _out_of_step() -> Iterator[None]:
+    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise HangUp from error
 
-    def _admit(self, sock: socket.socket, peer: str, keys: wire.SessionKeys) -> None:
-        connection = _Connection(sock)
-        thread = threading.Thread(
-            target=self._run, args=(connection, peer, keys), name=f"flashpoint-transfer {peer}", daemon=True
-        )
-        connection.thread = thread
-        with self._lock:
-            if self._closed.is_set():
-                sock.close()
-                return
-            connection.refused = len(self._connections) >= self._max_connections
-            try:
-                thread.start()  # under the lock, so that close() only ever joins threads that were started
-            except RuntimeError as exc:
-                self._log.warning("transfer service cannot serve %s: %s", peer, exc)
-                sock.close()
-                return
-            self._connections.add(connection)
 
-    def _drop(self, connection: _Connection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-        connection.sock.close()
+class _Requests:
+    """What requests mean: see `net.server.RequestHandler`. A session is the channel."""
 
-    def _run(self, connection: _Connection, peer: str, keys: wire.SessionKeys) -> None:
-        try:
-            channel = Channel(connection.sock, deadline_s=self._deadline_s, peer=peer)
-            channel.take_keys_as_server(keys)
-            if connection.refused:
-                channel.receive()
-                self._refuse(channel, ReplicationError("serving as many connections as allowed, try again later"))
-                return
-            while True:
-                try:
-                    request = channel.receive(idle_s=self._idle_deadline_s)
-                except DeadlineError as exc:
-                    _logger.debug("idle transfer connection closed: %s", exc)
-                    return
-                self._serve(channel, request)
-        except (FlashpointError, OSError) as exc:
-            self._report_dropped(peer, exc)
-        except Exception as exc:
-            self._log.warning("transfer connection from %s failed", peer, exc_info=exc)
-        finally:
-            self._drop(connection)
+    def __init__(self, backend: TransferBackend, deadline_s: float, work_limit_s: float) -> None:
+        self._backend = backend
+        self._deadline_s = deadline_s
+        self._work_limit_s = work_limit_s
 
-    # --- Requests -------------------------------------------------------------------------------------------
-    # A handler refuses what it can while both sides agree on what comes next. What it raises leaves them out
-    # of step, so that the connection is dropped.
+    def open(self, peer: Peer) -> Channel:
+        assert peer.channel is not None
+        return peer.channel
 
-    def _serve(self, channel: Channel, request: Frame) -> None:
-        if request.kind is FrameKind.PING:
-            channel.send(Frame(FrameKind.PONG))
-        elif request.kind is FrameKind.GET_MANIFEST:
-            self._give_manifest(channel, request)
-        elif request.kind is FrameKind.GET:
-            self._give_bytes(channel, request)
-        elif request.kind is FrameKind.PUSH:
-            self._take_part(channel, request)
-        else:
-            raise ProtocolError(f"{request.kind.name} is not a request")
+    def closed(self, session: Channel) -> None:
+        pass
 
-    def _refuse(self, channel: Channel, exc: Exception) -> None:
-        if isinstance(exc, FlashpointError):
-            _logger.debug("transfer request refused: %s", exc)
-        else:
-            self._log.warning("transfer backend failed", exc_info=exc)
-        channel.send(wire.error_frame(exc))
+    def handle(
+        self, session: Channel, op: str, fields: Fields, blobs: list[bytes]
+    ) -> tuple[Fields, Sequence[Buffer]] | None:
+        if op == "ping":
+            return {}, ()
+        if op == "manifest":
+            version, save_id = _checked_version(text(fields, "version")), validate_segment(text(fields, "save"))
+            return {}, (self._backend.read_manifest(version, integer(fields, "rank"), save_id),)
+        if op == "fetch":
+            self._give_bytes(session, fields)
+            return None
+        if op == "push" and len(blobs) == 1:
+            return self._take_part(session, fields, blobs[0])
+        raise ProtocolError(f"there is no request {op!a} of {len(blobs)} blobs")
 
-    def _give_manifest(self, channel: Channel, request: Frame) -> None:
-        try:
-            version = _checked_version(request.text("version"))
-            save_id = validate_segment(request.text("attempt"))
-            body = self._backend.read_manifest(version, request.integer("rank"), save_id)
-        except Exception as exc:
-            self._refuse(channel, exc)
-            return
-        channel.send(Frame(FrameKind.MANIFEST, body=body))
-
-    def _give_bytes(self, channel: Channel, request: Frame) -> None:
+    def _give_bytes(self, channel: Channel, fields: Fields) -> None:
         with contextlib.ExitStack() as opened:
-            try:
-                version = _checked_version(request.text("version"))
-                name = validate_segment(request.text("name"))
-                begin = request.integer("offset")
-                end = begin + request.integer("length")
-                view = opened.enter_context(self._backend.open_object(version, name))
-                if end > len(view):
-                    raise ProtocolError(f"bytes {begin} to {end} of {version}/{name}, which has {len(view)}")
-                piece = opened.enter_context(view[begin:end])
-            except Exception as exc:
-                self._refuse(channel, exc)
-                return
-            channel.send(Frame(FrameKind.DATA, payload_bytes=len(piece)))
-            channel.send_payload(piece)
+            version, name = _checked_version(text(fields, "version")), validate_segment(text(fields, "name"))
+            begin = integer(fields, "offset")
+            end = begin + integer(fields, "length")
+            view = opened.enter_context(self._backend.open_object(version, name))
+            if end > len(view):
+                raise ProtocolError(f"bytes {begin} to {end} of {version}/{name}, which has {len(view)}")
+            piece = opened.enter_context(view[begin:end])
+            with _out_of_step():
+                channel.send(None, {}, payload_bytes=len(piece))
+                channel.send_payload(piece)
 
-    def _take_part(self, channel: Channel, request: Frame) -> None:
-        try:
-            every_s = min(_LONGEST_KEEPALIVE_S, max(_SHORTEST_KEEPALIVE_S, request.integer("patience_ms") / 4000))
-            manifest = manifests.decode(request.body)
-            with channel.working(every_s=every_s, limit_s=self._work_limit_s):
-                part = self._backend.begin_receive(manifest)
-        except Exception as exc:
-            self._refuse(channel, exc)
-            return
-        if part is not None:
-            with error_context(step=manifest.step, rank=manifest.rank, node=manifest.node):
-                try:
-                    self._fill_part(channel, manifest, part, every_s)
-                except BaseException as exc:
-                    self._abort(part)
-                    if isinstance(exc, Exception) and not isinstance(exc, ConnectionLostError):
-                        # The peer may still be sending; it looks for this when its own send fails.
-                        with contextlib.suppress(FlashpointError):
-                            channel.send(wire.error_frame(exc))
-                    raise
-        channel.send(Frame(FrameKind.ACK))
+    def _take_part(self, channel: Channel, fields: Fields, encoded: bytes) -> tuple[Fields, Sequence[Buffer]]:
+        every_s = min(_LONGEST_KEEPALIVE_S, max(_SHORTEST_KEEPALIVE_S, integer(fields, "patience_ms") / 4000))
+        manifest = manifests.decode(encoded)
+        with channel.working(every_s=every_s, limit_s=self._work_limit_s):
+            part = self._backend.begin_receive(manifest)
+        if part is None:
+            return {"held": True}, ()
+        # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
+        with _out_of_step(), error_context(step=manifest.step, rank=manifest.rank):
+            try:
+                self._fill_part(channel, manifest, part, every_s)
+            except BaseException:
+                self._abort(part)
+                raise
+        return {}, ()
 
     def _fill_part(self, channel: Channel, manifest: Manifest, part: IncomingPart, every_s: float) -> None:
         with contextlib.ExitStack() as held:
@@ -335,9 +232,9 @@ class TransferService:
                 for record, buffer in zip(manifest.objects, part.buffers, strict=True)
             ]
             verifier = held.enter_context(BlockVerifier())
-            channel.send(Frame(FrameKind.READY))
-            announced = channel.receive()
-            if announced.kind is not FrameKind.DATA or announced.payload_bytes != manifest.total_size:
+            channel.send(None, {"held": False})
+            announced = channel.receive(request=True)
+            if announced.subject != "data" or announced.payload_bytes != manifest.total_size:
                 raise ProtocolError("a push must go on with exactly the bytes that its manifest names")
             for target in targets:
                 for missing in target.missing():
@@ -352,29 +249,8 @@ class TransferService:
     def _abort(self, part: IncomingPart) -> None:
         try:
             part.abort()
-        except Exception as exc:
-            self._log.warning("transfer backend could not abort a part", exc_info=exc)
-
-
-class _SparingLog:
-    """Warnings that unauthenticated clients or a failing backend can cause at will: each text once in 10 s.
-
-    Without a lock: a race may count wrongly or let one more through, which is harmless.
-    """
-
-    def __init__(self) -> None:
-        self._next_at: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
-
-    def warning(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
-        now = time.monotonic()
-        if now < self._next_at.get(text, 0.0):
-            self._left_out[text] = self._left_out.get(text, 0) + 1
-            return
-        self._next_at[text] = now + _LOG_EVERY_S
-        left_out = self._left_out.pop(text, 0)
-        more = f" (and {left_out} more such messages)" if left_out else ""
-        _logger.warning(text + more, *args, exc_info=exc_info)
+        except Exception:
+            _log.exception("a part could not be aborted")
 
 
 def _checked_version(name: str) -> str:
@@ -395,20 +271,13 @@ def _reachable_host(host: str) -> str:
     return "::1" if ":" in host else "127.0.0.1"
 
 
-_live_services: weakref.WeakSet[TransferService] = weakref.WeakSet()
-
-
-def _close_live_services() -> None:
-    # Before the interpreter is torn down: a daemon thread that logs just then can bring it down hard.
-    for service in list(_live_services):
-        service.close()
+_services: weakref.WeakSet[TransferService] = weakref.WeakSet()
 
 
 def _disown_services() -> None:
-    for service in list(_live_services):
+    for service in list(_services):
         service._become_closed()
-    _live_services.clear()
+    _services.clear()
 
 
-atexit.register(_close_live_services)
 os.register_at_fork(after_in_child=_disown_services)

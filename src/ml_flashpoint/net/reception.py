@@ -1,8 +1,8 @@
-"""Whoever connects, until it has proved that it knows the job's secret.
+"""Whoever connects, until it has proved that it knows the secret.
 
 Owns the handshakes of a listener: all of them in one thread, none of which is ever waited for, so that a flood of
 unauthenticated clients costs an accept and a close each, and peers still get in. What an authenticated connection is
-for belongs to `transfer_service` and to DDict's `request_server`.
+for belongs to `server`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from ml_flashpoint.format.errors import AuthenticationError, DeadlineError, FlashpointError
-from ml_flashpoint.replication import wire
-from ml_flashpoint.replication.channel import ConnectionLostError, track
+from ml_flashpoint.net.channel import ConnectionLostError, track
+from ml_flashpoint.net.handshake import REFUSED, ServerHandshake, SessionKeys
+
+MAX_HANDSHAKES: Final = 128
+"""Connections in the handshake at once; the oldest of the host that has most is dropped for a newcomer."""
 
 _ACCEPTS_IN_A_ROW = 32  # then those who have answered meanwhile are heard
 _KNOWN_HOSTS = 4096
@@ -35,7 +38,7 @@ class _Guest:
     host: str
     peer: str
     until: float
-    handshake: wire.ServerHandshake
+    handshake: ServerHandshake
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -49,13 +52,12 @@ class Reception:
 
     Args:
         listener: of the service; made non-blocking.
-        secret: what is to be proved.
+        secret: what is to be proved, see `handshake.proved_secret`.
         deadline_s: seconds that a whole handshake may take.
         admit: called with each connection that is authenticated, who it is, and its keys. Owns the socket then.
         report: called with a peer that was dropped, and why.
         identify: given a connection and its address, the host it is from and what to call it. A `FlashpointError` drops
             it.
-        refusal: sent to whoever proves to know another secret.
     """
 
     def __init__(
@@ -64,10 +66,9 @@ class Reception:
         secret: bytes,
         *,
         deadline_s: float,
-        admit: Callable[[socket.socket, str, wire.SessionKeys], None],
+        admit: Callable[[socket.socket, str, SessionKeys], None],
         report: Callable[[str, FlashpointError | OSError], None],
         identify: Callable[[socket.socket, Any], tuple[str, str]] = internet_peer,
-        refusal: bytes = b"",
     ) -> None:
         self._listener = listener
         self._secret = secret
@@ -75,7 +76,6 @@ class Reception:
         self._admit = admit
         self._report = report
         self._identify = identify
-        self._refusal = refusal
         self._guests: OrderedDict[_Guest, None] = OrderedDict()  # oldest first
         self._by_host: dict[str, OrderedDict[_Guest, None]] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -144,8 +144,8 @@ class Reception:
                 self._report("somebody", error)
                 continue
             until = time.monotonic() + self._deadline_s
-            guest = _Guest(sock, host, peer, until, wire.ServerHandshake(self._secret, peer))
-            if len(self._guests) >= wire.MAX_HANDSHAKES:
+            guest = _Guest(sock, host, peer, until, ServerHandshake(self._secret, peer))
+            if len(self._guests) >= MAX_HANDSHAKES:
                 self._drop(self._least_welcome(), None)
             self._guests[guest] = None
             self._by_host.setdefault(host, OrderedDict())[guest] = None
@@ -174,9 +174,9 @@ class Reception:
         except BlockingIOError:
             return
         except (FlashpointError, OSError) as error:
-            if isinstance(error, AuthenticationError) and self._refusal:
+            if isinstance(error, AuthenticationError):
                 with contextlib.suppress(OSError):
-                    guest.sock.send(self._refusal, socket.MSG_NOSIGNAL)
+                    guest.sock.send(REFUSED, socket.MSG_NOSIGNAL)
             self._drop(guest, error)
             return
         self._forget(guest)

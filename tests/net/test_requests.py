@@ -15,10 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict import messages
-from ml_flashpoint.ddict.connection import Address, Connection, MessageSocket, RequestLostError
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.ddict.messages import REQUESTS
 from ml_flashpoint.format.errors import (
     AuthenticationError,
     CapacityError,
@@ -26,10 +24,13 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ProtocolError,
 )
-from ml_flashpoint.replication import wire
-from ml_flashpoint.replication.channel import ConnectionLostError
-from tests.ddict import connection_support
-from tests.ddict.connection_support import (
+from ml_flashpoint.net import handshake, messages
+from ml_flashpoint.net.channel import Channel, ConnectionLostError
+from ml_flashpoint.net.client import Address, Connection, RequestLostError
+from ml_flashpoint.net.reception import MAX_HANDSHAKES
+from ml_flashpoint.net.server import RequestServer
+from tests.net import requests_support
+from tests.net.requests_support import (
     DEADLINE_S,
     SECRET,
     Echo,
@@ -41,7 +42,7 @@ from tests.ddict.connection_support import (
 from tests.support import forked
 from tests.support.forked import Child
 
-forked.preload("tests.ddict.connection_support")
+forked.preload("tests.net.requests_support")
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def echo() -> Echo:
 
 @pytest.fixture
 def server(echo: Echo, tmpfs: Path) -> Iterator[RequestServer]:
-    with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1") as server:
+    with RequestServer(SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1") as server:
         yield server
 
 
@@ -185,7 +186,7 @@ def test_errors_of_the_handler_are_raised_at_the_client_and_the_connection_goes_
     ],
 )
 def test_an_error_from_elsewhere_is_only_ever_one_of_ours(described: dict[str, object]) -> None:
-    error = messages.rebuild_error(described)
+    error = REQUESTS.rebuild(described)
     assert isinstance(error, DDictError)
     assert error.manager is None
 
@@ -195,9 +196,9 @@ def test_what_cannot_be_sent_is_refused_and_nothing_is_lost(address: Address) ->
     with pytest.raises(InvalidArgumentError, match="cannot be sent"):
         connection.request("echo", {"x": object()}, timeout_s=DEADLINE_S)
     with pytest.raises(InvalidArgumentError, match="blobs"):
-        connection.request("echo", {}, [b""] * (messages.MAX_BLOBS + 1), timeout_s=DEADLINE_S)
+        connection.request("echo", {}, [b""] * (REQUESTS.blobs + 1), timeout_s=DEADLINE_S)
     with pytest.raises(InvalidArgumentError, match="fields"):
-        connection.request("echo", {"x": "a" * messages.MAX_JSON_BYTES}, timeout_s=DEADLINE_S)
+        connection.request("echo", {"x": "a" * REQUESTS.json_bytes}, timeout_s=DEADLINE_S)
     assert connection.request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
 
 
@@ -251,7 +252,7 @@ def test_close_breaks_a_request_of_another_thread_off(address: Address, echo: Ec
 
 
 def test_a_manager_that_hangs_is_waited_for_until_the_deadline(tmpfs: Path) -> None:
-    with Child(connection_support.serve, str(tmpfs)) as child:
+    with Child(requests_support.serve, str(tmpfs)) as child:
         (_, addresses) = child.next_report("addresses")
         connections = [connect(address) for address in addresses]
         child.stop()
@@ -260,11 +261,11 @@ def test_a_manager_that_hangs_is_waited_for_until_the_deadline(tmpfs: Path) -> N
                 connection.request("echo", {}, [bytes(8 << 20)], timeout_s=0.2)
         for address in addresses:
             with pytest.raises(DDictTimeoutError):
-                Connection(address, SECRET, connect_timeout_s=0.2)
+                Connection(address, SECRET, REQUESTS, connect_timeout_s=0.2)
 
 
 def test_a_killed_manager_is_noticed_at_once(tmpfs: Path) -> None:
-    with Child(connection_support.serve, str(tmpfs)) as child:
+    with Child(requests_support.serve, str(tmpfs)) as child:
         (_, addresses) = child.next_report("addresses")
         waiting = [connect(address) for address in addresses]
         idle = [connect(address) for address in addresses]
@@ -314,7 +315,7 @@ def test_a_forked_child_has_no_connections_and_leaves_the_parents_alone(address:
 
 
 def test_close_ends_everything_and_takes_the_path_away(echo: Echo, tmpfs: Path) -> None:
-    server = RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1")
+    server = RequestServer(SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1")
     connections = [connect(address) for address in server.addresses]
     for connection in connections:
         connection.request("echo", {}, timeout_s=DEADLINE_S)
@@ -325,7 +326,7 @@ def test_close_ends_everything_and_takes_the_path_away(echo: Echo, tmpfs: Path) 
     for connection in connections:
         with pytest.raises(ConnectionLostError):
             connection.request("echo", {}, timeout_s=DEADLINE_S)
-    with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s")) as again:
+    with RequestServer(SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s")) as again:
         server.close()
         assert connect(again.addresses[0]).request("echo", {}, timeout_s=DEADLINE_S).fields == {}
 
@@ -339,7 +340,7 @@ def test_both_sides_must_know_the_secret(address: Address, echo: Echo) -> None:
     assert echo.opened == []
 
 
-@pytest.mark.parametrize("answer", [b"\1" * wire.MAC_BYTES, b"\0" * wire.MAC_BYTES])
+@pytest.mark.parametrize("answer", [b"\1" * handshake.MAC_BYTES, b"\0" * handshake.MAC_BYTES])
 def test_a_server_that_does_not_know_the_secret_is_refused(tmpfs: Path, answer: bytes) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmpfs / "s"))
@@ -348,9 +349,9 @@ def test_a_server_that_does_not_know_the_secret_is_refused(tmpfs: Path, answer: 
 
     def pretend() -> None:
         sock, _ = listener.accept()
-        sock.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+        sock.recv(handshake.GREETING_BYTES, socket.MSG_WAITALL)
         sock.sendall(impostor_greeting())
-        sock.recv(wire.MAC_BYTES, socket.MSG_WAITALL)
+        sock.recv(handshake.MAC_BYTES, socket.MSG_WAITALL)
         sock.sendall(answer)
 
     thread = threading.Thread(target=pretend)
@@ -364,10 +365,10 @@ def test_a_server_that_does_not_know_the_secret_is_refused(tmpfs: Path, answer: 
 def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo) -> None:
     # The same secret, but without the purpose: neither can be taken for the other.
     with raw(address) as sock:
-        nonce = b"c" * wire.NONCE_BYTES
-        sock.sendall(wire.greeting(nonce))
-        server_nonce = wire.parse_greeting(sock.recv(wire.GREETING_BYTES, socket.MSG_WAITALL))
-        sock.sendall(wire.client_proof(SECRET, nonce, server_nonce))
+        nonce = b"c" * handshake.NONCE_BYTES
+        sock.sendall(handshake.greeting(nonce))
+        server_nonce = handshake.parse_greeting(sock.recv(handshake.GREETING_BYTES, socket.MSG_WAITALL))
+        sock.sendall(handshake.client_proof(SECRET, nonce, server_nonce))
         assert is_hung_up(sock)
     assert echo.opened == []
 
@@ -376,7 +377,7 @@ def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo
 def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs: Path) -> None:
     said = (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(40), impostor_greeting(), os.urandom(4096))
     with RequestServer(
-        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=3
+        SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=3
     ) as server:
         strangers = []
         for address in server.addresses:
@@ -391,24 +392,24 @@ def test_strangers_are_dropped_in_time_and_are_in_nobodys_way(echo: Echo, tmpfs:
     assert len(echo.opened) == 2
 
 
-def _greeted(address: Address) -> tuple[socket.socket, MessageSocket]:
+def _greeted(address: Address) -> tuple[socket.socket, Channel]:
     sock = raw(address)
-    spoken = MessageSocket(sock, "test")
+    spoken = Channel(sock, REQUESTS, peer="test")
     spoken.handshake_as_client(SECRET, time.monotonic() + DEADLINE_S)
     return sock, spoken
 
 
-def _head(text: int, blobs: int, magic: bytes = b"MLFd") -> bytes:
-    return struct.pack(">4sII", magic, text, blobs)
+def _head(text: int, blobs: int, magic: bytes = b"MLFm", payload: int = 0) -> bytes:
+    return struct.pack(">4sIIQ", magic, text, blobs, payload)
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         _head(10, 0, b"XXXX") + bytes(20),
-        _head(messages.MAX_JSON_BYTES + 1, 0),
-        _head(2, messages.MAX_BLOBS + 1),
-        _head(2, 1) + struct.pack(">I", messages.MAX_BLOB_BYTES + 1) + b"{}",
+        _head(REQUESTS.json_bytes + 1, 0),
+        _head(2, REQUESTS.blobs + 1),
+        _head(2, 1) + struct.pack(">I", REQUESTS.blob_bytes + 1) + b"{}",
         _head(2, 0) + b"{}",
         _head(5, 0) + b"[1,2]",
         _head(8, 0) + b'["a",[]]',
@@ -416,6 +417,9 @@ def _head(text: int, blobs: int, magic: bytes = b"MLFd") -> bytes:
         _head(4, 0) + b"\xff\xfe\xff\xfe",
         _head(20000, 0) + b"[" * 20000,
         _head(8, 0) + b'["a",{}]' + b"more",
+        _head(8, 0, payload=1 << 63) + b'["a",{}]',
+        _head(8, 0, payload=3) + b'["a",{}]',
+        _head(8, 0, payload=3) + b'["a",{}]' + b"more",
     ],
 )
 def test_what_is_no_request_ends_the_connection_and_nothing_else(address: Address, echo: Echo, sent: bytes) -> None:
@@ -435,7 +439,7 @@ def test_what_is_no_request_ends_the_connection_and_nothing_else(address: Addres
 def test_between_nodes_a_message_is_neither_altered_nor_replayed(server: RequestServer, echo: Echo, how: str) -> None:
     sock, spoken = _greeted(server.addresses[1])
     assert spoken._sending is not None
-    parts = [messages.begin_message("put", {"key": "a"}, [3]), b"one"]
+    parts = [REQUESTS.begin_message("put", {"key": "a"}, [3]), b"one"]
     message = b"".join([*parts, spoken._sending.next(parts)])
     if how == "altered":
         sock.sendall(message.replace(b"one", b"two"))
@@ -443,7 +447,7 @@ def test_between_nodes_a_message_is_neither_altered_nor_replayed(server: Request
         sock.sendall(b"".join(parts) + bytes(32))
     else:
         sock.sendall(message)
-        assert spoken.receive(time.monotonic() + DEADLINE_S, request=False).blobs == [b"one"]
+        assert spoken.receive(until=time.monotonic() + DEADLINE_S, request=False).blobs == [b"one"]
         sock.sendall(message)
     assert is_hung_up(sock)
     assert len(echo.handled) == (1 if how == "replayed" else 0)
@@ -459,8 +463,8 @@ def test_a_request_that_breaks_off_is_not_carried_out(address: Address, echo: Ec
 
 
 def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
-    with RequestServer(SECRET, echo, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
-        strangers = [raw(server.addresses[0]) for _ in range(wire.MAX_HANDSHAKES + 10)]
+    with RequestServer(SECRET, echo, REQUESTS, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
+        strangers = [raw(server.addresses[0]) for _ in range(MAX_HANDSHAKES + 10)]
         assert connect(server.addresses[0]).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
         assert all(is_hung_up(sock) for sock in strangers[:5])
         for sock in strangers:
@@ -469,7 +473,7 @@ def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
 
 def test_a_stranger_costs_no_thread(echo: Echo, tmpfs: Path) -> None:
     with RequestServer(
-        SECRET, echo, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S
+        SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S
     ) as server:
         for address in server.addresses:
             before = threading.active_count()
@@ -496,7 +500,7 @@ def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestSe
         assert connect(server.addresses[0]).request("echo", {"a": 1}, timeout_s=DEADLINE_S).fields == {"a": 1}
         _, _, port = server.addresses[1]  # type: ignore[misc]
         server.close()
-        with RequestServer(SECRET, Echo(), tcp_host="127.0.0.1", tcp_port=port) as again:
+        with RequestServer(SECRET, Echo(), REQUESTS, tcp_host="127.0.0.1", tcp_port=port) as again:
             assert connect(again.addresses[0]).request("echo", {"a": 2}, timeout_s=DEADLINE_S).fields == {"a": 2}
     finally:
         os.close(answer)
@@ -504,7 +508,7 @@ def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestSe
 
 
 def test_more_connections_than_allowed_are_told_so(echo: Echo, tmpfs: Path) -> None:
-    with RequestServer(SECRET, echo, unix_path=str(tmpfs / "s"), max_connections=2) as server:
+    with RequestServer(SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), max_connections=2) as server:
         kept = [connect(server.addresses[0]) for _ in range(2)]
         for connection in kept:
             connection.request("echo", {}, timeout_s=DEADLINE_S)
@@ -540,14 +544,14 @@ def test_another_user_is_refused_although_it_knows_the_secret(server: RequestSer
 
 def test_addresses_and_secrets_are_checked(tmpfs: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="107"):
-        RequestServer(SECRET, Echo(), unix_path=str(tmpfs / ("x" * 108)))
+        RequestServer(SECRET, Echo(), REQUESTS, unix_path=str(tmpfs / ("x" * 108)))
     with pytest.raises(InvalidArgumentError, match="nothing to listen on"):
-        RequestServer(SECRET, Echo())
+        RequestServer(SECRET, Echo(), REQUESTS)
     with pytest.raises(InvalidArgumentError, match="secret"):
-        RequestServer(b"short", Echo(), unix_path=str(tmpfs / "s"))
+        RequestServer(b"short", Echo(), REQUESTS, unix_path=str(tmpfs / "s"))
     for address in (("unix",), ("tcp", "x"), ("udp", "x", 1), ("unix", "x" * 108)):
         with pytest.raises(InvalidArgumentError, match="address="):
-            Connection(address, SECRET, connect_timeout_s=1)  # type: ignore[arg-type]
+            Connection(address, SECRET, REQUESTS, connect_timeout_s=1)  # type: ignore[arg-type]
     with pytest.raises(ConnectionLostError):
         connect(("unix", str(tmpfs / "none")))
 
@@ -559,7 +563,7 @@ def test_a_server_that_is_slow_to_accept_is_waited_for(tmpfs: Path) -> None:
     before_us = raw(("unix", str(tmpfs / "s")))  # fills the queue
     began = time.monotonic()
     with pytest.raises(DDictTimeoutError, match="no connection"):
-        Connection(("unix", str(tmpfs / "s")), SECRET, connect_timeout_s=0.3)
+        Connection(("unix", str(tmpfs / "s")), SECRET, REQUESTS, connect_timeout_s=0.3)
     assert time.monotonic() - began > 0.29
     before_us.close()
     listener.close()
@@ -596,13 +600,13 @@ def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> N
         subject, fields = messages.parse_text(text, request=request)
     except ProtocolError:
         return
-    assert isinstance(subject, str if request else (dict, type(None)))
+    assert isinstance(subject, str) if request else subject in (None, messages.WORKING) or isinstance(subject, dict)
     assert isinstance(fields, dict)
 
 
 @given(st.dictionaries(st.sampled_from(["error", "message", "manager", "path", "value", "hint", "x"]), _JSON))
 def test_any_description_is_an_error(described: dict[str, object]) -> None:
-    error = messages.rebuild_error(described)
+    error = REQUESTS.rebuild(described)
     assert isinstance(error, FlashpointError)
     assert str(error)
-    assert type(messages.rebuild_error(messages.describe_error(error))) is type(error)
+    assert type(REQUESTS.rebuild(REQUESTS.describe(error))) is type(error)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.ddict.connection import Address, Connection, Peer
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictKeyError
-from ml_flashpoint.ddict.request_server import RequestServer
+from ml_flashpoint.ddict.messages import REQUESTS
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
-from ml_flashpoint.replication import wire
+from ml_flashpoint.net import handshake
+from ml_flashpoint.net.client import Address, Connection
+from ml_flashpoint.net.server import Peer, RequestServer
 
 SECRET = b"a secret of the test"
 DEADLINE_S = 20.0
@@ -73,7 +74,7 @@ class OwnError(DDictKeyError):
 
 
 def connect(address: Address, secret: bytes = SECRET) -> Connection:
-    return Connection(address, secret, connect_timeout_s=DEADLINE_S)
+    return Connection(address, secret, REQUESTS, connect_timeout_s=DEADLINE_S)
 
 
 def raw(address: Address) -> socket.socket:
@@ -99,12 +100,12 @@ def is_hung_up(sock: socket.socket) -> bool:
 
 
 def impostor_greeting() -> bytes:
-    return wire.greeting(b"n" * wire.NONCE_BYTES)
+    return handshake.greeting(b"n" * handshake.NONCE_BYTES)
 
 
 def serve(report: Any, folder: str) -> None:
     """A server in a process of its own, until that is killed."""
-    server = RequestServer(SECRET, Echo(), unix_path=str(Path(folder, "s")), tcp_host="127.0.0.1")
+    server = RequestServer(SECRET, Echo(), REQUESTS, unix_path=str(Path(folder, "s")), tcp_host="127.0.0.1")
     report("addresses", server.addresses)
     while True:
         time.sleep(60)

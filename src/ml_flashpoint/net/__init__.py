@@ -1,0 +1,1 @@
+"""Authenticated requests and replies between processes and nodes: what copies, dictionaries and barriers travel by."""

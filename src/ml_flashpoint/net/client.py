@@ -1,0 +1,272 @@
+"""Connecting to a server, and asking it one thing after the other.
+
+Owns addresses, how often a server that hangs up at the door is tried again, and a connection that threads share. What
+requests mean, and what to do when a server is gone, is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.net.channel import (
+    NO_ANSWER,
+    STALL_S,
+    Channel,
+    ConnectionLostError,
+    TurnedAwayError,
+    timeval,
+)
+from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.net.messages import Dialect, Fields
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Address = tuple[str, str] | tuple[str, str, int]
+"""``("unix", path)``, of which the path may be an abstract name with a null byte first, or ``("tcp", host, port)``."""
+
+MAX_UNIX_PATH: Final = 107
+"""Longest path of a Unix socket, in bytes."""
+
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
+_LONGEST_S: Final = 1e6
+_LAST_WORDS_S: Final = 5.0
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class RequestLostError(ConnectionLostError):
+    """The connection broke after the request was sent: it may have been carried out, or not.
+
+    A plain `ConnectionLostError` from `Connection.request` means that it was not.
+    """
+
+
+class Reply(NamedTuple):
+    """What a server answered."""
+
+    fields: Fields
+    blobs: list[bytes]
+
+
+def check_address(address: Sequence[Any]) -> Address:
+    """An address as a tuple. Raises `InvalidArgumentError` if it is none."""
+    if len(address) == 2 and address[0] == "unix" and isinstance(address[1], str):
+        if len(os.fsencode(address[1])) > MAX_UNIX_PATH:
+            raise InvalidArgumentError(
+                f"the path of a Unix socket must not exceed {MAX_UNIX_PATH} bytes", argument="address", value=address[1]
+            )
+        return "unix", address[1]
+    if len(address) == 3 and address[0] == "tcp" and isinstance(address[1], str) and isinstance(address[2], int):
+        return "tcp", address[1], address[2]
+    raise InvalidArgumentError("must be (unix, path) or (tcp, host, port)", argument="address", value=address)
+
+
+def check_credentials(sock: socket.socket, peer: str) -> int:
+    """The process at the other end of a Unix socket. Raises `AuthenticationError` if it runs as another user."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise AuthenticationError(f"{peer} runs as user {uid}, not {os.geteuid()}")
+    return int(pid)
+
+
+def connect(
+    address: Sequence[Any], secret: bytes, dialect: Dialect, *, within_s: float, stall_s: float = STALL_S
+) -> Channel:
+    """Connect and authenticate. A server that hangs up in the handshake, as one does that too many connect to, is asked
+    some times more.
+
+    Args:
+        address: see `Address`; a list will do. A numeric host is best: resolving a name has no deadline.
+        secret: 16 bytes or more.
+        dialect: what is spoken.
+        within_s: seconds for all of it.
+        stall_s: see `Channel`.
+
+    Raises:
+        ConnectionLostError: there is nobody at this address, or the connection broke.
+        DeadlineError: no answer in time; it is `Dialect.timeout`.
+        AuthenticationError: the two sides do not share the secret, or the other is another user's.
+        ProtocolError: something else listens there, or another version of this protocol.
+        InvalidArgumentError: address, secret or seconds cannot be used.
+    """
+    checked = check_address(address)
+    check_secret(secret)
+    if not within_s > 0:
+        raise InvalidArgumentError("must be positive", argument="connect_timeout_s", value=within_s)
+    until = time.monotonic() + min(within_s, _LONGEST_S)
+    for longest_pause_s in (*_PAUSES_S, None):
+        sock, peer = _open(checked, dialect, until)
+        try:
+            channel = Channel(sock, dialect, peer=peer, stall_s=stall_s)
+            if channel.local:
+                check_credentials(sock, peer)
+            channel.handshake_as_client(secret, until)
+            return channel
+        except (TurnedAwayError, ConnectionLostError):
+            sock.close()
+            # Those who were turned away together come back one by one.
+            pause_s = None if longest_pause_s is None else random.uniform(0, longest_pause_s)
+            if pause_s is None or time.monotonic() + pause_s >= until:
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        time.sleep(pause_s)
+    raise AssertionError
+
+
+def _open(address: Address, dialect: Dialect, until: float) -> tuple[socket.socket, str]:
+    left = max(1e-3, until - time.monotonic())
+    sock = None
+    peer = f"{address[1]} port {address[2]}" if len(address) == 3 else f"the server at {address[1]}"
+    try:
+        if len(address) == 3:
+            sock = socket.create_connection(address[1:], timeout=left)
+        else:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # Not by Python's own timeout, with which a server that is slow to accept looks like one that never will.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(left))
+            sock.connect(address[1])
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, TimeoutError) or error.errno in NO_ANSWER:
+            raise dialect.timeout(f"no connection to {peer} within {left:g} s: {error}") from error
+        raise ConnectionLostError(f"cannot connect to {peer}: {error.strerror or error}") from error
+    return sock, peer
+
+
+class Connection:
+    """A connection of a client. Thread-safe: one request at a time. In a forked child it is closed; the parent's stays
+    as it is. Raises as `connect` does, of which it has the arguments."""
+
+    def __init__(
+        self,
+        address: Sequence[Any],
+        secret: bytes,
+        dialect: Dialect,
+        *,
+        connect_timeout_s: float,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._dialect = dialect
+        self._lock = threading.Lock()
+        self._closed = False
+        self._channel = connect(address, secret, dialect, within_s=connect_timeout_s, stall_s=stall_s)
+        self.local = self._channel.local
+        """Whether it is a Unix socket, and the other side so on this machine."""
+        _live_connections.add(self)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is of no more use: it broke, a call timed out, or `close` was called."""
+        return self._closed
+
+    def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = (), *, timeout_s: float) -> Reply:
+        """Send one request and wait for the answer to it.
+
+        Args:
+            op: name of the operation.
+            fields: anything that JSON can hold.
+            blobs: sent as they are; do not change them meanwhile.
+            timeout_s: for all of it, waiting for other threads' requests included.
+
+        Raises:
+            ConnectionLostError: it was not carried out; this connection is closed.
+            RequestLostError: nobody knows whether it was carried out; this connection is closed.
+            DeadlineError: no answer in time, as `Dialect.timeout`; nobody knows; this connection is closed, unless it
+                was in use by others for all of that time.
+            FlashpointError: what the server answered.
+        """
+        until = time.monotonic() + (timeout_s if timeout_s < _LONGEST_S else _LONGEST_S)
+        if not self._lock.acquire(timeout=max(0.0, min(timeout_s, _LONGEST_S))):
+            raise self._channel.too_late("was busy with other requests of this process")
+        try:
+            if self._closed:
+                raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
+            sent = False
+            try:
+                self._channel.send(op, fields, blobs, until=until)
+                sent = True
+                reply = self._channel.receive_reply(until=until)
+                if reply.payload_bytes:
+                    raise ProtocolError(f"{self._channel.peer} sends a payload that nobody asked for")
+            except InvalidArgumentError:
+                if sent:
+                    self._give_up()
+                raise
+            except ConnectionLostError as error:
+                self._give_up()
+                if sent:
+                    raise RequestLostError(error.message) from error
+                raise
+            except BaseException:
+                self._give_up()
+                raise
+        finally:
+            self._lock.release()
+        if isinstance(reply.subject, dict):
+            raise self._dialect.rebuild(reply.subject)
+        return Reply(reply.fields, reply.blobs)
+
+    def _give_up(self) -> None:
+        self._closed = True
+        self._channel.close()
+
+    def interrupt(self) -> None:
+        """Make a request that another thread has under way fail at once, and all later ones."""
+        self._channel.interrupt()
+
+    def close(self) -> None:
+        """Close it; a request under way in another thread fails. Idempotent."""
+        self._closed = True
+        self._channel.interrupt()
+        # Its descriptor must not be closed, and then reused, while another thread reads from it.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._channel.close()
+            finally:
+                self._lock.release()
+
+    def leave(self, op: str) -> None:
+        """Send a last request, whose answer nobody waits for, and close. Raises nothing."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    with contextlib.suppress(FlashpointError):
+                        self._channel.send(op, {}, until=time.monotonic() + _LAST_WORDS_S)
+            finally:
+                self._lock.release()
+        self.close()
+
+    def _disown(self) -> None:
+        self._lock = threading.Lock()  # may have been held by a thread that does not exist here
+        self._closed = True
+
+
+_live_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _disown_connections() -> None:
+    for connection in list(_live_connections):
+        connection._disown()
+    _live_connections.clear()
+
+
+os.register_at_fork(after_in_child=_disown_connections)

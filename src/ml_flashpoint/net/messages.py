@@ -1,0 +1,255 @@
+"""The bytes of requests and replies, and of errors in them, without sockets, deadlines or threads.
+
+Owns the layout of a message, every check of it, and which errors travel. Nothing in a message is pickled. It is::
+
+    head (20): magic, length of the JSON (4), number of blobs (4), length of the payload (8)
+    lengths  : of each blob (4 each)
+    JSON     : [subject, fields]
+    blobs    : raw bytes, one after the other
+    code (32): only between nodes: HMAC-SHA256(key of the direction, sequence number + all of the above)
+    payload  : raw bytes, which no code covers
+
+The subject of a request is the name of an operation. That of a reply is null, an object that describes an error, or
+`WORKING`: there is none yet. A message that is forged, replayed, reordered or left out fails its code. Payloads are
+bytes of objects, which are checked against the block digests of an (authenticated) manifest instead: those detect every
+accident but are not cryptographic. Nothing is encrypted. Someone who can alter packets between nodes is out of scope.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+from ml_flashpoint.format.errors import (
+    AuthenticationError,
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    ProtocolError,
+)
+
+CODE_BYTES: Final = 32
+"""Length of the code that ends a message between nodes."""
+WORKING: Final = "working"
+"""Subject of what says that the reply is still to come."""
+
+_MAGIC: Final = b"MLFm"
+_HEAD: Final = struct.Struct(">4sIIQ")
+HEAD_BYTES: Final = _HEAD.size
+_LENGTHS: Final = tuple(struct.Struct(f">{count}I") for count in range(5))
+_SEQUENCE: Final = struct.Struct(">Q")
+_MOST_PAYLOAD: Final = (1 << 63) - 1
+_MOST_TEXT: Final = 64 << 10
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
+
+Fields = dict[str, Any]
+"""Whatever JSON can hold, by name."""
+
+
+class Message(NamedTuple):
+    """A message. `payload_bytes` says how many raw bytes follow it on the connection."""
+
+    subject: str | dict[str, Any] | None
+    fields: Fields
+    blobs: list[bytes]
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the two sides of a connection have to agree on, beside the layout.
+
+    Attributes:
+        purpose: what the connection is for; see `handshake.proved_secret`.
+        errors: types that travel, by name. A subclass of one arrives as that.
+        failure: what all other errors arrive as.
+        timeout: what is raised when the other side takes too long.
+        json_bytes: longest JSON of a message.
+        blobs: most blobs in a message.
+        blob_bytes: longest blob.
+    """
+
+    purpose: bytes
+    errors: Mapping[str, type[FlashpointError]]
+    failure: type[FlashpointError]
+    timeout: type[DeadlineError] = DeadlineError
+    json_bytes: int = 16 << 20
+    blobs: int = 65_536
+    blob_bytes: int = 1 << 31
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def begin_message(
+        self, subject: str | dict[str, Any] | None, fields: Fields, sizes: Sequence[int] = (), payload_bytes: int = 0
+    ) -> bytes:
+        """All of a message that comes before its blobs, which have these sizes in bytes.
+
+        Raises:
+            InvalidArgumentError: the fields are not JSON, or it would be more than a receiver takes.
+        """
+        try:
+            text = _encode_json((subject, fields)).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"cannot be sent: {error}", argument="fields", value=fields) from error
+        if len(text) > self.json_bytes:
+            raise InvalidArgumentError(f"fields of {len(text)} bytes are too many to send", argument="fields")
+        if len(sizes) > self.blobs or (sizes and max(sizes) > self.blob_bytes):
+            raise InvalidArgumentError(
+                f"a message takes at most {self.blobs} blobs of at most {self.blob_bytes} bytes each", argument="blobs"
+            )
+        return _HEAD.pack(_MAGIC, len(text), len(sizes), payload_bytes) + _lengths(len(sizes)).pack(*sizes) + text
+
+    def parse_head(self, data: bytes) -> tuple[int, int, int]:
+        """``(length of the JSON, number of blobs, length of the payload)`` from the start of a message.
+
+        Raises:
+            ProtocolError: no message starts like this.
+        """
+        magic, length, count, payload_bytes = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            raise ProtocolError("not the start of a message")
+        if length > self.json_bytes:
+            raise ProtocolError(f"JSON of {length:,} bytes, over the {self.json_bytes:,} allowed")
+        if count > self.blobs:
+            raise ProtocolError(f"{count:,} blobs, over the {self.blobs:,} allowed")
+        if payload_bytes > _MOST_PAYLOAD:
+            raise ProtocolError(f"a payload of {payload_bytes:,} bytes")
+        return length, count, payload_bytes
+
+    def parse_lengths(self, data: bytes, count: int) -> tuple[int, ...]:
+        """The lengths of so many blobs, from a message's start.
+
+        Raises:
+            ProtocolError: one is longer than allowed.
+        """
+        lengths: tuple[int, ...] = _lengths(count).unpack_from(data, HEAD_BYTES)
+        if lengths and max(lengths) > self.blob_bytes:
+            raise ProtocolError(f"a blob of {max(lengths):,} bytes, over the {self.blob_bytes:,} allowed")
+        return lengths
+
+    # ---- errors -------------------------------------------------------------------------------------------
+
+    def describe(self, error: BaseException) -> dict[str, Any]:
+        """An error as the subject of a reply."""
+        most = min(_MOST_TEXT, self.json_bytes // 64)  # the JSON of a character may take 12 bytes
+        if not isinstance(error, FlashpointError):
+            return {"error": self.failure.__name__, "message": f"{type(error).__name__}: {error}"[:most]}
+        kind = next((each.__name__ for each in type(error).__mro__ if self.errors.get(each.__name__) is each), None)
+        message = str(error.message) if kind else f"{type(error).__name__}: {error.message}"
+        found = {name: getattr(error, name, None) for name in _ATTRIBUTES}
+        kept = {
+            name: value[:most] if isinstance(value, str) else value
+            for name, value in found.items()
+            if isinstance(value, (str, int))
+        }
+        return {"error": kind or self.failure.__name__, "message": message[:most], **kept}
+
+    def rebuild(self, described: dict[str, Any]) -> FlashpointError:
+        """The error that a reply describes; `failure` if its type is not known here."""
+        name, message = described.get("error"), described.get("message")
+        kind = self.errors.get(name) if isinstance(name, str) else None
+        error = (kind or self.failure)(message if isinstance(message, str) else "the other side gave no reason")
+        for attribute in _ATTRIBUTES:
+            value = described.get(attribute)
+            if isinstance(value, (str, int)) and hasattr(error, attribute):
+                setattr(error, attribute, value)
+        return error
+
+
+_ATTRIBUTES: Final = (
+    "step", "rank", "node", "path", "hint", "manager", "checkpoint_id", "needed_bytes", "available_bytes", "argument",
+    "value", "retryable",
+)  # fmt: skip
+
+
+def errors_of(*modules: ModuleType) -> dict[str, type[FlashpointError]]:
+    """The errors that modules have, by name."""
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, FlashpointError)
+    }
+
+
+def _lengths(count: int) -> struct.Struct:
+    return _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f">{count}I")
+
+
+def parse_text(text: bytes, *, request: bool) -> tuple[Any, Fields]:
+    """``(subject, fields)`` from the JSON of a message.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    try:
+        content = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"what should be JSON is not: {error}") from error
+    if type(content) is list and len(content) == 2 and type(content[1]) is dict:
+        subject = content[0]
+        if type(subject) is str if request else (subject is None or type(subject) is dict or subject == WORKING):
+            return subject, content[1]
+    raise ProtocolError("JSON that is not of the form of this protocol")
+
+
+class MessageCode:
+    """The codes of the messages of one direction of one connection, in order. Not thread-safe."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._sequence = 0
+
+    def next(self, parts: Sequence[Any]) -> bytes:
+        """The code of the next message, of which these are all bytes."""
+        code = hmac.new(self._key, _SEQUENCE.pack(self._sequence), hashlib.sha256)
+        self._sequence += 1
+        for part in parts:
+            code.update(part)
+        return code.digest()
+
+    def check(self, parts: Sequence[Any], received: bytes) -> None:
+        """Raise `AuthenticationError` unless this is the code of the next message."""
+        if not hmac.compare_digest(self.next(parts), received):
+            raise AuthenticationError("a message is not what the other side sent next")
+
+
+# ---- fields: a peer that knows the secret may still be wrong ----------------------------------------------------
+
+
+def integer(fields: Fields, name: str, least: int = 0) -> int:
+    """A field that must be an integer from ``least``. Raises `ProtocolError`, as all of these do, if it is not."""
+    value = fields.get(name)
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ProtocolError(f"field {name!r} must be an integer from {least}")
+    return value
+
+
+def number(fields: Fields, name: str) -> float:
+    """A field that must be an integer or a float."""
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ProtocolError(f"field {name!r} must be a number")
+    return value
+
+
+def text(fields: Fields, name: str) -> str:
+    """A field that must be a text of 1000 characters at most."""
+    value = fields.get(name)
+    if not isinstance(value, str) or len(value) > 1000:
+        raise ProtocolError(f"field {name!r} must be a short text")
+    return value
+
+
+def list_of(fields: Fields, name: str) -> list[Any]:
+    """A field that must be a list."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise ProtocolError(f"field {name!r} must be a list")
+    return value

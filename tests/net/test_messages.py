@@ -1,0 +1,233 @@
+"""The bytes of requests and replies: nothing but the message that was sent next is ever accepted."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.format.errors import (
+    AuthenticationError,
+    CapacityError,
+    DigestMismatchError,
+    FlashpointError,
+    InvalidArgumentError,
+    JobInUseError,
+    ObjectNotFoundError,
+    ProtocolError,
+    ReplicationError,
+)
+from ml_flashpoint.net import handshake, messages
+from ml_flashpoint.net.messages import HEAD_BYTES, MessageCode, parse_text
+from ml_flashpoint.replication.transfer_protocol import TRANSFERS
+
+SECRET = b"s" * 32
+
+
+def head(**changes: int | bytes) -> bytes:
+    values: dict[str, int | bytes] = {"magic": b"MLFm", "json": 2, "blobs": 0, "payload": 5, **changes}
+    return struct.pack(">4sIIQ", *values.values())
+
+
+# --- Messages -----------------------------------------------------------------------------------------------
+
+
+def test_replayed_reordered_and_missing_messages_are_refused() -> None:
+    sending = MessageCode(b"k" * 32)
+    parts = [[TRANSFERS.begin_message("fetch", {"offset": n})] for n in range(3)]
+    sent = [(each, sending.next(each)) for each in parts]
+    for order in ((0, 0), (1,), (0, 2), (0, 1, 0)):
+        receiving = MessageCode(b"k" * 32)
+        for at in order[:-1]:
+            receiving.check(*sent[at])
+        with pytest.raises(AuthenticationError):
+            receiving.check(*sent[order[-1]])
+
+
+def test_every_flipped_bit_is_refused() -> None:
+    parts = [TRANSFERS.begin_message("push", {"patience_ms": 5}, [8]), b"manifest"]
+    code = MessageCode(b"k" * 32).next(parts)
+    data = b"".join(parts)
+    for position in range(len(data)):
+        altered = bytearray(data)
+        altered[position] ^= 1 << position % 8
+        with pytest.raises(AuthenticationError):
+            MessageCode(b"k" * 32).check([altered], code)
+    for position in range(len(code)):
+        with pytest.raises(AuthenticationError):
+            MessageCode(b"k" * 32).check([data], code[:position] + bytes([code[position] ^ 1]) + code[position + 1 :])
+    MessageCode(b"k" * 32).check([data], code)
+
+
+def test_messages_of_another_direction_secret_or_session_are_refused() -> None:
+    nonces = b"c" * 32, b"s" * 32
+    keys = handshake.session_keys(SECRET, *nonces)
+    code = MessageCode(keys.client_to_server).next([b"x"])
+    others = (
+        keys.server_to_client,
+        handshake.session_keys(SECRET, *reversed(nonces)).client_to_server,
+        handshake.session_keys(SECRET, b"C" * 32, nonces[1]).client_to_server,
+        handshake.session_keys(b"t" * 32, *nonces).client_to_server,
+    )
+    for key in others:
+        with pytest.raises(AuthenticationError):
+            MessageCode(key).check([b"x"], code)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"magic": b"MLFd"},
+        {"json": TRANSFERS.json_bytes + 1},
+        {"json": 2**32 - 1},
+        {"blobs": 2},
+        {"payload": 2**63},
+        {"payload": 2**64 - 1},
+    ],
+)
+def test_heads_over_any_cap_are_refused(changes: dict[str, int | bytes]) -> None:
+    assert TRANSFERS.parse_head(head()) == (2, 0, 5)
+    with pytest.raises(ProtocolError):
+        TRANSFERS.parse_head(head(**changes))
+
+
+def test_blobs_over_the_cap_are_refused() -> None:
+    for length in (TRANSFERS.blob_bytes + 1, 2**32 - 1):
+        with pytest.raises(ProtocolError):
+            TRANSFERS.parse_lengths(head(blobs=1) + struct.pack(">I", length), 1)
+
+
+@given(st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES))
+def test_garbage_is_never_a_head(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        TRANSFERS.parse_head(b"X" + data[1:])
+
+
+def test_what_the_receiver_would_refuse_is_not_sent() -> None:
+    for fields, sizes in (({"x": "x" * TRANSFERS.json_bytes}, []), ({}, [1, 1]), ({}, [TRANSFERS.blob_bytes + 1])):
+        with pytest.raises(InvalidArgumentError):
+            TRANSFERS.begin_message("push", fields, sizes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'["a", 1]',
+        b'["a", {}, 1]',
+        b"[1, {}]",
+        b'["a", {"a": ' + b"9" * 60_000 + b"}]",
+        b"[" * 60_000,
+        b'["a", {"a": "\xff"}]',
+        b'\xef\xbb\xbf["a", {}]',
+        b"null",
+        b"",
+    ],
+    ids=lambda data: ascii(data[:20]),
+)
+def test_crafted_texts_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse_text(data, request=True)
+
+
+def test_fields_are_of_the_type_asked_for() -> None:
+    fields = {"name": "x", "offset": 5, "flag": True, "below": -1, "nothing": None, "large": 1 << 63, "half": 0.5}
+    assert (messages.text(fields, "name"), messages.integer(fields, "offset")) == ("x", 5)
+    for name in ("offset", "flag", "nothing", "absent"):
+        with pytest.raises(ProtocolError, match=name):
+            messages.text(fields, name)
+    for name in ("name", "flag", "below", "nothing", "absent", "large", "half"):
+        with pytest.raises(ProtocolError, match=name):
+            messages.integer(fields, name)
+
+
+# --- Handshake ----------------------------------------------------------------------------------------------
+
+
+def test_a_proof_is_good_for_one_role_one_session_and_one_secret() -> None:
+    nonces = b"c" * 32, b"s" * 32
+    proofs = {
+        handshake.client_proof(SECRET, *nonces),
+        handshake.server_proof(SECRET, *nonces),
+        handshake.client_proof(SECRET, *reversed(nonces)),
+        handshake.client_proof(b"t" * 32, *nonces),
+        handshake.session_keys(SECRET, *nonces).client_to_server,
+        handshake.session_keys(SECRET, *nonces).server_to_client,
+    }
+    assert len(proofs) == 6
+    assert all(len(proof) == handshake.MAC_BYTES for proof in proofs)
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_no_greeting(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        handshake.parse_greeting(data)
+
+
+def test_a_greeting_tells_another_version_from_another_protocol() -> None:
+    hello = handshake.greeting(b"n" * 32)
+    assert handshake.parse_greeting(hello) == b"n" * 32
+    for version in (b"\x01", b"\x63"):
+        with pytest.raises(ProtocolError, match="another version"):
+            handshake.parse_greeting(hello[:7] + version + hello[8:])
+    with pytest.raises(ProtocolError, match="another protocol"):
+        handshake.parse_greeting(b"GET / HTTP/1.1\r\n".ljust(handshake.GREETING_BYTES))
+
+
+def test_secrets_are_long_enough_and_never_shown() -> None:
+    assert handshake.check_secret(bytearray(b"0123456789abcdef")) == b"0123456789abcdef"
+    for secret in (b"", b"hunter2", "0123456789abcdef"):
+        with pytest.raises(InvalidArgumentError) as caught:
+            handshake.check_secret(secret)  # type: ignore[arg-type]
+        assert "hunter2" not in str(caught.value)
+        assert "0123" not in str(caught.value)
+    assert "=" not in repr(handshake.session_keys(SECRET, b"c" * 32, b"s" * 32))
+
+
+# --- Errors -------------------------------------------------------------------------------------------------
+
+
+def travelled(error: Exception) -> FlashpointError:
+    return TRANSFERS.rebuild(TRANSFERS.describe(error))
+
+
+@pytest.mark.parametrize("error_type", [ObjectNotFoundError, DigestMismatchError, JobInUseError, ReplicationError])
+def test_errors_keep_their_type_and_context(error_type: type[FlashpointError]) -> None:
+    received = travelled(error_type("gone", step=5, rank=3, node="n1", path="/base/x", hint="look elsewhere"))
+    assert type(received) is error_type
+    assert received.message == "gone"
+    assert (received.step, received.rank, received.node) == (5, 3, "n1")
+    assert (received.path, received.hint) == ("/base/x", "look elsewhere")
+
+
+def test_capacity_errors_keep_their_numbers() -> None:
+    received = travelled(CapacityError("full", needed_bytes=7, available_bytes=5))
+    assert isinstance(received, CapacityError)
+    assert (received.needed_bytes, received.available_bytes) == (7, 5)
+
+
+def test_errors_of_no_travelling_type_become_the_dialects_own() -> None:
+    for error in (OSError(28, "No space left on device"), InvalidArgumentError("odd"), ZeroDivisionError()):
+        received = travelled(error)
+        assert type(received) is ReplicationError
+        assert type(error).__name__ in received.message
+
+
+@pytest.mark.parametrize("character", ["x", "\N{SNOWMAN}", "\N{PILE OF POO}", "\x00", "\udcff", '"'])
+def test_any_error_text_fits_into_a_message(character: str) -> None:
+    long = character * 100_000
+    described = TRANSFERS.describe(ReplicationError(long, path=long, hint=long, node=long))
+    assert len(TRANSFERS.begin_message(described, {})) <= TRANSFERS.json_bytes + HEAD_BYTES
+    assert TRANSFERS.rebuild(described).message.startswith(character * 1000)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.text(max_size=40)
+
+
+@given(st.dictionaries(st.sampled_from(["error", "message", "step", "rank", "node", "path", "hint"]), scalars))
+@settings(max_examples=200)
+def test_any_refusal_is_an_error_of_ours(content: dict[str, str | int | bool | None]) -> None:
+    error = TRANSFERS.rebuild(content)
+    assert isinstance(error, FlashpointError)
+    assert isinstance(str(error), str)

@@ -19,12 +19,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from ml_flashpoint.ddict import runtime_folder
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, runtime_folder
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.nursery import MOST_DEATHS
 from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+from tests.support import dictionaries
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_entries
@@ -215,6 +217,34 @@ def test_a_manager_that_does_not_end_is_killed(tmpfs: Path) -> None:
         assert watch.alive() == []
         assert 0.3 <= time.monotonic() - begun < 9  # else it has END_GRACE_S
     assert list(tmpfs.iterdir()) == []
+
+
+def test_managers_import_neither_torch_nor_numpy() -> None:
+    """They start in a tenth of the time: each killed one is started again while users wait for it."""
+    program = (
+        "import sys, ml_flashpoint.ddict.manager_main, ml_flashpoint.ddict.native; "
+        "sys.exit(' '.join({'torch', 'numpy', 'ray'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=child_environment())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runtime_folder.BASE_VARIABLE, str(tmpfs / "dictionaries"))
+    value = torch.arange(200_000)
+    persisting = {"persister_class": PosixCheckpointPersister, "persist_freq": 1, "persist_path": str(tmpfs / "kept")}
+    with DDict(1, 2, 64 << 20, replication="ring", timeout=DEADLINE_S, **persisting) as d:
+        d.update({"large": value, "small": 1, "more": value + 1, "array": value.numpy()})
+        d.fetch_add("small", 2)
+        d.checkpoint()
+        d["large"] = value + 2
+        d.checkpoint()
+        os.kill(dictionaries.pid_of(d, 1), signal.SIGKILL)
+        assert torch.equal(d["large"], value + 2)
+        d.checkpoint()
+        for manager in range(2):
+            mapped = Path(f"/proc/{dictionaries.pid_of(d, manager)}/maps").read_text()
+            assert not [name for name in ("libtorch", "numpy") if name in mapped]
 
 
 # -- restart ----------------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> 
         wait_until(lambda: barrier.n_waiting == 2, "two waiting")
         group.kill()
         group.join(timeout=DEADLINE_S)  # ended by the group itself: no failure
+        wait_until(lambda: barrier.broken, "their connections have ended")
         with pytest.raises(BarrierBrokenError, match="died, or gave up"):
             barrier.wait(timeout=DEADLINE_S)
 

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
+from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.value_headers import check_header, inline_number, number_to_inline
 from ml_flashpoint.ddict.value_objects import (
-    StaleValueError,
-    check_header,
     object_blobs,
     object_size,
     read_object,
     write_object,
 )
-from ml_flashpoint.ddict.values import INLINE_LIMIT, Encoded, encode, from_inline, inline_number, to_inline
+from ml_flashpoint.ddict.values import INLINE_LIMIT, Encoded, encode, from_inline, to_inline
 from ml_flashpoint.format.errors import CapacityError, DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.object_format import encode_header, parse_header, plan_layout
 
@@ -292,6 +292,7 @@ def test_size_decides_about_the_form() -> None:
 def test_a_manager_reads_numbers_without_unpickling() -> None:
     numbers = [0, -5, 1 << 100, 0.25, math.inf]
     assert [inline_number(to_inline(encode(number))) for number in numbers] == numbers
+    assert all(number_to_inline(number) == to_inline(encode(number)) for number in (*numbers, 1 << 5000))
     for other in (True, None, "7", 1 << 20_000, np.float32(1), torch.tensor(1), [1]):
         assert inline_number(to_inline(encode(other))) is None
     for damaged in (b"i", b"ix", b"f123", b"i1 2"):

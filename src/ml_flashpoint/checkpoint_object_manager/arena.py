@@ -17,14 +17,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.checkpoint_object_manager.capacity import free_memory, is_memory
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.private_folders import open_own
 from ml_flashpoint.staging.cuda import PageLock
+
+if TYPE_CHECKING:  # imported by the first that asks for a tensor: managers of dictionaries do not
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -117,10 +118,19 @@ class Arena:
     def _map(self, size: int) -> None:
         self._mmap = _Mapping(self._fd, size)
         self.size = size
-        self.tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        self._tensor: torch.Tensor | None = None
         self.buffer = memoryview(self._mmap)
-        self.address: int = self.tensor.data_ptr()
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
         self._page_lock = self._mmap.page_lock = PageLock(self.address, size)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The whole mapping."""
+        import torch
+
+        if self._tensor is None:
+            self._tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        return self._tensor
 
     @property
     def inode(self) -> int:
@@ -167,6 +177,8 @@ class Arena:
         Its storage begins where it does. A DTensor around a tensor with a storage offset looks to torch as if it
         had memory of its own, which it then tries to pickle.
         """
+        import torch
+
         if begin == end:
             return torch.empty(tuple(shape), dtype=dtype)
         piece = torch.frombuffer(self._mmap, dtype=torch.uint8, count=end - begin, offset=begin)
@@ -230,7 +242,7 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        del self.tensor
+        self._tensor = None
         self.buffer.release()
         del self._mmap
 

@@ -8,7 +8,6 @@ and named later, for asynchronous saves whose plan is made after the copy. Commi
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, block_count
+from ml_flashpoint.format.digest import BlockDigester, block_count, digest_workers
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
@@ -43,11 +42,6 @@ BytesItem = tuple[str, bytes]
 Acquire = Callable[[int], Arena]
 
 _APPEND_ALIGNMENT = 64
-
-
-def digest_workers() -> int:
-    """Threads that digest beside the one that copies."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) - 1))
 
 
 @dataclass(slots=True, eq=False)

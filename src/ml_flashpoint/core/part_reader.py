@@ -16,8 +16,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object
-from ml_flashpoint.core.object_writer import digest_workers
-from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header

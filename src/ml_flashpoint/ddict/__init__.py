@@ -1,29 +1,38 @@
-"""A distributed dictionary with checkpoints, rollback, persistence and recovery from memory."""
+"""A distributed dictionary with checkpoints, rollback, persistence and recovery from memory.
+
+What is here is imported when it is first asked for: managers, and processes of groups, need none of it, nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.extras import require
 
 require("ddict", "torch", "cloudpickle")
 
-from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
-from ml_flashpoint.ddict.ddict import DDict
-from ml_flashpoint.ddict.errors import (
-    DDictCheckpointRetiredError,
-    DDictDestroyedError,
-    DDictError,
-    DDictFullError,
-    DDictKeyError,
-    DDictManagerLostError,
-    DDictPersistError,
-    DDictReadOnlyError,
-    DDictTimeoutError,
-    DDictWritesLostError,
-)
-from ml_flashpoint.ddict.persistence import (
-    DAOSCheckpointPersister,
-    FsspecCheckpointPersister,
-    PosixCheckpointPersister,
-)
-from ml_flashpoint.ddict.stats import ManagerStats
+if TYPE_CHECKING:
+    from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
+    from ml_flashpoint.ddict.ddict import DDict
+    from ml_flashpoint.ddict.errors import (
+        DDictCheckpointRetiredError,
+        DDictDestroyedError,
+        DDictError,
+        DDictFullError,
+        DDictKeyError,
+        DDictManagerLostError,
+        DDictPersistError,
+        DDictReadOnlyError,
+        DDictTimeoutError,
+        DDictWritesLostError,
+    )
+    from ml_flashpoint.ddict.persistence import (
+        DAOSCheckpointPersister,
+        FsspecCheckpointPersister,
+        PosixCheckpointPersister,
+    )
+    from ml_flashpoint.ddict.stats import ManagerStats
 
 __all__ = [
     "CheckpointPersister",
@@ -44,3 +53,23 @@ __all__ = [
     "NullCheckpointPersister",
     "PosixCheckpointPersister",
 ]
+
+_ELSEWHERE = {
+    "CheckpointPersister": "checkpoint_persister",
+    "DAOSCheckpointPersister": "persistence",
+    "DDict": "ddict",
+    "FsspecCheckpointPersister": "persistence",
+    "ManagerStats": "stats",
+    "NullCheckpointPersister": "checkpoint_persister",
+    "PosixCheckpointPersister": "persistence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,7 +19,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
-from ml_flashpoint.ddict.values import encode, inline_number, to_inline
+from ml_flashpoint.ddict.value_headers import inline_number, number_to_inline
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             if known is None:
                 raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
             before = known
-        value = InlineValue(to_inline(encode(before + amount)))
+        value = InlineValue(number_to_inline(before + amount))
         persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
         manager.put(Entry(key, checkpoint_id, text(fields, "w"), value, persistent, broadcast))
     return {"before": before}, ()

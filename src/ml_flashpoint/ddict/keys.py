@@ -27,11 +27,11 @@ import io
 import math
 import numbers
 import struct
+import sys
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final
 
 import cloudpickle
-import numpy as np
 import xxhash
 
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
@@ -88,8 +88,10 @@ def place(key: bytes, managers: int) -> int:
 def _encode(key: object, depth: int) -> bytes:
     if depth > _MAX_DEPTH:
         raise InvalidArgumentError(f"a key must not be nested more than {_MAX_DEPTH} deep", argument="key")
-    if isinstance(key, np.generic):
-        key = _plain_scalar(key)
+    # Where numpy is not imported, as in managers, there is no such key.
+    if (np := sys.modules.get("numpy")) is not None and isinstance(key, np.generic):
+        # Those that equal, and hash as, a scalar of Python. Others (datetimes, records) are left as they are.
+        key = key.item() if isinstance(key, (np.number, np.bool_, np.str_, np.bytes_)) else key
     kind = type(key)
     if isinstance(key, str) and _compares_as(kind, str):
         return b"s" + str.encode(key, "utf-8", "surrogatepass")
@@ -111,11 +113,6 @@ def _encode(key: object, depth: int) -> bytes:
 
 def _compares_as(kind: type[Any], base: type[Any]) -> bool:
     return kind is base or (kind.__eq__ is base.__eq__ and kind.__hash__ is base.__hash__)
-
-
-def _plain_scalar(key: np.generic) -> object:
-    # Those that equal, and hash as, a scalar of Python. Others (datetimes, records) are left as they are.
-    return key.item() if isinstance(key, (np.number, np.bool_, np.str_, np.bytes_)) else key
 
 
 def _encode_int(key: int) -> bytes:

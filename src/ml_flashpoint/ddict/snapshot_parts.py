@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
 from ml_flashpoint.ddict.snapshot_format import SNAPSHOT, VALUE, PartRef, labels_of, object_header, plan_object
 from ml_flashpoint.ddict.snapshot_index import INLINE, NOWHERE, STORED, Index, IndexEntry, Place, encode_index
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.object_writer import digest_workers
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.snapshot_copies import Peers
 from ml_flashpoint.ddict.snapshot_format import SNAPSHOT, VALUE, PartRef, SnapshotRecord, part_kind, split_object
@@ -27,7 +26,7 @@ from ml_flashpoint.ddict.snapshot_index import (
     resolve,
 )
 from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, Memory, memory_of
-from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,

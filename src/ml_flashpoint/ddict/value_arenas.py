@@ -30,7 +30,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.entries import StoredValue
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.value_objects import check_header
+from ml_flashpoint.ddict.value_headers import check_header
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ class ValueArenas:
             total = sum(view.nbytes for view in views)
             if not views or total > arena.size or views[0].nbytes < _TOKEN_AT:
                 raise InvalidArgumentError("not an object that fits here", argument="blobs", value=total)
-            target = arena.tensor.numpy()
+            import numpy as np  # here, as most managers never need it; unlike a memoryview, it copies without the GIL
+
+            target = np.frombuffer(arena.buffer, np.uint8)
             at = views[0].nbytes
             for view in views[1:]:
                 target[at : at + view.nbytes] = view

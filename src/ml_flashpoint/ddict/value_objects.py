@@ -20,17 +20,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.value_headers import check_header
 from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import ObjectFormatError
 from ml_flashpoint.format.object_format import (
     Entry,
     Layout,
-    ParsedHeader,
     encode_header,
-    header_length,
-    parse_header,
     plan_layout,
 )
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
@@ -45,8 +42,6 @@ _KINDS: Final = frozenset(("tensor", "array", "bytes", "number", "plain", "pickl
 _SINGLE: Final = frozenset(("tensor", "array", "bytes"))
 # In the header: the value's id and kind.
 _HEADER_RESERVE: Final = 512
-_NO_LENGTH: Final = bytes(8)
-_MAX_KEPT: Final = 16 << 10
 
 _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -66,40 +61,6 @@ def _layout(encoded: Encoded) -> tuple[Layout, dict[str, bytes]]:
         items[_ARRAYS_ITEM] = json.dumps(encoded.arrays, separators=(",", ":")).encode()
     signature = tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in encoded.tensors)
     return _tensor_layout(signature, tuple((key, len(data)) for key, data in items.items())), items
-
-
-@lru_cache(maxsize=128)
-def _parse_again(header: bytes, file_size: int) -> ParsedHeader:
-    # The same values are read again and again.
-    return parse_header(header, file_size)
-
-
-def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) -> tuple[Layout, str]:
-    """Where everything of this value lies, and its kind, from the object's header.
-
-    Args:
-        buffer: the file, or the part of it that is in use.
-        value_id: the value that must be in it.
-        file_size: bytes of the file, if `buffer` is only the part in use.
-
-    Raises:
-        StaleValueError: it holds another value, or none.
-        ObjectFormatError: it is damaged.
-    """
-    with memoryview(buffer) as view:
-        if view.nbytes < 8 or view[:8] == _NO_LENGTH:
-            raise StaleValueError(f"there is no value here, {value_id} was expected")
-        if file_size is None:
-            file_size = view.nbytes
-        length = header_length(view, file_size)
-        header = bytes(view[:length])
-        parsed = (_parse_again if length <= _MAX_KEPT else parse_header)(header, file_size)
-        found = parsed.metadata.get("value")
-        if found != value_id:
-            raise StaleValueError(f"value {found} is here, {value_id} was expected")
-        if parsed.layout.size > view.nbytes:
-            raise ObjectFormatError("the object is truncated")
-    return parsed.layout, parsed.metadata.get("kind", "")
 
 
 def _metadata(encoded: Encoded, value_id: str) -> dict[str, str]:

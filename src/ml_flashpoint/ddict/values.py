@@ -36,6 +36,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from ml_flashpoint.ddict.value_headers import decode_number, encode_number
 from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.staging.copy import cpu_clone
@@ -49,8 +50,6 @@ INLINE_LIMIT: Final = 256 << 10
 
 Kind = Literal["tensor", "array", "bytes", "number", "plain", "pickle"]
 _PLAIN: Final = frozenset((bytes, str, int, float, bool, type(None)))
-_MAX_INT_BITS: Final = 4096
-_FLOAT: Final = struct.Struct(">d")
 _TYPE: Final = struct.Struct(">H")
 _MANY: Final = struct.Struct(">II")
 _PART: Final = struct.Struct(">cQH")
@@ -94,11 +93,8 @@ def encode(value: object) -> Encoded:
         if kind is bytes and len(value) >= INLINE_LIMIT:  # type: ignore[arg-type]
             array = np.frombuffer(value, np.uint8)  # type: ignore[call-overload]
             return Encoded("bytes", [_tensor_over(array)], [None], b"", array.nbytes)
-        if isinstance(value, int) and kind is int and value.bit_length() <= _MAX_INT_BITS:
-            number = b"i%d" % value
+        if kind in (int, float) and (number := encode_number(value)) is not None:  # type: ignore[arg-type]
             return Encoded("number", [], [], number, len(number))
-        if isinstance(value, float):
-            return Encoded("number", [], [], b"f" + _FLOAT.pack(value), 9)
         pickled = pickle.dumps(value, 5)
         return Encoded("plain", [], [], pickled, len(pickled))
     if kind is torch.Tensor and _is_plain_tensor(value):  # type: ignore[arg-type]
@@ -253,7 +249,7 @@ class _Unpickler(pickle.Unpickler):
 def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
     """The value of these parts. For clients only: it may unpickle."""
     if kind == "number":
-        return _number(pickled)
+        return decode_number(pickled)
     if kind in ("plain", "pickle"):
         return _Unpickler(io.BytesIO(pickled), parts).load()
     if kind == "bytes":
@@ -353,7 +349,7 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         if tag == b"p":
             return _Unpickler(io.BytesIO(octets[1:]), ()).load()
         if tag in (b"i", b"f"):
-            return _number(octets)
+            return decode_number(octets)
         if tag in (b"T", b"A"):
             (length,) = _TYPE.unpack_from(octets, 1)
             return _part(tag, octets[3 : 3 + length], octets[3 + length :], copy)
@@ -362,27 +358,6 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         raise ValueError(f"there is no tag {tag!r}")
     except (ValueError, struct.error, IndexError, pickle.UnpicklingError, EOFError) as error:
         raise DamagedError(f"not an encoded value: {error}") from error
-
-
-def inline_number(data: bytes) -> int | float | None:
-    """The integer or float in a small value, None if it is something else. For managers too: nothing is unpickled.
-
-    Raises:
-        DamagedError: it is marked as a number and is none.
-    """
-    if data[:1] not in (b"i", b"f"):
-        return None
-    try:
-        return _number(data)
-    except (ValueError, struct.error) as error:
-        raise DamagedError(f"not an encoded number: {error}") from error
-
-
-def _number(data: bytes) -> int | float:
-    if data[:1] == b"i":
-        return int(data[1:])
-    number: float = _FLOAT.unpack(data[1:])[0]
-    return number
 
 
 def _part(tag: bytes, text: bytes, raw: bytes, copy: bool) -> object:

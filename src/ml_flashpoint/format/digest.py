@@ -37,6 +37,11 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 _EXIT_TIMEOUT_S = 2.0
 
 
+def digest_workers() -> int:
+    """Threads that digest beside the one that copies."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) - 1))
+
+
 def block_count(size: int, block_size: int = BLOCK_SIZE) -> int:
     """Return the number of blocks of ``size`` bytes; an empty object has none."""
     return -(-size // block_size)

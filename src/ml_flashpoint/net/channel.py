@@ -405,7 +405,7 @@ class _Wait:
         self._until = until
         self._cancelled = cancelled
         self._silent_s = 0.0
-        self._looked_at = time.monotonic()
+        self._looked_at = time.monotonic() if until is None else 0.0
 
     def slice_s(self) -> float:
         """How long the kernel may wait now."""

@@ -17,9 +17,10 @@ import os
 import sys
 import threading
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # where it is not imported, there is no CUDA either: managers of dictionaries do without
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +37,14 @@ def in_use() -> bool:
 
     ``torch.cuda.is_available()`` would initialise the driver to find out.
     """
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    found = sys.modules.get("torch")
+    return found is not None and bool(found.cuda.is_initialized())
 
 
 def device_count() -> int:
     """Devices that this process may use. Asks NVML where it can, so nothing is initialised."""
+    import torch
+
     return torch.cuda.device_count()
 
 
@@ -62,6 +66,8 @@ def device_today(saved: str, ours: Collection[torch.device] = ()) -> torch.devic
         The only CUDA device in ``ours``, or of several the one of that name, else the current one. The CPU where there
         is no CUDA device, or the tensor was on none.
     """
+    import torch
+
     if not saved.startswith("cuda") or not device_count():
         return torch.device("cpu")
     mine = {device for device in ours if device.type == "cuda"}
@@ -86,6 +92,8 @@ class Runtime:
     """
 
     def __init__(self) -> None:
+        import torch
+
         library = ctypes.CDLL(torch._C.__file__)
         prefix = "hip" if torch.version.hip else "cuda"
         arguments = {
@@ -115,6 +123,8 @@ class Runtime:
     def guard(self, device: int) -> Iterator[None]:
         """For calls on any thread: they are about this device, not the first one, on which they would make a context,
         and do not disturb another thread that is capturing a graph."""
+        import torch
+
         mode = ctypes.c_int(_RELAXED)
         exchange = self._calls["ThreadExchangeStreamCaptureMode"]
         with torch.cuda.device(device):

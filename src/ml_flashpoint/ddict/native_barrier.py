@@ -117,11 +117,11 @@ class Barrier:
 
     def close(self) -> None:
         """In the process that made it: end it for all. Elsewhere: let go of it."""
-        self._lines.close()
         if self._server is not None:
             self._server.close()
         if self._actor is not None:
             native_ray.end_barrier(self._actor)
+        self._lines.leave()
 
 
 def _handle(address: Address, secret: bytes, parties: int, timeout: float | None) -> Barrier:
@@ -197,6 +197,12 @@ class _Lines:
                 return self._asking.request(op, fields, timeout_s=_REPLY_S).fields
         except DDictTimeoutError as error:
             raise DDictTimeoutError(f"the barrier did not answer within {_REPLY_S} s") from error
+
+    def leave(self) -> None:
+        """Let go of the barrier in order: what becomes of this thread is nothing to it any more."""
+        line: _Line | None = getattr(self._of_thread, "line", None)
+        if line is not None:
+            line.leave("bye")
 
     def close(self) -> None:
         """Let go of the barrier in order: what becomes of this process is nothing to it any more."""

@@ -60,7 +60,7 @@ class BarrierServer:
         self._waiting: list[_Session] = []
         self._passing: list[_Session] = []
         """Those who wait for the action, and for nobody else."""
-        self._acting = False
+        self._acting = self._is_closed = False
         self._lock = threading.Lock()
         self.secret = secrets.token_bytes(32)
         self._server = RequestServer(
@@ -80,6 +80,8 @@ class BarrierServer:
 
     def close(self) -> None:
         """End it: all connections close."""
+        with self._lock:
+            self._is_closed = True
         self._server.close()
 
     def abort(self, reason: str) -> None:
@@ -119,7 +121,7 @@ class BarrierServer:
             for waiting in (self._waiting, self._passing):
                 if session in waiting:
                     waiting.remove(session)
-            if session.counts:
+            if session.counts and not self._is_closed:
                 self._break("a process that uses it died, or gave up")
 
     # ---- the barrier --------------------------------------------------------------------------------------

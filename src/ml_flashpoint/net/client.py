@@ -246,13 +246,9 @@ class Connection:
 
     def leave(self, op: str) -> None:
         """Send a last request, whose answer nobody waits for, and close. Raises nothing."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._closed:
-                    with contextlib.suppress(FlashpointError):
-                        self._channel.send(op, {}, until=time.monotonic() + _LAST_WORDS_S)
-            finally:
-                self._lock.release()
+        if not self._closed:
+            with contextlib.suppress(FlashpointError):
+                self._channel.send(op, {}, until=time.monotonic() + _LAST_WORDS_S)
         self.close()
 
     def _disown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -242,6 +243,31 @@ def test_without_threads_one_does_it_all(monkeypatch: pytest.MonkeyPatch) -> Non
     sources = [lanes.on(0, tensor_of(dtype, shape)) for dtype, shape in arena.kinds]
     copy_through_lanes(arena.views, sources, _copy, None, lanes)
     assert [raw(view) for view in arena.views] == [raw(source) for source in sources]
+
+
+def test_every_device_is_waited_for_also_if_another_is_lost() -> None:
+    lanes = PlayedLanes(eagerness=0.0)
+    arena = Arena([(torch.float32, (700,))] * 4)
+    sources = [lanes.on(n % 2, tensor_of(dtype, shape)) for n, (dtype, shape) in enumerate(arena.kinds)]
+    lock(arena.begin, arena.end)
+    lanes.lane(1).fails_to_end = True
+    with pytest.raises(RuntimeError, match="lost"):
+        copy_through_lanes(arena.views, sources, _copy, None, lanes)
+    assert lanes.lane(0).is_idle
+
+
+def test_time_that_the_device_was_busy_before_is_told() -> None:
+    lanes = PlayedLanes()
+    there, here = lanes.on(0, torch.ones(9)), torch.zeros(9)
+    copy_through_lanes([here], [there], _copy, None, lanes)
+    device_copy.take_queued_s()
+    lanes.lane(0).behind_s = 0.05
+    began = time.perf_counter()
+    for _ in range(2):
+        copy_through_lanes([here], [there], _copy, None, lanes)
+    taken = time.perf_counter() - began
+    assert 0.09 <= device_copy.take_queued_s() <= taken
+    assert device_copy.take_queued_s() == 0.0
 
 
 def test_between_devices() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,13 +43,25 @@ class PlayedLane:
         self.transfers: list[int] = []
         self.fails_at = -1
         self.kernels = self.begun = 0
+        self.behind_s = 0.0
+        self.fails_to_end = False
         self._room, self._eagerness = room, eagerness
         self._random = random.Random(seed)
         self._turn = 0
         self._at_work = threading.RLock()
 
-    def begin(self) -> None:
+    def begin(self) -> float:
+        """The device comes to it :attr:`behind_s` later."""
         self.begun += 1
+        return time.perf_counter() + self.behind_s
+
+    def end(self, began: float) -> float:
+        self.sync(self.record(self.pack))
+        self.sync(self.record(self.move))
+        if self.fails_to_end:
+            raise RuntimeError("the device is lost")
+        time.sleep(max(0.0, began - time.perf_counter()))
+        return time.perf_counter() - began
 
     def _give(self, stream: Stream, work: Callable[[], object]) -> None:
         with self._at_work:

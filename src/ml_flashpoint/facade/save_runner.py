@@ -29,6 +29,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.staging.collection import collection_paused
+from ml_flashpoint.staging.device_copy import take_queued_s
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class SaveRunner:
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
         began = time.perf_counter()
+        take_queued_s()
         try:
             if version.step is not None and version.step <= self._aligned_after:
                 # It was others' turn to wait: with the first save after this step, all ranks are in step again.
@@ -189,7 +191,7 @@ class SaveRunner:
             unfinished = f"the save of step {self._current.step} is unfinished after {self._deadline_s:.0f} s"
             self._fail(version, DeadlineError(unfinished, step=version.step, rank=self._saver.rank))
         finally:
-            self.blocked_s = time.perf_counter() - began
+            self.blocked_s = time.perf_counter() - began - take_queued_s()
             self.blocked_total_s += self.blocked_s
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:

@@ -8,9 +8,11 @@ fill and empty. The calls of CUDA are `lane`'s.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +45,20 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
+
+
+class _ThisThread(threading.local):
+    queued_s = 0.0
+
+
+_this_thread = _ThisThread()
+
+
+def take_queued_s() -> float:
+    """Seconds that copies of this thread have waited, since this was last asked, for work that their devices had to do
+    before: the thread was ahead of its device, which was not kept from anything meanwhile."""
+    queued, _this_thread.queued_s = _this_thread.queued_s, 0.0
+    return queued
 
 
 @dataclass(slots=True)
@@ -142,7 +158,8 @@ class Transfer:
         # By number, the tensors whose bytes are moved in the place of one that cannot be.
         self._plain: dict[int, torch.Tensor] = {}
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._begun: list[Any] = []
+        self._begun: list[tuple[Any, Any]] = []
+        self._asked_at = 0.0
         self._slots: list[torch.Tensor] = []
         self._base = 0
         self._plan = self._planned(memo)
@@ -183,10 +200,10 @@ class Transfer:
     def start(self) -> None:
         """Give all transfers to the devices; those through slots are waited for."""
         plan = self._plan
+        self._asked_at = time.perf_counter()
         for index in sorted({*self._to, *self._of} - {-1}):
             lane = self._lanes.lane(index)
-            lane.begin()
-            self._begun.append(lane)
+            self._begun.append((lane, lane.begin()))
         for number in plan.across:
             lane = self._lanes.lane(self._of[number])
             lane.copy(lane.move, self._targets[number], self._sources[number])
@@ -369,14 +386,22 @@ class Transfer:
     # ---- ending -------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until nothing is under way any more."""
+        """Wait until nothing is under way any more, on any device."""
+        came_to_it = self._asked_at
         try:
-            for lane in self._begun:
-                for stream in (lane.pack, lane.move):
-                    lane.sync(lane.record(stream))
+            with contextlib.ExitStack() as stack:
+                for lane, began in self._begun:
+
+                    def end(lane: Any = lane, began: Any = began) -> None:
+                        nonlocal came_to_it
+                        came_to_it = max(came_to_it, -lane.end(began) + time.perf_counter())
+
+                    stack.callback(end)
         finally:
+            self._begun.clear()
             self._plain.clear()
             self._slots.clear()
+        _this_thread.queued_s += came_to_it - self._asked_at
 
     def finish(self) -> None:
         """Copy what lies between others in host memory, and was overwritten with them."""

@@ -43,8 +43,9 @@ class Lane:
             # 0 is the lowest priority that CUDA has.
             self.move, self.pack = (torch.cuda.Stream(priority=0) for _ in range(2))  # type: ignore[no-untyped-call]
 
-    def begin(self) -> None:
-        """Have both streams wait for what the current stream of this thread has been given so far.
+    def begin(self) -> Any:
+        """Have both streams wait for what the current stream of this thread has been given so far. Returns the event
+        of that, for :meth:`end`.
 
         Raises:
             SaveError: that stream is being captured.
@@ -56,9 +57,21 @@ class Lane:
                     "a CUDA graph is being captured: nothing can be copied for a checkpoint meanwhile",
                     hint="save and load before or after the capture, and between replays",
                 )
-            event = torch.cuda.current_stream().record_event()
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().record_event(event)
             self.move.wait_event(event)
             self.pack.wait_event(event)
+            return event
+
+    def end(self, began: Any) -> float:
+        """Wait until both streams have done what they were given. Returns the seconds from :meth:`begin` to then, for
+        the device: without what it had to do before."""
+        with torch.cuda.device(self.device):
+            self.move.wait_event(self.pack.record_event())
+            event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            self.move.record_event(event)
+            event.synchronize()
+            return float(began.elapsed_time(event)) / 1e3
 
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:

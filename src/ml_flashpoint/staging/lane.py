@@ -20,6 +20,7 @@ SLAB = 32 << 20
 """Bytes of a slab, in which small tensors are packed; there are two. Also the most that one transfer moves: those of
 the training step, which come between ours, do not wait for more."""
 PADDING = 64
+_WORTH_LOCKING = 1 << 20
 
 
 class Lane:
@@ -136,11 +137,12 @@ class Lane:
         return self._turn, self.slabs[self._turn]
 
     def slot(self, nbytes: int) -> torch.Tensor:
-        """Host memory that transfers go through; locked if that is allowed."""
+        """Host memory that transfers go through; locked if that is worth it, and allowed. If not, transfers are slower,
+        and wait for themselves."""
         with torch.cuda.device(self.device):
             try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:  # transfers are slower then, and wait for themselves
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=nbytes >= _WORTH_LOCKING)
+            except RuntimeError:
                 return torch.empty(nbytes, dtype=torch.uint8)
 
 

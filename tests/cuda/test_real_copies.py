@@ -1,0 +1,164 @@
+"""Copies to and from a real device: any dtype and strides, locked memory or not, in order with the caller's stream."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.staging import cuda, device_copy
+from ml_flashpoint.staging.copy import copy_all, cpu_clones
+from ml_flashpoint.staging.device_copy import Memo
+from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
+
+pytestmark = pytest.mark.cuda
+SLEEP = 200_000_000  # clock cycles: a tenth of a second
+
+
+@pytest.fixture(autouse=True)
+def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.cuda.init()
+    monkeypatch.setattr(cuda, "SLICE", 1 << 20)
+    monkeypatch.setattr(device_copy, "SLAB", 1 << 18)
+    monkeypatch.setattr(device_copy, "_SMALL", 1 << 16)
+
+
+@pytest.fixture(params=["locked", "not locked"])
+def arena(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Arena]:
+    made = Arena.create(tmpfs / "arena", 16 << 20)
+    if request.param == "locked":
+        cuda.note_device(torch.cuda.current_device())
+        made.prefault_in_background()
+        assert made._prefault is not None
+        made._prefault.join()
+        assert made.is_page_locked
+    yield made
+    made.views = None
+    made.close()
+
+
+def views_of(arena: Arena, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    views, at = {}, 4096
+    for number in sorted(range(len(tensors)), key=lambda n: -tensors[n].dtype.itemsize):
+        tensor = tensors[number]
+        end = at + tensor.numel() * tensor.dtype.itemsize
+        views[number] = arena.view(at, end, tensor.dtype, tuple(tensor.shape))
+        at = end
+    return [views[number] for number in range(len(tensors))]
+
+
+@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("pick", [lambda t: t, lambda t: t.t(), lambda t: t[1:5:2, 3:]], ids=["plain", "turned", "cut"])
+def test_any_dtype_and_strides(arena: Arena, dtype: torch.dtype, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    octets = tensor_of(dtype, (64, 80)).view(-1).view(torch.uint8)
+    there = [pick(octets.cuda().view(dtype).view(64, 80)) for _ in range(3)]
+    expected = raw(pick(octets.view(dtype).view(64, 80)))
+    views = views_of(arena, there)
+    copy_all(views, there)
+    assert [raw(view) for view in views] == [expected] * 3
+    back = [pick(torch.zeros_like(octets).cuda().view(dtype).view(64, 80)) for _ in range(3)]
+    copy_all(back, views)
+    copied = [torch.empty(each.shape, dtype=dtype) for each in back]
+    copy_all(copied, back)
+    assert [raw(each) for each in copied] == [expected] * 3
+
+
+def test_saves_of_many_tensors_in_turn(arena: Arena) -> None:
+    rng = random.Random(5)
+    shapes = [(rng.randrange(1, 9000),) for _ in range(300)] + [()] * 100 + [(300, 700), (1000, 1000)]
+    rng.shuffle(shapes)
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    memo = Memo()
+    for save in range(3):
+        there = [tensor_of(dtypes[n % 3], shape, seed=save * 1000 + n) for n, shape in enumerate(shapes)]
+        expected = [raw(each) for each in there]
+        there = [each if each.dim() == 0 and n % 2 else each.cuda() for n, each in enumerate(there)]
+        order = sorted(range(len(there)), key=lambda n: -there[n].dtype.itemsize)
+        views = views_of(arena, there)
+        copy_all([views[n] for n in order], [there[n] for n in order], memo=memo)
+        assert [raw(view) for view in views] == expected
+        back = [torch.zeros_like(each) for each in there]
+        copy_all(back, views)
+        assert [raw(each.cpu()) for each in back] == expected
+
+
+def test_half_floats_that_are_no_numbers_keep_their_bits(arena: Arena) -> None:
+    bits = torch.tensor([0x7C01, -1, 0x7F81, 0x7E55] * 8, dtype=torch.int16)
+    there = [bits.cuda().view(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16)]
+    views = views_of(arena, there)
+    copy_all(views, there)
+    assert all(torch.equal(view.view(torch.int16), bits) for view in views)
+    back = [torch.zeros_like(each) for each in there]
+    copy_all(back, views)
+    assert all(torch.equal(each.view(torch.int16).cpu(), bits) for each in back)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1 << 19,)], ids=["small", "large"])
+def test_copies_come_after_what_the_caller_has_enqueued(arena: Arena, shape: tuple[int, ...]) -> None:
+    there = [torch.zeros(shape, device="cuda") for _ in range(3)]
+    views = views_of(arena, there)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        for number, each in enumerate(there):
+            each.fill_(number + 1)
+        device_copy.take_queued_s()
+        copy_all(views, there)
+        assert device_copy.take_queued_s() > 0.01
+    assert [float(view.sum()) for view in views] == [float((n + 1) * shape[0]) for n in range(3)]
+    with torch.cuda.stream(stream):
+        read = torch.zeros_like(there[0])
+        torch.cuda._sleep(SLEEP)
+        read.copy_(there[0])
+        copy_all(there, [view * 0 for view in views])  # not before that was read
+        assert bool((read == 1).all())
+    assert not any(bool(each.any()) for each in there)
+
+
+def test_copies_are_refused_while_a_graph_is_captured(arena: Arena) -> None:
+    there = torch.ones(64, device="cuda")
+    view = views_of(arena, [there])
+    copy_all(view, [there])
+    graph, static = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        static += 1
+        with pytest.raises(SaveError, match="graph is being captured"):
+            copy_all(view, [there])
+    graph.replay()
+    assert bool((static == 1).all())
+
+
+def test_an_error_leaves_nothing_under_way(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [torch.ones(1 << 19, device="cuda") for _ in range(4)]
+    views = views_of(arena, there)
+    lane = device_copy._process_lanes.lane(torch.cuda.current_device())
+    calls = iter([lane.copy] * 3)
+    monkeypatch.setattr(lane, "copy", lambda *args: next(calls)(*args))
+    with pytest.raises((StopIteration, RuntimeError)):
+        copy_all(views, there)
+    assert lane.move.query()
+    assert lane.pack.query()
+    monkeypatch.undo()
+    copy_all(views, there)
+    assert all(bool((view == 1).all()) for view in views)
+
+
+def test_without_room_for_slabs_each_goes_by_itself(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = device_copy._process_lanes.lane(torch.cuda.current_device())
+    monkeypatch.setattr(lane, "ensure_slabs", lambda nbytes: False)
+    there = [torch.full((64,), float(n), device="cuda") for n in range(9)]
+    views = views_of(arena, there)
+    copy_all(views, there)
+    assert [float(view[0]) for view in views] == [float(n) for n in range(9)]
+
+
+def test_clones_on_the_cpu() -> None:
+    there = [torch.arange(1000.0, device="cuda"), torch.ones((), device="cuda"), torch.ones(1 << 20, device="cuda").t()]
+    clones = cpu_clones(there)
+    assert all(torch.equal(clone, each.cpu()) for clone, each in zip(clones, there, strict=True))

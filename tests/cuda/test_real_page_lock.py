@@ -1,0 +1,149 @@
+"""Page-locking with CUDA's own runtime: what it takes, what it refuses, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.staging import cuda
+
+pytestmark = pytest.mark.cuda
+SIZE = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def _device() -> None:
+    torch.cuda.init()
+    cuda.note_device(torch.cuda.current_device())
+
+
+def runtime() -> cuda.Runtime:
+    found = cuda._process.runtime()
+    assert found is not None, "torch's own copy of the runtime was not found"
+    return found  # type: ignore[no-any-return]
+
+
+def a_kernel_runs() -> bool:
+    return bool((torch.ones(8, device="cuda") * 2).sum().item() == 16)
+
+
+def locked_arena(path: Path, size: int = SIZE) -> Arena:
+    arena = Arena.create(path, size)
+    arena.prefault_in_background()
+    assert arena._prefault is not None
+    arena._prefault.join()
+    return arena
+
+
+def test_an_arena_is_locked_by_slices_until_it_is_closed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "SLICE", 1 << 20)
+    arena = locked_arena(tmpfs / "arena")
+    assert arena.is_page_locked
+    assert arena.tensor.is_pinned()
+    for begin, end in cuda.slices(arena.address, arena.address + SIZE):
+        at = begin - arena.address
+        arena.tensor[at : at + end - begin].copy_(torch.ones(end - begin, dtype=torch.uint8, device="cuda"))
+    assert bool(arena.tensor.all())
+    view = arena.view(0, 64, torch.uint8, (64,))
+    arena.close()
+    assert not view.is_pinned()
+    assert a_kernel_runs()
+
+
+def test_what_nobody_closes_is_unlocked_before_it_is_unmapped(tmpfs: Path) -> None:
+    """Else one of the next mappings at the same address would be refused, and copied to in the wrong place."""
+    for turn in range(20):
+        arena = locked_arena(tmpfs / f"arena-{turn}")
+        assert arena.is_page_locked
+        del arena
+        gc.collect()
+    assert a_kernel_runs()
+
+
+def test_a_refusal_is_no_error_of_the_next_kernel(tmpfs: Path) -> None:
+    arena = Arena.create(tmpfs / "arena", SIZE)
+    lock = cuda.PageLock(arena.address + (1 << 45), SIZE)  # where nothing is mapped
+    assert not lock.extend()
+    assert not lock.is_due
+    assert a_kernel_runs()
+    arena.close()
+
+
+def test_what_an_earlier_mapping_has_left_is_unlocked(tmpfs: Path) -> None:
+    arena = Arena.create(tmpfs / "arena", SIZE)
+    arena.prefault()
+    with runtime().guard(torch.cuda.current_device()):
+        assert runtime().register(arena.address, 4096) == 0
+    arena.lock_in_background()
+    assert arena._prefault is not None
+    arena._prefault.join()
+    assert arena.is_page_locked
+    assert a_kernel_runs()
+    arena.close()
+
+
+def test_memory_is_locked_while_another_thread_captures_a_graph(tmpfs: Path) -> None:
+    static = torch.zeros(1024, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        static += 1
+    torch.cuda.current_stream().wait_stream(side)
+    arena = Arena.create(tmpfs / "arena", SIZE)
+    arena.prefault()
+    with torch.cuda.graph(graph):
+        static += 1
+        arena.lock_in_background()
+        assert arena._prefault is not None
+        arena._prefault.join()
+        static += 1
+    assert arena.is_page_locked
+    graph.replay()
+    assert bool((static == 3).all())
+    arena.close()
+
+
+def test_background_threads_make_no_context_elsewhere(tmpfs: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    before = torch.cuda.mem_get_info(0)[0] if torch.cuda.current_device() else None
+    cuda.note_device(1)
+    arena = locked_arena(tmpfs / "arena")
+    arena.close()
+    assert before is None or torch.cuda.mem_get_info(0)[0] >= before - (64 << 20)
+
+
+def test_forked_children_leave_cuda_alone(tmpfs: Path) -> None:
+    arena = locked_arena(tmpfs / "arena")
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            arena.close()
+            status = int(cuda.is_locked(arena.address, 1) or cuda.in_use())
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert arena.is_page_locked
+    assert arena.tensor.is_pinned()
+    arena.close()
+
+
+def test_threads_lock_at_once(tmpfs: Path) -> None:
+    arenas = [Arena.create(tmpfs / f"arena-{n}", SIZE) for n in range(4)]
+    for arena in arenas:
+        arena.prefault_in_background()
+    for arena in arenas:
+        assert isinstance(arena._prefault, threading.Thread)
+        arena._prefault.join()
+    assert all(arena.is_page_locked for arena in arenas)
+    for arena in arenas:
+        arena.close()
+    assert a_kernel_runs()

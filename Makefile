@@ -7,6 +7,8 @@
 #                every process started cold, where `make test` forks most of them. Before each release: it takes hours
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
+#   make test-cuda, make bench-cuda   on a machine with a GPU: from the tree as it is, with .venv or else with the python3
+#                there is, and without a network (CUDA_PYTHON=...). Elsewhere they say so, and are done
 
 PYTHON ?= python3
 # The torch that this repository is tested with. Another build: make setup TORCH="torch==2.6.0"
@@ -26,7 +28,7 @@ STAMP := .venv/.setup-stamp
 # A worker that a test has killed is not replaced: that would run the test again, and then wait for ever.
 TWO_AT_A_TIME ?= -n 2 --dist loadfile --max-worker-restart=0
 
-.PHONY: setup lint format check test test-units test-nemo soak demo bench clean distclean
+.PHONY: setup lint format check test test-units test-nemo soak demo bench test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -96,6 +98,21 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+CUDA_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+WITH_TREE := PYTHONPATH=$(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(CUDA_PYTHON)
+HAS_CUDA = $(CUDA_PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.device_count())"
+
+# First what is about devices, one at a time; then the quick tests, to see that a device in sight changes nothing.
+test-cuda:
+	$(WITH_TREE) -m pytest tests/cuda $(PYTEST_ARGS)
+	@$(HAS_CUDA) || echo "skipped: the other tests on a device, of which there is none here"
+	! $(HAS_CUDA) || $(WITH_TREE) -m pytest -m cuda $$(grep -rl "mark\.cuda" tests --include="test_*.py" --exclude-dir=cuda) $(PYTEST_ARGS)
+	! $(HAS_CUDA) || $(WITH_TREE) -m pytest $(TWO_AT_A_TIME) --ignore=tests/e2e --ignore=tests/cuda \
+	    -m "not slow and not e2e and not cuda and not soak" $(PYTEST_ARGS)
+
+bench-cuda:
+	$(WITH_TREE) -m benchmarks.cuda --json cuda.json $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -42,7 +42,6 @@ from tests.support.dictionaries import (
     files_in,
     is_running,
     kill_manager,
-    one_nursery,
     pid_of,
     runtime_of,
     stopped,
@@ -51,12 +50,6 @@ from tests.workers import ddict_handles
 
 BIG = 300_000  # elements of a float32 tensor that does not fit into a message
 WORKING_SET = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_is_kept() -> Iterator[None]:
-    with one_nursery():
-        yield
 
 
 @pytest.fixture(scope="module")

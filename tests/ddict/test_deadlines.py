@@ -12,18 +12,12 @@ import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.links import Links
-from tests.support.dictionaries import DEADLINE_S, one_nursery
+from tests.support.dictionaries import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
 BIG = 300_000  # elements of a float32 tensor that does not fit into a message
 MANY = {f"many{number}": "x" * 100 for number in range(5_000)}  # more than a batch collects for two managers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_is_kept() -> Iterator[None]:
-    with one_nursery():
-        yield
 
 
 def _begin_batch(handle: DDict) -> None:

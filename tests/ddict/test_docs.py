@@ -13,18 +13,9 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_is_kept() -> Iterator[None]:
-    """One nursery for all of this file: its start is the slow part."""
-    kept = acquire_nursery()
-    yield
-    release_nursery(kept)
 
 
 @pytest.fixture

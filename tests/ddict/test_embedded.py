@@ -21,11 +21,10 @@ import psutil
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, runtime_folder
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, runtime_folder, supervisor
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.nursery import MOST_DEATHS
-from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
+from ml_flashpoint.ddict.supervisor import MOST_DEATHS
 from tests.support import dictionaries
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
@@ -36,12 +35,9 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_is_kept() -> Iterator[None]:
-    """One nursery for all of this file: its start is the slow part."""
-    kept = acquire_nursery()
-    yield
-    release_nursery(kept)
+def server_pid() -> int:
+    """The fork server of this process, as it is now."""
+    return supervisor.fork_server().pid
 
 
 def runtime_of(root: Path, entry: str = "note_and_wait") -> EmbeddedRuntime:
@@ -106,7 +102,7 @@ class Creator:
     process: subprocess.Popen[str]
     base: Path
     managers: list[int]
-    nursery: int
+    fork_server: int
     children: list[int]
 
 
@@ -118,7 +114,7 @@ def creator(root: Path, count: int = 2, how: str = "wait", entry: str = "note_an
     try:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
-        yield Creator(process, Path(told["base"]), told["pids"], told["nursery"], told["children"])
+        yield Creator(process, Path(told["base"]), told["pids"], told["fork_server"], told["children"])
     finally:
         process.kill()
         process.wait(DEADLINE_S)
@@ -156,19 +152,20 @@ def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypat
     assert runtime.pids() == {}
     assert list(tmpfs.iterdir()) == []
     with pytest.raises(DDictDestroyedError):
-        _ = runtime.nursery_pid
+        runtime.start([])
 
 
-def test_the_creator_has_one_thread_more_whatever_it_makes(tmpfs: Path) -> None:
-    names = [thread.name for thread in threading.enumerate()]
+def test_the_creator_has_one_thread_a_manager(tmpfs: Path) -> None:
+    before = set(threading.enumerate())
     with started(tmpfs, 2), started(tmpfs, 1):
-        assert [thread.name for thread in threading.enumerate()] == names
-    assert names.count("ddict-nursery") == 1
+        names = sorted(thread.name for thread in set(threading.enumerate()) - before)
+        assert names == ["ddict-supervisor-0", "ddict-supervisor-0", "ddict-supervisor-1"]
+    assert set(threading.enumerate()) <= before
 
 
 def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
     with started(tmpfs, 2) as first, started(tmpfs, 2) as second:
-        assert first.nursery_pid == second.nursery_pid
+        assert {psutil.Process(pid).ppid() for one in (first, second) for pid in one.pids().values()} == {server_pid()}
         with watching(*second.pids().values()) as watch:
             first.stop()
             assert len(watch.alive()) == 2
@@ -187,12 +184,12 @@ def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
 )
 def test_a_manager_that_cannot_start_is_named_and_nothing_is_left(tmpfs: Path, entry: str, said: str) -> None:
     runtime = runtime_of(tmpfs, entry)
-    before = set(psutil.Process(runtime.nursery_pid).children())
-    nursery = psutil.Process(runtime.nursery_pid)
+    server = psutil.Process(server_pid())
+    before = set(server.children())
     with pytest.raises(DDictError, match=said) as caught:
         runtime.start(configs_of(runtime, 3))
     assert caught.value.manager == 1
-    assert set(nursery.children()) <= before
+    assert set(server.children()) <= before
     assert list(tmpfs.iterdir()) == []
 
 
@@ -311,16 +308,17 @@ def said_so_far(caplog: pytest.LogCaptureFixture, text: str) -> int:
 def test_a_manager_that_cannot_be_forked_fails_the_start_and_nothing_else(tmpfs: Path) -> None:
     with started(tmpfs, 1) as other:
         runtime = runtime_of(tmpfs)
-        # One for the folder, and two of which one stays for manager 0: manager 1 gets one of two.
+        # Three for the first that is forked, of which two stay: there is none for the next one, whichever that is.
         with (
-            descriptors_left(runtime.nursery_pid, 3),
+            descriptors_left(server_pid(), 3),
             pytest.raises(DDictError, match=r"cannot be made: .*Too many open files") as caught,
         ):
             runtime.start(configs_of(runtime, 3))
-        assert caught.value.manager == 1
+        assert caught.value.manager in (0, 1, 2)
         assert [folder.name for folder in tmpfs.iterdir()] == [other.base.name]
-        with started(tmpfs, 2) as another:
-            assert another.nursery_pid == other.nursery_pid
+        before = server_pid()
+        with started(tmpfs, 2):
+            assert server_pid() == before
         assert psutil.pid_exists(other.pids()[0])
 
 
@@ -329,7 +327,7 @@ def test_a_manager_that_cannot_be_forked_again_comes_back_when_it_can(
 ) -> None:
     with started(tmpfs, 2) as runtime:
         killed = runtime.pids()[1]
-        with descriptors_left(runtime.nursery_pid, 0) as give_back:
+        with descriptors_left(server_pid(), 0) as give_back:
             os.kill(killed, signal.SIGKILL)
             # More often than it may die.
             wait_until(
@@ -350,11 +348,10 @@ def test_a_manager_that_cannot_be_forked_again_comes_back_when_it_can(
 def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
     tmpfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started(tmpfs, 1) as runtime, descriptors_left(runtime.nursery_pid, 0):
+    with started(tmpfs, 1) as runtime, descriptors_left(server_pid(), 0):
         os.kill(runtime.pids()[0], signal.SIGKILL)
         wait_until(lambda: said_so_far(caplog, "could not be forked again") >= 1, "an attempt")
         runtime.stop()
-        assert not runtime.lost
     assert list(tmpfs.iterdir()) == []
 
 
@@ -362,7 +359,7 @@ def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
 
 
 def test_all_end_and_nothing_stays_when_the_creator_is_killed(tmpfs: Path) -> None:
-    with creator(tmpfs) as one, watching(one.nursery, *one.managers) as watch:
+    with creator(tmpfs) as one, watching(one.fork_server, *one.managers) as watch:
         assert one.base.is_dir()
         one.process.kill()
         watch.await_end()
@@ -373,12 +370,12 @@ def test_a_creator_that_just_ends_leaves_nothing(tmpfs: Path) -> None:
     with creator(tmpfs, how="exit") as one:
         assert one.process.wait(DEADLINE_S) == 0
         assert list(tmpfs.iterdir()) == []
-        assert not [pid for pid in (one.nursery, *one.managers) if psutil.pid_exists(pid)]
+        assert not [pid for pid in (one.fork_server, *one.managers) if psutil.pid_exists(pid)]
 
 
 def test_forked_children_of_the_creator_do_not_keep_managers_alive(tmpfs: Path) -> None:
     with creator(tmpfs, how="fork") as one, watching(*one.children, kill=True) as children:
-        with watching(one.nursery, *one.managers) as watch:
+        with watching(one.fork_server, *one.managers) as watch:
             one.process.kill()
             watch.await_end()
         assert sorted(children.alive()) == sorted(one.children)
@@ -404,58 +401,67 @@ def test_a_forked_child_cannot_stop_its_parents_managers(tmpfs: Path) -> None:
         assert runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
 
 
-def test_managers_end_when_the_nursery_is_killed_and_the_creator_notices(tmpfs: Path) -> None:
+def test_managers_live_on_when_the_fork_server_is_killed_and_come_back_by_another(tmpfs: Path) -> None:
     with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
+        before = server_pid()
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: server_pid() != before, "another fork server")
+        assert len(watch.alive()) == 2
         killed = runtime.pids()[0]
-        nursery = runtime.nursery_pid
-        os.kill(nursery, signal.SIGKILL)
-        watch.await_end()
-        with pytest.raises(DDictError, match="nursery"):
-            runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
-        assert runtime.lost
-        assert runtime.pids() == {}
-        with started(tmpfs, 1) as other:
-            assert other.nursery_pid != nursery
+        os.kill(killed, signal.SIGKILL)
+        again = runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        assert psutil.Process(again).ppid() == server_pid()
         runtime.stop()
+        assert watch.alive() == []
     assert list(tmpfs.iterdir()) == []
 
 
-def test_a_stopped_manager_without_a_nursery_is_killed(tmpfs: Path) -> None:
+def test_a_stopped_manager_without_a_fork_server_is_killed(tmpfs: Path) -> None:
     with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
         suspend(runtime.pids()[0])
-        os.kill(runtime.nursery_pid, signal.SIGKILL)
+        os.kill(server_pid(), signal.SIGKILL)
         runtime.stop(timeout_s=0.3)
         assert watch.alive() == []
     assert list(tmpfs.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_nursery_that_does_not_answer_is_killed_with_its_managers(tmpfs: Path) -> None:
-    with started(tmpfs, 2, "deaf") as runtime:
-        nursery = runtime.nursery_pid
-        with watching(nursery, *runtime.pids().values()) as watch:
-            suspend(nursery)
-            runtime.stop(timeout_s=0.1)
-            assert watch.alive() == []
+def test_a_fork_server_that_does_not_answer_is_in_nobodys_way(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_CODE_S", 0.1)
+    with started(tmpfs, 2, "deaf") as runtime, watching(*runtime.pids().values()) as watch:
+        before = server_pid()
+        suspend(before)
+        runtime.stop(timeout_s=0.1)
+        assert watch.alive() == []
+        end = supervisor.ForkServer.end
+
+        def end_and_be_patient(server: supervisor.ForkServer) -> None:
+            monkeypatch.setattr(supervisor, "_ANSWER_S", DEADLINE_S)
+            end(server)
+
+        monkeypatch.setattr(supervisor, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(supervisor.ForkServer, "end", end_and_be_patient)
+        forked = supervisor._fork()  # what it is told to do it does not, and so another one does
+        assert psutil.Process(forked.pid).ppid() == server_pid() != before
+        assert forked.reap() == "was killed by SIGKILL"
     assert list(tmpfs.iterdir()) == []
 
 
-def test_managers_remove_the_folder_when_creator_and_nursery_are_killed(tmpfs: Path) -> None:
+def test_managers_remove_the_folder_when_creator_and_fork_server_are_killed(tmpfs: Path) -> None:
     with creator(tmpfs, 3) as one, watching(*one.managers) as watch:
-        suspend(one.nursery)  # so that it does nothing between the two
+        suspend(one.fork_server)  # so that it does nothing between the two
         one.process.kill()
         one.process.wait(DEADLINE_S)
-        os.kill(one.nursery, signal.SIGKILL)
+        os.kill(one.fork_server, signal.SIGKILL)
         watch.await_end()
         assert list(tmpfs.iterdir()) == []
 
 
 def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
     with creator(tmpfs, 2) as one, started(tmpfs, 1) as in_use:
-        with watching(one.nursery, *one.managers) as watch:
-            for pid in (one.nursery, one.process.pid, *one.managers):
+        with watching(one.fork_server, *one.managers) as watch:
+            for pid in (one.fork_server, one.process.pid, *one.managers):
                 suspend(pid)
-            for pid in (one.process.pid, one.nursery, *one.managers):
+            for pid in (one.process.pid, one.fork_server, *one.managers):
                 os.kill(pid, signal.SIGKILL)
             watch.await_end()
         one.process.wait(DEADLINE_S)

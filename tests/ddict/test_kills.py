@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -23,14 +23,13 @@ from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictWritesLostError,
 )
-from ml_flashpoint.ddict.nursery import DEATHS_WITHIN_S, MOST_DEATHS
+from ml_flashpoint.ddict.supervisor import DEATHS_WITHIN_S, MOST_DEATHS
 from tests.support.dictionaries import (
     DEADLINE_S,
     await_that,
     files_in,
     is_running,
     kill_manager,
-    one_nursery,
     runtime_of,
 )
 from tests.workers import ddict_handles
@@ -40,12 +39,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 15.0
 BIG = 70_000
 KEYS = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_is_kept() -> Iterator[None]:
-    with one_nursery():
-        yield
 
 
 class Writer:

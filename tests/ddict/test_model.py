@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictWritesLostError
-from ml_flashpoint.ddict.nursery import MOST_DEATHS
+from ml_flashpoint.ddict.supervisor import MOST_DEATHS
 from tests.support import tmpfs as tmpfs_folders
-from tests.support.dictionaries import DEADLINE_S, await_copies, kill_manager, one_nursery, runtime_of
+from tests.support.dictionaries import DEADLINE_S, await_copies, kill_manager, runtime_of
 
 EXAMPLES = "FLASHPOINT_TEST_MODEL_EXAMPLES"
 HANDLES = 3
@@ -406,16 +406,15 @@ class DictionaryModel(RuleBasedStateMachine):
 
 
 def _run(examples: int, steps: int) -> None:
-    with one_nursery():
-        run_state_machine_as_test(
-            DictionaryModel,
-            settings=settings(
-                max_examples=examples,
-                stateful_step_count=steps,
-                deadline=None,
-                suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-            ),
-        )
+    run_state_machine_as_test(
+        DictionaryModel,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,10 @@ import pytest
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
-from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, one_nursery, pid_of, stopped
+from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
 from tests.workers.ddict_persisters import FLAG, KilledWhileRestoring
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_is_kept() -> Iterator[None]:
-    with one_nursery():
-        yield
 
 
 def keys_of(dictionary: DDict, manager: int) -> list[int]:

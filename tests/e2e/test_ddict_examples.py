@@ -76,8 +76,8 @@ class Program:
     def manager_pid(self, manager: int) -> int:
         """Process id of a manager: of the one that serves at its socket."""
         children = psutil.Process(self.process.pid).children()
-        (nursery,) = [child for child in children if any("ddict.nursery" in word for word in child.cmdline())]
-        (pid,) = [child.pid for child in nursery.children() if f"m-{manager}.sock" in sockets_of(child)]
+        (server,) = [child for child in children if any("ddict.fork_server" in word for word in child.cmdline())]
+        (pid,) = [child.pid for child in server.children() if f"m-{manager}.sock" in sockets_of(child)]
         return pid
 
 
@@ -230,9 +230,9 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
 
 def lose_node(program: Program, lost: int, tmpfs: Path, manager: int) -> None:
     """A manager and all that it has in memory, gone before anything starts it again."""
-    nursery = psutil.Process(lost).parent()
-    assert nursery is not None
-    suspend(nursery.pid)
+    server = psutil.Process(lost).parent()
+    assert server is not None
+    suspend(server.pid)
     try:
         os.kill(lost, signal.SIGKILL)
         (base,) = tmpfs.iterdir()
@@ -240,4 +240,4 @@ def lose_node(program: Program, lost: int, tmpfs: Path, manager: int) -> None:
         assert folder.is_dir()
         shutil.rmtree(folder)
     finally:
-        nursery.resume()
+        server.resume()

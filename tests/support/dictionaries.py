@@ -18,20 +18,9 @@ import psutil
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
-from ml_flashpoint.ddict.nursery_client import acquire_nursery, release_nursery
 from tests.support.processes import suspend
 
 DEADLINE_S = 30.0
-
-
-@contextlib.contextmanager
-def one_nursery() -> Iterator[None]:
-    """One process that all managers are forked from meanwhile: its start is the slow part of theirs."""
-    kept = acquire_nursery()
-    try:
-        yield
-    finally:
-        release_nursery(kept)
 
 
 def runtime_of(dictionary: DDict) -> EmbeddedRuntime:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict import DDict, supervisor
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
 
 
@@ -80,5 +80,5 @@ def create_and_wait(pipe: Connection) -> None:
         dictionary.checkpoint()
         assert dictionary.sync_to_newest_checkpoint() == 0
         runtime: Any = dictionary._runtime
-        pipe.send((str(runtime.base), [*runtime.pids().values(), runtime.nursery_pid]))
+        pipe.send((str(runtime.base), [*runtime.pids().values(), supervisor.fork_server().pid]))
         time.sleep(600)

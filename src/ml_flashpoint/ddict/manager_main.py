@@ -65,7 +65,7 @@ class ServedManager:
 
 
 def run(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:
-    """Be a manager until told to stop; see `nursery.Entry`."""
+    """Be a manager until told to stop; see `fork_server.Entry`."""
     served = ServedManager(config)
     try:
         ready()

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ml_flashpoint.ddict import native_ray
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     Barrier,
@@ -193,6 +194,19 @@ def test_a_node_that_is_not_there_is_named(node: int, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="no such node: the cluster has 2") as caught:
             start()
         assert (caught.value.argument, caught.value.value) == ("node", str(node))
+
+
+def test_the_barrier_of_a_client_lives_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over ``ray://``, where no process of the cluster reaches the one that makes the barrier."""
+    monkeypatch.setattr(native_ray, "is_client", lambda: True)
+    with pytest.raises(InvalidArgumentError, match="action"):
+        Barrier(2, action=print)
+    with barrier_of(2) as barrier:
+        other = ray.remote(ddict_members.wait_once).options(num_cpus=0).remote(barrier)
+        assert {barrier.wait(timeout=DEADLINE_S), ray.get(other, timeout=DEADLINE_S)} == {0, 1}
+        barrier.close()
+        with pytest.raises(DDictDestroyedError):
+            barrier.wait(timeout=DEADLINE_S)
 
 
 def test_an_action_runs_in_the_process_that_made_the_barrier() -> None:

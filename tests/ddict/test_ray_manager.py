@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ml_flashpoint.ddict import folder_janitor, ray_manager
+from ml_flashpoint.ddict import folder_reaper, ray_manager
 from ml_flashpoint.ddict.ray_manager import RayManager, node_base
 from ml_flashpoint.ddict.runtime_folder import BASE_VARIABLE, join_folder
-from tests.ddict.test_folder_janitor import DEADLINE_S, end, held_by_another, janitors
+from tests.ddict.test_folder_reaper import DEADLINE_S, end, held_by_another, reapers
 from tests.support.forked import wait_until
 
 pytestmark = pytest.mark.slow
@@ -31,29 +31,29 @@ def start(base: Path) -> RayManager:
     return RayManager({"dictionary": DICTIONARY}, 0, {BASE_VARIABLE: str(base)})
 
 
-@pytest.mark.parametrize("broken", ["the janitor", "the manager"])
+@pytest.mark.parametrize("broken", ["the reaper", "the manager"])
 def test_a_first_start_that_fails_leaves_no_folder(tmpfs: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     monkeypatch.setenv(BASE_VARIABLE, "")
     play_ray(monkeypatch, restarted=False)
-    if broken == "the janitor":
-        monkeypatch.setattr(folder_janitor.sys, "executable", "/bin/false")
+    if broken == "the reaper":
+        monkeypatch.setattr(folder_reaper.sys, "executable", "/bin/false")
 
-    with pytest.raises(Exception, match="bin/false" if broken == "the janitor" else "rules"):
+    with pytest.raises(Exception, match="bin/false" if broken == "the reaper" else "rules"):
         start(tmpfs)
 
     assert list(tmpfs.iterdir()) == []
-    wait_until(lambda: not janitors(node_base(tmpfs, DICTIONARY, NODE)), "the janitor has ended", DEADLINE_S)
+    wait_until(lambda: not reapers(node_base(tmpfs, DICTIONARY, NODE)), "the reaper has ended", DEADLINE_S)
 
 
-@pytest.mark.parametrize("broken", ["the janitor", "the manager"])
+@pytest.mark.parametrize("broken", ["the reaper", "the manager"])
 def test_a_restart_that_fails_leaves_the_folder_to_the_next_one(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     monkeypatch.setenv("FLASHPOINT_DDICT_KEEP_FOLDER_S", "600")
     play_ray(monkeypatch, restarted=True)
     folder = node_base(tmpfs, DICTIONARY, NODE)
-    if broken == "the janitor":
-        monkeypatch.setattr(folder_janitor.sys, "executable", "/bin/false")
+    if broken == "the reaper":
+        monkeypatch.setattr(folder_reaper.sys, "executable", "/bin/false")
         join_folder(folder).close()  # held by nobody: the first thing that a sweep would take
     else:
         end(held_by_another(folder, 600.0))
@@ -68,6 +68,6 @@ def test_a_restart_that_fails_leaves_the_folder_to_the_next_one(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
     assert (folder / "value").read_text() == "kept"
-    for janitor in janitors(folder):
-        janitor.kill()
-    wait_until(lambda: not janitors(folder), "the janitors have ended", DEADLINE_S)
+    for reaper in reapers(folder):
+        reaper.kill()
+    wait_until(lambda: not reapers(folder), "the reapers have ended", DEADLINE_S)

@@ -208,7 +208,7 @@ def test_a_killed_manager_comes_back_to_its_folder(
         assert set(base.iterdir()) == folders
         for number in range(4):
             assert torch.equal(_retry(lambda key=number: d[key]), value_of(0, number))
-    # The janitor of the killed process does not keep the folder any longer: there was a successor.
+    # The reaper of the killed process does not keep the folder any longer: there was a successor.
     wait_until(lambda: not list(base.iterdir()), "the folder is gone", 10)
 
 

@@ -56,11 +56,13 @@ def prepare(puid: int, env: Mapping[str, str], cwd: str) -> None:
         _set_threads(int(threads))
     parent = multiprocessing.parent_process()
     if parent is not None:
-        lifeline = threading.Thread(target=_end_with, args=(parent.sentinel,), name="ddict-lifeline", daemon=True)
+        watchdog = threading.Thread(
+            target=_end_with, args=(parent.sentinel,), name="ddict-parent-watchdog", daemon=True
+        )
         # It takes no signal that the function's own threads block or wait for: any thread's default action ends all.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            lifeline.start()
+            watchdog.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

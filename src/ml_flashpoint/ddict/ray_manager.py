@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from ml_flashpoint.ddict.folder_janitor import Janitor
+from ml_flashpoint.ddict.folder_reaper import Reaper
 from ml_flashpoint.ddict.manager_main import ServedManager
 from ml_flashpoint.ddict.ray_locations import Place
 from ml_flashpoint.ddict.runtime_folder import join_folder, remove_unused, runtime_root, sweep
@@ -70,11 +70,11 @@ class RayManager:
         root = runtime_root()
         self._lock = threading.Lock()
         self._stopped = False
-        self._janitor: Janitor | None = None
+        self._reaper: Reaper | None = None
         self._hold = join_folder(node_base(root, str(configuration["dictionary"]), node))
         try:
             sweep(root)  # not before: the folder to come back to may be held by nobody
-            self._janitor = Janitor(self._hold.folder, ddict_keep_folder_s(), str(number))
+            self._reaper = Reaper(self._hold.folder, ddict_keep_folder_s(), str(number))
             self._served = ServedManager(
                 {
                     "configuration": {**configuration, "base": str(self._hold.folder)},
@@ -85,7 +85,7 @@ class RayManager:
                 }
             )
         except BaseException:
-            # What is in the folder is for the next one that comes back. The janitor sees to its end: this one's or, if
+            # What is in the folder is for the next one that comes back. The reaper sees to its end: this one's or, if
             # there is none yet, that of the process before, or else a sweep does.
             if not restarted:
                 self._leave_folder()
@@ -114,6 +114,6 @@ class RayManager:
 
     def _leave_folder(self) -> None:
         self._hold.close()
-        if self._janitor is not None:
-            self._janitor.dismiss()
+        if self._reaper is not None:
+            self._reaper.dismiss()
         remove_unused(self._hold.folder)

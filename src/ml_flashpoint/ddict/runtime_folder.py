@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.ddict.folder_janitor import LOCK, is_file, remove_now
+from ml_flashpoint.ddict.folder_reaper import LOCK, is_file, remove_now
 from ml_flashpoint.format.errors import UnsafePathError
 from ml_flashpoint.format.private_folders import check_way, open_own
 

@@ -25,7 +25,7 @@ _START_S = 30.0
 _END_S = 5.0
 
 
-class Janitor:
+class Reaper:
     """A process that keeps a folder for some time after the one that made it is gone, and then removes it, unless
     somebody else holds it.
 
@@ -35,7 +35,7 @@ class Janitor:
     Args:
         folder: of the dictionary, held by this process.
         keep_s: seconds to keep the folder for a successor that comes back to it.
-        name: of whose successor that is; a janitor keeps nothing any more once another one has the same name.
+        name: of whose successor that is; a reaper keeps nothing any more once another one has the same name.
     """
 
     def __init__(self, folder: Path, keep_s: float, name: str = "0") -> None:
@@ -114,8 +114,8 @@ def _main(folder: Path, keep_s: float, name: str) -> None:
     os.close(ready)
     os.setsid()
     os.chdir("/")
-    note = folder / f"janitor-{name}"
-    noted = _replace(note)  # not before it is sure that this process is there: the predecessor's janitor lets go now
+    note = folder / f"reaper-{name}"
+    noted = _replace(note)  # not before it is sure that this process is there: the predecessor's reaper lets go now
     with contextlib.suppress(OSError):  # nobody waits for this any more, but the folder is its own from now on
         os.write(told, b"x")
     os.close(told)
@@ -125,7 +125,7 @@ def _main(folder: Path, keep_s: float, name: str) -> None:
             remove_now(folder)  # whoever dismissed this one waits no more, and has found the folder held
         return
     give_up = time.monotonic() + keep_s
-    # Another file by the note's name is a successor's janitor, which has its own hold.
+    # Another file by the note's name is a successor's reaper, which has its own hold.
     while is_file(folder / LOCK, hold) and is_file(note, noted) and time.monotonic() < give_up:
         time.sleep(_LOOK_EVERY_S)
     os.close(hold)

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict import folder_janitor
-from ml_flashpoint.ddict.folder_janitor import Janitor, remove_now
+from ml_flashpoint.ddict import folder_reaper
+from ml_flashpoint.ddict.folder_reaper import Reaper, remove_now
 from ml_flashpoint.ddict.runtime_folder import FolderHold, join_folder, sweep
 from tests.support.forked import wait_until
 from tests.support.processes import suspend
@@ -27,22 +27,22 @@ DEADLINE_S = 20.0
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from ml_flashpoint.ddict.folder_janitor import Janitor
+from ml_flashpoint.ddict.folder_reaper import Reaper
 from ml_flashpoint.ddict.runtime_folder import join_folder
 
 hold = join_folder(Path(sys.argv[1]))
-janitor = Janitor(hold.folder, float(sys.argv[2]), sys.argv[3])
+reaper = Reaper(hold.folder, float(sys.argv[2]), sys.argv[3])
 print("held", flush=True)
 time.sleep(600)
 """
 
 
-def janitors(folder: Path) -> list[psutil.Process]:
+def reapers(folder: Path) -> list[psutil.Process]:
     """The processes that wait for the end of those that hold a folder."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if folder_janitor.__file__ in line and str(folder) in line:
+        if folder_reaper.__file__ in line and str(folder) in line:
             found.append(process)
     return found
 
@@ -51,7 +51,7 @@ def janitors(folder: Path) -> list[psutil.Process]:
 def folder(tmpfs: Path) -> Iterator[Path]:
     made = tmpfs / "0123456789ab"
     yield made
-    wait_until(lambda: not janitors(made), "the janitors have ended", DEADLINE_S)
+    wait_until(lambda: not reapers(made), "the reapers have ended", DEADLINE_S)
 
 
 def held_by_another(folder: Path, keep_s: float, name: str = "0") -> subprocess.Popen[str]:
@@ -86,22 +86,22 @@ def test_the_folder_of_a_killed_process_goes(folder: Path) -> None:
 def test_no_sweep_takes_the_folder_while_it_is_kept(folder: Path) -> None:
     holder = held_by_another(folder, 600.0)
     (folder / "value").write_text("kept")
-    (janitor,) = janitors(folder)
+    (reaper,) = reapers(folder)
 
     end(holder)
 
     assert sweep(folder.parent) == []
     assert not remove_now(folder)
     assert (folder / "value").read_text() == "kept"
-    janitor.kill()
+    reaper.kill()
     # Its locks go later than what names it.
     wait_until(lambda: sweep(folder.parent) == [folder], "the folder is swept", DEADLINE_S)
     assert not folder.exists()
 
 
-def test_the_last_of_several_janitors_removes_the_folder(folder: Path) -> None:
+def test_the_last_of_several_reapers_removes_the_folder(folder: Path) -> None:
     holders = [held_by_another(folder, keep_s, str(number)) for number, keep_s in enumerate((0.1, 0.1, 0.3))]
-    assert len(janitors(folder)) == 3
+    assert len(reapers(folder)) == 3
 
     for holder in holders:
         end(holder)
@@ -109,18 +109,18 @@ def test_the_last_of_several_janitors_removes_the_folder(folder: Path) -> None:
     wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
 
 
-def test_a_successor_takes_over_from_its_predecessors_janitor(folder: Path) -> None:
+def test_a_successor_takes_over_from_its_predecessors_reaper(folder: Path) -> None:
     killed, other = held_by_another(folder, 600.0, "0"), held_by_another(folder, 600.0, "1")
     end(killed)
 
     hold = join_folder(folder)
-    janitor = Janitor(folder, 600.0, "0")
-    wait_until(lambda: len(janitors(folder)) == 2, "one for each manager is left", DEADLINE_S)
+    reaper = Reaper(folder, 600.0, "0")
+    wait_until(lambda: len(reapers(folder)) == 2, "one for each manager is left", DEADLINE_S)
 
     hold.close()
-    janitor.dismiss()
+    reaper.dismiss()
     assert not remove_now(folder)
-    (last,) = janitors(folder)
+    (last,) = reapers(folder)
     last.kill()
     end(other)
     wait_until(lambda: remove_now(folder), "nobody holds the folder", DEADLINE_S)
@@ -134,13 +134,13 @@ def test_a_folder_that_was_made_anew_is_not_emptied(folder: Path, monkeypatch: p
     def lock_late(descriptor: int, how: int) -> None:
         # Between opening the lock and locking it, others may remove the folder and make one by the same name.
         if not another:
-            monkeypatch.setattr(folder_janitor.fcntl, "flock", lock)
+            monkeypatch.setattr(folder_reaper.fcntl, "flock", lock)
             assert remove_now(folder)
             another.append(join_folder(folder))
             (folder / "value").write_text("theirs")
         lock(descriptor, how)
 
-    monkeypatch.setattr(folder_janitor.fcntl, "flock", lock_late)
+    monkeypatch.setattr(folder_reaper.fcntl, "flock", lock_late)
     assert not remove_now(folder)
 
     assert (folder / "value").read_text() == "theirs"
@@ -156,45 +156,45 @@ def test_a_successor_finds_the_folder_as_it_was(folder: Path) -> None:
 
     hold = join_folder(folder)
     try:
-        wait_until(lambda: not janitors(folder), "the janitor has given up", DEADLINE_S)
+        wait_until(lambda: not reapers(folder), "the reaper has given up", DEADLINE_S)
         assert (folder / "value").read_text() == "kept"
     finally:
         hold.close()
     assert remove_now(folder)
 
 
-def test_a_dismissed_janitor_ends_and_leaves_the_folder(folder: Path) -> None:
+def test_a_dismissed_reaper_ends_and_leaves_the_folder(folder: Path) -> None:
     hold = join_folder(folder)
-    janitor = Janitor(folder, 600.0)
-    (process,) = janitors(folder)
+    reaper = Reaper(folder, 600.0)
+    (process,) = reapers(folder)
     assert process.ppid() != os.getpid()
 
     hold.close()
-    janitor.dismiss()
+    reaper.dismiss()
 
     # It has let go already, however long its process takes to end.
     assert folder.exists()
     assert remove_now(folder)
-    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
+    wait_until(lambda: not reapers(folder), "the reaper has ended", DEADLINE_S)
 
 
 @pytest.mark.parametrize("others_hold_it", [False, True])
-def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder_unless_others_hold_it(
+def test_a_dismissed_reaper_that_wakes_up_late_removes_the_folder_unless_others_hold_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, others_hold_it: bool
 ) -> None:
     hold = join_folder(folder)
-    janitor = Janitor(folder, 600.0)
-    (process,) = janitors(folder)
+    reaper = Reaper(folder, 600.0)
+    (process,) = reapers(folder)
     suspend(process.pid)
-    monkeypatch.setattr(folder_janitor, "_END_S", 0.1)
+    monkeypatch.setattr(folder_reaper, "_END_S", 0.1)
 
     if not others_hold_it:
         hold.close()
-    janitor.dismiss()
+    reaper.dismiss()
     assert not remove_now(folder)
     process.resume()
 
-    wait_until(lambda: not janitors(folder), "the janitor has ended", DEADLINE_S)
+    wait_until(lambda: not reapers(folder), "the reaper has ended", DEADLINE_S)
     if others_hold_it:
         assert hold.is_there()
         hold.close()
@@ -203,30 +203,30 @@ def test_a_dismissed_janitor_that_wakes_up_late_removes_the_folder_unless_others
 
 
 @pytest.mark.parametrize("broken", ["fork", "rename"])
-def test_a_janitor_that_cannot_start_leaves_the_folder_to_its_predecessor(
+def test_a_reaper_that_cannot_start_leaves_the_folder_to_its_predecessor(
     folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     end(held_by_another(folder, 600.0))
-    (before,) = janitors(folder)
-    noted = (folder / "janitor-0").stat().st_ino
+    (before,) = reapers(folder)
+    noted = (folder / "reaper-0").stat().st_ino
     hold = join_folder(folder)
     script = folder.parent / "broken.py"
     script.write_text(
         "import os, runpy\n"
         "def fail(*arguments): raise BlockingIOError\n"
         f"os.{broken} = fail\n"
-        f"runpy.run_path({folder_janitor.__file__!r}, run_name='__main__')\n"
+        f"runpy.run_path({folder_reaper.__file__!r}, run_name='__main__')\n"
     )
-    monkeypatch.setattr(folder_janitor, "__file__", str(script))
+    monkeypatch.setattr(folder_reaper, "__file__", str(script))
 
     with pytest.raises(subprocess.CalledProcessError):
-        Janitor(folder, 600.0)
+        Reaper(folder, 600.0)
     monkeypatch.undo()
     hold.close()
 
-    assert (folder / "janitor-0").stat().st_ino == noted, "else the one before lets go"
+    assert (folder / "reaper-0").stat().st_ino == noted, "else the one before lets go"
     assert not remove_now(folder)
-    assert janitors(folder) == [before]
+    assert reapers(folder) == [before]
     before.kill()
 
 

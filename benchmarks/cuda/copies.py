@@ -14,8 +14,8 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.format.object_format import plan_layout
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import copy_all
-from ml_flashpoint.staging.device_copy import Memo
 from ml_flashpoint.staging.torch_dtypes import described, torch_dtype
+from ml_flashpoint.staging.transfer_plan import Memo
 
 State = dict[str, torch.Tensor]
 

@@ -11,9 +11,9 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.staging import cuda, device_copy
+from ml_flashpoint.staging import cuda, device_copy, transfer_plan
 from ml_flashpoint.staging.copy import copy_all, cpu_clones
-from ml_flashpoint.staging.device_copy import Memo
+from ml_flashpoint.staging.transfer_plan import Memo
 from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
 
 pytestmark = pytest.mark.cuda
@@ -24,8 +24,8 @@ SLEEP = 200_000_000  # clock cycles: a tenth of a second
 def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.init()
     monkeypatch.setattr(cuda, "SLICE", 1 << 20)
-    monkeypatch.setattr(device_copy, "SLAB", 1 << 18)
-    monkeypatch.setattr(device_copy, "_SMALL", 1 << 16)
+    monkeypatch.setattr(transfer_plan, "SLAB", 1 << 18)
+    monkeypatch.setattr(transfer_plan, "SMALL", 1 << 16)
 
 
 @pytest.fixture(params=["locked", "not locked"])

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.staging import cuda, device_copy
+from ml_flashpoint.staging import cuda, device_copy, transfer_plan
 from ml_flashpoint.staging.copy import _copy, typed_view
-from ml_flashpoint.staging.device_copy import Memo, Transfer, copy_through_lanes
+from ml_flashpoint.staging.device_copy import Transfer, copy_through_lanes
+from ml_flashpoint.staging.transfer_plan import Memo
 from tests.support.played_lane import PlayedLanes
 from tests.support.tensors import PLAIN_DTYPES, raw, tensor_of
 
@@ -25,9 +26,10 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.bool,
 @pytest.fixture(autouse=True)
 def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "SLICE", SLICE)
-    monkeypatch.setattr(device_copy, "SLAB", SLAB)
-    monkeypatch.setattr(device_copy, "_SMALL", SMALL)
-    monkeypatch.setattr(device_copy, "_GAP", GAP)
+    monkeypatch.setattr(transfer_plan, "SLAB", SLAB)
+    monkeypatch.setattr(transfer_plan, "SMALL", SMALL)
+    for module in (device_copy, transfer_plan):
+        monkeypatch.setattr(module, "GAP", GAP)
     monkeypatch.setattr(device_copy, "_helpers", lambda: 2)
     monkeypatch.setattr(cuda, "_process", cuda._Process())
 

@@ -18,7 +18,8 @@ import torch
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.staging import cuda, lane
 from ml_flashpoint.staging.copy import _copy
-from ml_flashpoint.staging.device_copy import Memo, copy_through_lanes
+from ml_flashpoint.staging.device_copy import copy_through_lanes
+from ml_flashpoint.staging.transfer_plan import Memo
 from tests.support.tensors import raw, tensor_of
 
 

@@ -34,8 +34,8 @@ from ml_flashpoint.format.object_format import (
 )
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
-from ml_flashpoint.staging.device_copy import Memo
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
+from ml_flashpoint.staging.transfer_plan import Memo
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]

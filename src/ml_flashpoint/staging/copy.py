@@ -14,7 +14,8 @@ import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.device_copy import Memo, copy_through_lanes
+from ml_flashpoint.staging.device_copy import copy_through_lanes
+from ml_flashpoint.staging.transfer_plan import Memo
 
 # The copy is cut into pieces of about this many bytes, so that digests can follow close behind.
 _PIECE = 32 << 20

@@ -1,9 +1,8 @@
 """Copies between host memory and CUDA devices, in transfers that are neither too many nor too large.
 
-Owns how tensors become transfers. A large one is cut; small ones that lie side by side in host memory, as in an arena,
-are packed on the device and moved together, with CPU tensors that lie between them copied afterwards. Transfers go
-straight to and from host memory that is page-locked. Anything else goes through slots that are, which several threads
-fill and empty. The calls of CUDA are `lane`'s.
+Owns the order of what is done. Transfers go straight to and from host memory that is page-locked; anything else goes
+through slots that are, which several threads fill and empty. Small tensors that `transfer_plan` has put together are
+packed on the device. The calls of CUDA are `lane`'s.
 """
 
 from __future__ import annotations
@@ -14,18 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.lane import PADDING, SLAB, Lanes
+from ml_flashpoint.staging.lane import PADDING, Lanes
+from ml_flashpoint.staging.transfer_plan import GAP, Chunk, Memo, Packer, Plan
 
-_SMALL = 4 << 20
-"""Tensors of fewer bytes are packed: a transfer of its own would cost more than it moves."""
-_GAP = 64 << 10
-"""CPU tensors of at most so many bytes do not separate those beside them."""
 _WORKERS = 8
 
 # These are copied on a device bit for bit. Half floats take the way through floats, which changes those that are NaN.
@@ -59,58 +54,6 @@ def take_queued_s() -> float:
     before: the thread was ahead of its device, which was not kept from anything meanwhile."""
     queued, _this_thread.queued_s = _this_thread.queued_s, 0.0
     return queued
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """One transfer: host memory ``begin:end``, counted from where its plan begins.
-
-    Attributes:
-        lane: index of the device. is_down: from there to here.
-        members: numbers of the pairs in it; if it is one alone, ``at`` is the first byte of it.
-        groups: of several, those of one dtype each: their numbers and places in host memory.
-        views: the places of the groups' members in each slab, by its address.
-    """
-
-    lane: int
-    is_down: bool
-    begin: int
-    end: int
-    members: tuple[int, ...]
-    at: int = 0
-    groups: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    views: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Plan:
-    """How pairs become transfers.
-
-    Attributes:
-        chunks: for the pairs whose bytes can be moved as they are.
-        odd: the pairs that cannot. across: those between devices. hosts: those of CPU tensors.
-    """
-
-    chunks: list[_Chunk] = field(default_factory=list)
-    odd: list[int] = field(default_factory=list)
-    across: list[int] = field(default_factory=list)
-    hosts: list[int] = field(default_factory=list)
-
-
-class Memo:
-    """Plans kept for pairs whose targets keep their places, dtypes and shapes, in one arena or another."""
-
-    def __init__(self) -> None:
-        self._plans: dict[int, tuple[object, _Plan]] = {}
-
-    def plan(self, phase: int, shape: object, make: Callable[[], _Plan]) -> _Plan:
-        """The plan for arenas that begin ``phase`` bytes behind a border, if it was made for the same ``shape``."""
-        known = self._plans.get(phase)
-        if known is None or known[0] != shape:
-            if len(self._plans) >= 4:  # as many arenas as there are, but for those that came and went
-                self._plans.clear()
-            known = self._plans[phase] = (shape, make())
-        return known[1]
 
 
 def copy_through_lanes(
@@ -161,12 +104,13 @@ class Transfer:
         self._begun: list[tuple[Any, Any]] = []
         self._asked_at = 0.0
         self._slots: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}
         self._base = 0
         self._plan = self._planned(memo)
 
     # ---- planning -----------------------------------------------------------------------------------------
 
-    def _planned(self, memo: Memo | None) -> _Plan:
+    def _planned(self, memo: Memo | None) -> Plan:
         sources = self._sources
         if memo is None or any(map(torch.Tensor.is_conj, sources)) or any(map(torch.Tensor.is_neg, sources)):
             return self._make_plan()
@@ -177,9 +121,9 @@ class Transfer:
     def _host(self, number: int) -> torch.Tensor:
         return self._targets[number] if self._to[number] < 0 else self._sources[number]
 
-    def _make_plan(self) -> _Plan:
-        plan = _Plan()
-        packer = _Packer(plan.chunks, self._base)
+    def _make_plan(self) -> Plan:
+        plan = Plan()
+        packer = Packer(plan.chunks, self._base)
         for number, (to, of) in enumerate(zip(self._to, self._of, strict=True)):
             target, source = self._targets[number], self._sources[number]
             address, nbytes = self._host(number).data_ptr() - self._base, target.nbytes
@@ -210,13 +154,13 @@ class Transfer:
         chunks = [(self._base, chunk) for chunk in self._with_slabs(plan.chunks)]
         for number in plan.odd:
             chunks += [(0, chunk) for chunk in self._made_plain(number)]
-        through_slots: list[tuple[int, _Chunk]] = []
+        through_slots: list[tuple[int, Chunk]] = []
         for base, chunk in chunks:
             if cuda.is_locked(base + chunk.begin, chunk.end - chunk.begin):
                 self._enqueue(base, chunk, _bytes_at(base + chunk.begin, chunk.end - chunk.begin))
             else:
                 through_slots.append((base, chunk))
-        large = [number for number in plan.hosts if self._targets[number].nbytes > _GAP]
+        large = [number for number in plan.hosts if self._targets[number].nbytes > GAP]
         self._copy_hosts(large)
         self._through_slots(through_slots)
         for number in plan.odd:  # on the device, behind the bytes that they are made of
@@ -226,7 +170,29 @@ class Transfer:
                     target, made = _bits(target), _bits(made)
                 lane.copy(lane.move, target, made)
 
-    def _with_slabs(self, chunks: list[_Chunk]) -> list[_Chunk]:
+    @property
+    def is_direct(self) -> bool:
+        """Whether nothing goes through slots: :meth:`start` then returns before anything is copied, but for CPU tensors
+        that are not small."""
+        odd = (self._targets[number] for number in self._plan.odd)
+        places = [(self._base + chunk.begin, self._base + chunk.end) for chunk in self._plan.chunks]
+        places += [part for target in odd for part in cuda.slices(target.data_ptr(), target.data_ptr() + target.nbytes)]
+        is_down = all(index < 0 for index in self._to) and all(_is_plain(self._targets[n]) for n in self._plan.odd)
+        return is_down and all(cuda.is_locked(begin, end - begin) for begin, end in places)
+
+    def hold(self) -> None:
+        """Have what this thread gives to the devices from now on wait for the transfers; not the thread."""
+        for lane, _ in self._begun:
+            lane.hold()
+
+    def keep_small(self) -> None:
+        """Keep the CPU tensors as they are that :meth:`finish` will copy."""
+        numbers = [number for number in self._plan.hosts if self._targets[number].nbytes <= GAP]
+        kept = [torch.empty_like(self._sources[number]) for number in numbers]
+        self._copy_on_host(kept, [self._sources[number] for number in numbers])
+        self._kept = dict(zip(numbers, kept, strict=True))
+
+    def _with_slabs(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks; without room for slabs, each tensor by itself."""
         largest: dict[int, int] = {}
         for chunk in chunks:
@@ -242,14 +208,14 @@ class Transfer:
             return chunks
         return [part for each in chunks for part in (self._apart(each) if each.lane in without else (each,))]
 
-    def _apart(self, chunk: _Chunk) -> Iterator[_Chunk]:
+    def _apart(self, chunk: Chunk) -> Iterator[Chunk]:
         if not chunk.groups:
             yield chunk
         for numbers, places in chunk.groups:
             for number, place in zip(numbers, places, strict=True):
-                yield _Chunk(chunk.lane, chunk.is_down, place, place + self._targets[number].nbytes, (number,))
+                yield Chunk(chunk.lane, chunk.is_down, place, place + self._targets[number].nbytes, (number,))
 
-    def _made_plain(self, number: int) -> Iterator[_Chunk]:
+    def _made_plain(self, number: int) -> Iterator[Chunk]:
         """Transfers for a pair of which one is not contiguous, or whose dtypes differ."""
         target, source = self._targets[number], self._sources[number]
         if not target.numel():
@@ -272,7 +238,7 @@ class Transfer:
             self._slots.append(host)
             if not _is_plain(target):
                 self._plain[number] = lane.empty(lane.move, target, target.dtype)
-        packer = _Packer([], 0)
+        packer = Packer([], 0)
         packer.cut(number, index, is_down, host.data_ptr(), host.nbytes)
         yield from packer.chunks
 
@@ -282,7 +248,7 @@ class Transfer:
             tensor = self._targets[number] if self._to[number] >= 0 else self._sources[number]
         return tensor.detach().view(-1).view(torch.uint8)[at : at + nbytes]
 
-    def _enqueue(self, base: int, chunk: _Chunk, host: torch.Tensor) -> Any:
+    def _enqueue(self, base: int, chunk: Chunk, host: torch.Tensor) -> Any:
         """Give one transfer to its lane. Returns the event after which ``host`` was read or written."""
         lane = self._lanes.lane(chunk.lane)
         with lane.lock, torch.no_grad():
@@ -309,7 +275,7 @@ class Transfer:
             lane.freed[turn] = lane.record(emptier)
             return lane.freed[turn] if chunk.is_down else moved
 
-    def _pack(self, lane: Any, chunk: _Chunk, slab: torch.Tensor, begin: int) -> None:
+    def _pack(self, lane: Any, chunk: Chunk, slab: torch.Tensor, begin: int) -> None:
         """Copy the members of a chunk into a slab, where the chunk begins, or out of it."""
         views = chunk.views.get(slab.data_ptr())
         tensors = self._sources if chunk.is_down else self._targets
@@ -328,7 +294,7 @@ class Transfer:
 
     # ---- through slots ------------------------------------------------------------------------------------
 
-    def _through_slots(self, chunks: list[tuple[int, _Chunk]]) -> None:
+    def _through_slots(self, chunks: list[tuple[int, Chunk]]) -> None:
         """Move these by threads, this one and as many as help, each with a slot of its own."""
         if not chunks:
             return
@@ -372,7 +338,7 @@ class Transfer:
         if errors:
             raise errors[0]
 
-    def _through_slot(self, base: int, chunk: _Chunk, slot: torch.Tensor) -> tuple[Any, Any] | None:
+    def _through_slot(self, base: int, chunk: Chunk, slot: torch.Tensor) -> tuple[Any, Any] | None:
         """Move one chunk. Returns the event, and its lane, after which the slot may be used again."""
         lane = self._lanes.lane(chunk.lane)
         host = _bytes_at(base + chunk.begin, chunk.end - chunk.begin)
@@ -405,70 +371,14 @@ class Transfer:
 
     def finish(self) -> None:
         """Copy what lies between others in host memory, and was overwritten with them."""
-        self._copy_hosts([number for number in self._plan.hosts if self._targets[number].nbytes <= _GAP])
+        self._copy_hosts([number for number in self._plan.hosts if self._targets[number].nbytes <= GAP])
         if self._after:
             self._copy_on_host([target for target, _ in self._after], [host for _, host in self._after])
 
     def _copy_hosts(self, numbers: list[int]) -> None:
         if numbers:
-            self._copy_on_host([self._targets[n] for n in numbers], [self._sources[n] for n in numbers])
-
-
-class _Packer:
-    """Makes chunks of pairs in their order, each within one slice of the memory that is counted from ``base``."""
-
-    def __init__(self, chunks: list[_Chunk], base: int) -> None:
-        self.chunks = chunks
-        self._base = base
-        self._run: _Chunk | None = None
-        self._skipped = 0
-        self._dtypes: dict[torch.dtype, tuple[list[int], list[int]]] = {}
-
-    def add(self, number: int, lane: int, is_down: bool, begin: int, nbytes: int, dtype: torch.dtype) -> None:
-        """One pair, whose host memory begins there."""
-        end = begin + nbytes
-        if nbytes >= _SMALL or next(cuda.slices(self._base + begin, self._base + end))[1] < self._base + end:
-            self.flush()
-            self.cut(number, lane, is_down, begin, nbytes)
-            return
-        run = self._run
-        if run is None or not self._continues(run, lane, is_down, begin, end):
-            self.flush()
-            run = self._run = _Chunk(lane, is_down, begin, begin, ())
-        run.end = self._skipped = end
-        numbers, places = self._dtypes.setdefault(dtype, ([], []))
-        numbers.append(number)
-        places.append(begin)
-
-    def _continues(self, run: _Chunk, lane: int, is_down: bool, begin: int, end: int) -> bool:
-        return (
-            (run.lane, run.is_down, self._skipped) == (lane, is_down, begin)
-            and end - run.begin <= SLAB
-            and (self._base + run.begin) // cuda.SLICE == (self._base + end - 1) // cuda.SLICE
-        )
-
-    def skip(self, begin: int, nbytes: int) -> None:
-        """A pair of CPU tensors, whose target begins there."""
-        if self._run is not None and self._run.is_down and begin == self._skipped and nbytes <= _GAP:
-            self._skipped += nbytes
-        elif nbytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """End what is being packed."""
-        if self._run is not None:
-            self._run.members = tuple(sorted(n for numbers, _ in self._dtypes.values() for n in numbers))
-            if len(self._run.members) > 1:
-                self._run.groups = list(self._dtypes.values())
-            self.chunks.append(self._run)
-        self._run, self._dtypes = None, {}
-
-    def cut(self, number: int, lane: int, is_down: bool, begin: int, nbytes: int) -> None:
-        """One pair by itself, in transfers that are not too large."""
-        for first, last in cuda.slices(self._base + begin, self._base + begin + nbytes):
-            for at in range(first - self._base, last - self._base, SLAB):
-                end = min(at + SLAB, last - self._base)
-                self.chunks.append(_Chunk(lane, is_down, at, end, (number,), at - begin))
+            sources = [self._kept.get(n, self._sources[n]) for n in numbers]
+            self._copy_on_host([self._targets[n] for n in numbers], sources)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

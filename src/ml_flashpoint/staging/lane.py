@@ -74,6 +74,14 @@ class Lane:
             event.synchronize()
             return float(began.elapsed_time(event)) / 1e3
 
+    def hold(self) -> None:
+        """Have the current stream of this thread wait until both streams have done what they were given so far. The
+        thread itself goes on."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            for stream in (self.pack, self.move):
+                current.wait_event(stream.record_event())
+
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
         # The device first: a stream of another device than the current one makes a context there when it is left.

@@ -160,6 +160,18 @@ def test_waiting_for_an_event_uses_no_processor(played: Torch) -> None:
     assert all(event.options.get("blocking") for event in waited_for)
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_stream_is_held_without_its_thread(played: Torch, capturing: bool) -> None:
+    one = lane.Lane(0)
+    played.capturing = capturing
+    before = len(played.events)
+    events = one.hold()
+    streams = [event.stream for event in played.events[before:]]
+    assert streams[-1] is (one.move if capturing else torch.cuda.current_stream())
+    assert {one.pack, one.move} <= set(streams)
+    assert one.held(events) == 1e-3
+
+
 def test_nothing_is_copied_while_a_graph_is_captured(played: Torch) -> None:
     lanes = Lanes()
     played.capturing = True

@@ -44,7 +44,7 @@ class PlayedLane:
         self.fails_at = -1
         self.kernels = self.begun = 0
         self.behind_s = 0.0
-        self.held: list[tuple[Stream, int]] = []
+        self.holding: list[tuple[Stream, int]] = []
         self.fails_to_end = False
         self._room, self._eagerness = room, eagerness
         self._random = random.Random(seed)
@@ -56,12 +56,16 @@ class PlayedLane:
         self.begun += 1
         return time.perf_counter() + self.behind_s
 
-    def hold(self) -> None:
-        self.held = [self.record(self.pack), self.record(self.move)]
+    def hold(self) -> float:
+        self.holding = [self.record(self.pack), self.record(self.move)]
+        return 0.25
+
+    def held(self, events: float) -> float:
+        return events
 
     def update(self, tensors: Sequence[torch.Tensor]) -> None:
         """What an optimizer does on the stream of the training, once that need not wait any more."""
-        for event in self.held:
+        for event in self.holding:
             self.sync(event)
         for tensor in tensors:
             tensor.zero_()

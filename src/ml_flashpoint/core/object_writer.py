@@ -275,7 +275,7 @@ class ObjectWriter:
             digester.abort()
             raise
         interior.digester = digester
-        if cuda.in_use() and any(tensor.is_cuda for _, tensor in tensors):
+        if cuda.are_on_devices(tensor for _, tensor in tensors):
             arena.lock_in_background()
         return interior
 

@@ -53,7 +53,7 @@ class Slot:
             CapacityError, InvalidArgumentError: it does not fit.
         """
         size = write_object(encoded, self._arena.tensor, self.value_id)
-        if cuda.in_use() and any(tensor.is_cuda for tensor in encoded.tensors):
+        if cuda.are_on_devices(encoded.tensors):
             self._arena.lock_in_background()
         return size
 

@@ -7,6 +7,7 @@ saver's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ def copy_all(
         raise InvalidArgumentError("must be as many as the targets", argument="sources", value=len(sources))
     if pieces is None:
         pieces = cut(target.nbytes for target in targets)
-    if cuda.in_use() and (any(t.is_cuda for t in sources) or any(t.is_cuda for t in targets)):
+    if cuda.are_on_devices(itertools.chain(sources, targets)):
         copy_through_lanes(targets, sources, _copy, memo)
         if on_copied is not None and pieces:
             on_copied(pieces[-1].done)

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # where it is not imported, there is no CUDA either: managers of dictionaries do without
@@ -46,6 +46,16 @@ def device_count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def are_on_devices(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these is on a CUDA device. Costs nothing where there is none."""
+    return in_use() and any(tensor.is_cuda for tensor in tensors)
+
+
+def is_capturing() -> bool:
+    """Whether this thread is capturing a CUDA graph."""
+    return in_use() and bool(torch.cuda.is_current_stream_capturing())
 
 
 def settle() -> None:

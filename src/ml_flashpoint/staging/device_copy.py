@@ -102,6 +102,7 @@ class Transfer:
         self._plain: dict[int, torch.Tensor] = {}
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._begun: list[tuple[Any, Any]] = []
+        self._holds: list[tuple[Any, Any]] = []
         self._asked_at = 0.0
         self._slots: list[torch.Tensor] = []
         self._kept: dict[int, torch.Tensor] = {}
@@ -182,8 +183,11 @@ class Transfer:
 
     def hold(self) -> None:
         """Have what this thread gives to the devices from now on wait for the transfers; not the thread."""
-        for lane, _ in self._begun:
-            lane.hold()
+        self._holds += [(lane, lane.hold()) for lane, _ in self._begun]
+
+    def held_s(self) -> float:
+        """Seconds for which a device was kept from that. To be asked once the transfers are over."""
+        return max((lane.held(events) for lane, events in self._holds), default=0.0)
 
     def keep_small(self) -> None:
         """Keep the CPU tensors as they are that :meth:`finish` will copy."""

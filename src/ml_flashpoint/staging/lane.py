@@ -74,13 +74,28 @@ class Lane:
             event.synchronize()
             return float(began.elapsed_time(event)) / 1e3
 
-    def hold(self) -> None:
+    def hold(self) -> tuple[Any, Any]:
         """Have the current stream of this thread wait until both streams have done what they were given so far. The
-        thread itself goes on."""
+        thread itself goes on, unless it is capturing a graph, of which that cannot become a part. Returns what
+        :meth:`held` takes."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
+            if torch.cuda.is_current_stream_capturing():
+                current = self.move
+                for stream in (self.pack, self.move):
+                    self.sync(self.record(stream))
+            began, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            current.record_event(began)
             for stream in (self.pack, self.move):
                 current.wait_event(stream.record_event())
+            current.record_event(ended)
+            return began, ended
+
+    def held(self, events: tuple[Any, Any]) -> float:
+        """Seconds for which that stream was kept waiting. Returns once it is not any more."""
+        began, ended = events
+        self.sync(ended)
+        return float(began.elapsed_time(ended)) / 1e3
 
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:

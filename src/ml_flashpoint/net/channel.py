@@ -199,9 +199,11 @@ class Channel:
         if not self._authenticated:
             raise ProtocolError("messages need a handshake first")
         begin = self._dialect.begin_message
-        if all(type(blob) is bytes for blob in blobs):
+        if not blobs:
+            parts: list[Any] = [begin(subject, fields, (), payload_bytes)]
+        elif all(type(blob) is bytes for blob in blobs):
             sizes = [len(blob) for blob in blobs]  # type: ignore[arg-type]
-            parts: list[Any] = [begin(subject, fields, sizes, payload_bytes), *blobs]
+            parts = [begin(subject, fields, sizes, payload_bytes), *blobs]
         else:
             views = [memoryview(blob).cast("B") for blob in blobs]
             parts = [begin(subject, fields, [view.nbytes for view in views], payload_bytes), *views]
@@ -221,9 +223,10 @@ class Channel:
         """The next message, a request or a reply; ``idle_s``: what its first byte may take instead."""
         if not self._authenticated:
             raise ProtocolError("messages need a handshake first")
-        wait = _Wait(self, until, cancelled)
-        first = wait if idle_s is None else _Wait(self, time.monotonic() + idle_s, cancelled)
-        data = self._some(_FIRST_READ, 0, first)
+        wait = _Wait(self, until if idle_s is None else time.monotonic() + idle_s, cancelled)
+        data = self._some(_FIRST_READ, 0, wait)
+        if idle_s is not None:
+            wait.go_on(until)
         if len(data) < HEAD_BYTES:
             data += self._rest(HEAD_BYTES - len(data), wait)
         text_bytes, count, payload_bytes = self._dialect.parse_head(data)
@@ -418,6 +421,10 @@ class _Wait:
                 "did not answer in time" if known else "did not complete the handshake in time"
             )
         return min(left, _IDLE_SLICE_S if self._cancelled is None else self._channel._slice_s)
+
+    def go_on(self, until: float | None) -> None:
+        """What was waited for has begun. From now on, wait until then for the rest."""
+        self._until, self._looked_at = until, time.monotonic()
 
     def note(self, count: int) -> None:
         """A call has moved so many bytes."""

@@ -181,7 +181,8 @@ def test_a_killed_main_manager_comes_back(cluster: RayCluster) -> None:
         for rank in range(NODES):
             for epoch in range(3):
                 assert torch.equal(_retry(lambda key=(rank, epoch): d[key]), value_of(rank, epoch))
-        assert ray.get(actor.place.remote(), timeout=DEADLINE_S) != place
+        # A call that meets the actor's restart fails, whatever its timeout.
+        wait_until(lambda: _place(actor) not in (None, place), "it is back", DEADLINE_S)
         assert d.sync_to_newest_checkpoint() == 2
         d.checkpoint()
         d["more"] = 1

@@ -317,9 +317,18 @@ class Channel:
     # ---- bytes --------------------------------------------------------------------------------------------
 
     def _send_parts(self, parts: list[Any], until: float | None) -> None:
-        wait = _Wait(self, until, None)
         if sum(map(len, parts)) <= _JOIN_BELOW:
-            parts = [b"".join(parts)]
+            data = b"".join(parts)
+            try:  # nearly always there is room for it, and nothing to wait for
+                sent = self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise self._lost(error) from error
+            if sent == len(data):
+                return
+            parts = [memoryview(data)[sent:]]
+        wait = _Wait(self, until, None)
         while parts:
             if len(parts) == 1:
                 sent = self._try(socket.SO_SNDTIMEO, wait, self._sock.send, parts[0], socket.MSG_NOSIGNAL)
@@ -359,7 +368,8 @@ class Channel:
                 raise self._lost(error) from error
             if not data:
                 raise ConnectionLostError(f"{self.peer} closed the connection")
-            wait.note(len(data))
+            if not wait.is_plain:
+                wait.note(len(data))
             return data
 
     def _try(self, option: int, wait: _Wait, call: Callable[..., int], *args: Any) -> int:
@@ -401,7 +411,7 @@ class _Wait:
     counts as far as the other side is to blame for it: a process that was held up itself, between two calls, would
     otherwise blame a peer whose bytes have been there for long."""
 
-    __slots__ = ("_cancelled", "_channel", "_looked_at", "_silent_s", "_until")
+    __slots__ = ("_cancelled", "_channel", "_looked_at", "_silent_s", "_until", "is_plain")
 
     def __init__(self, channel: Channel, until: float | None, cancelled: Cancelled | None) -> None:
         self._channel = channel
@@ -409,6 +419,8 @@ class _Wait:
         self._cancelled = cancelled
         self._silent_s = 0.0
         self._looked_at = time.monotonic() if until is None else 0.0
+        self.is_plain = until is not None and cancelled is None
+        """Whether `note` has nothing to do."""
 
     def slice_s(self) -> float:
         """How long the kernel may wait now."""
@@ -425,6 +437,7 @@ class _Wait:
     def go_on(self, until: float | None) -> None:
         """What was waited for has begun. From now on, wait until then for the rest."""
         self._until, self._looked_at = until, time.monotonic()
+        self.is_plain = until is not None and self._cancelled is None
 
     def note(self, count: int) -> None:
         """A call has moved so many bytes."""

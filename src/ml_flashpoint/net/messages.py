@@ -47,6 +47,7 @@ _SEQUENCE: Final = struct.Struct(">Q")
 _MOST_PAYLOAD: Final = (1 << 63) - 1
 _MOST_TEXT: Final = 64 << 10
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
+_decode_json = json.JSONDecoder().decode
 
 Fields = dict[str, Any]
 """Whatever JSON can hold, by name."""
@@ -189,7 +190,7 @@ def parse_text(text: bytes, *, request: bool) -> tuple[Any, Fields]:
         ProtocolError: it is something else.
     """
     try:
-        content = json.loads(text.decode())
+        content = _decode_json(text.decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"what should be JSON is not: {error}") from error
     if type(content) is list and len(content) == 2 and type(content[1]) is dict:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.checkpoint_object_manager import arena as arena_module
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool
 from tests.support.played_cuda import PlayedRuntime, play
@@ -85,6 +86,31 @@ def test_whoever_wants_an_arena_does_not_wait_until_all_of_it_is_locked(
     go_on.set()
     arena.join_prefault()
     assert len(runtime.locked) == 1
+    arena.close()
+
+
+@pytest.mark.parametrize(("device", "slices"), [(None, 8), (0, 1)])
+def test_copies_from_a_device_do_not_wait_for_pages_either(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, device: int | None, slices: int
+) -> None:
+    play(monkeypatch, PlayedRuntime(), device=device)
+    monkeypatch.setattr(arena_module, "_POPULATE_SLICE", SIZE)
+    arena = Arena.create(tmpfs / "arena", 8 * SIZE)
+    asked: list[int] = []
+
+    class Libc:
+        @staticmethod
+        def madvise(address: int, length: int, advice: int) -> int:
+            asked.append(address)
+            arena._is_wanted = True
+            return 0
+
+    monkeypatch.setattr(arena_module, "_libc", Libc)
+    arena.prefault_in_background()
+    assert arena._prefault is not None
+    arena._prefault.join()
+    assert len(asked) == slices
+    monkeypatch.undo()
     arena.close()
 
 

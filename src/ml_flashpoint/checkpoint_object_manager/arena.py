@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ml_flashpoint.checkpoint_object_manager.capacity import free_memory, is_memory
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.private_folders import open_own
-from ml_flashpoint.staging.cuda import PageLock
+from ml_flashpoint.staging.cuda import PageLock, works_on_devices
 
 if TYPE_CHECKING:  # imported by the first that asks for a tensor: managers of dictionaries do not
     import torch
@@ -189,6 +189,8 @@ class Arena:
         end = self.size if end is None else min(end, self.size)
         address = self.address
         for at in range(begin, end, _POPULATE_SLICE):
+            if self._is_wanted and works_on_devices():
+                return  # several threads fault the rest in, as they copy what comes from the device
             length = min(_POPULATE_SLICE, end - at)
             if _libc.madvise(address + at, length, _MADV_POPULATE_WRITE) != 0:
                 # Linux before 5.14 has no populate: pages are then faulted in by the first copy.
@@ -227,8 +229,8 @@ class Arena:
         return self._page_lock.is_whole
 
     def join_prefault(self) -> None:
-        """Wait for a background prefault; it is bounded by the arena's size. Page-locking ends with the slice at hand:
-        a copy need not wait for the rest."""
+        """Wait for a background prefault; it is bounded by the arena's size. Page-locking ends with the slice at hand,
+        and where devices are copied from, so does the other: a copy need not wait for the rest."""
         if self._prefault is not None:
             self._is_wanted = True
             self._prefault.join()

@@ -21,6 +21,7 @@ from ml_flashpoint.format.manifest import object_name, read_manifest
 from tests.support.forked import Team
 from tests.support.tmpfs import remove_folder
 from tests.workers import sidecar_saves
+from tests.workers.fault_engine import fill
 from tests.workers.sidecar_saves import FILES
 
 
@@ -79,6 +80,18 @@ class TestOneRank:
         assert self.recover(tmpfs) == version(tmpfs, 1)
         assert {name: (folder / name).read_bytes() for name in FILES} == FILES
         assert not (tmpfs / "elsewhere").exists()
+
+    def test_a_full_filesystem_has_room_for_them(self, small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else there would be versions, and none could be loaded, for want of a few pages."""
+        monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "1")
+        files = {**FILES, "large": bytes(range(256)) * 400}
+        base = small_tmpfs / "job"
+        self.save(base, [1, 2], files)
+        for name in files:
+            (base / "step-2_ckpt" / name).unlink()
+        fill(small_tmpfs / "others", 0)
+        assert self.recover(base) == version(base, 2)
+        assert {name: (base / "step-2_ckpt" / name).read_bytes() for name in files} == files
 
     def test_they_go_with_the_version(self, tmpfs: Path) -> None:
         self.save(tmpfs, [1, 2, 3], FILES)

@@ -11,6 +11,7 @@ is the adapters' business.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
 from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
 from ml_flashpoint.core.opening import open_together
@@ -135,7 +137,15 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             files = sidecar_files(self.open_object(path, manifest, manifest.objects[0]))
         finally:
             self.release()
-        write_sidecars(store.base, version.version, files)
+        try:
+            write_sidecars(store.base, version.version, files)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # What is kept for saves to come is of less use than a version that can be loaded.
+            store.arenas.delete_free(0)
+            give_up_reserve(store.directory)
+            write_sidecars(store.base, version.version, files)
 
     def discard(self, version: CheckpointContainerId) -> None:
         """See `MLFlashpointCheckpointLoader.discard`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import pathlib
@@ -21,14 +22,18 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from ml_flashpoint.adapter.megatron import save_strategies
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_plan import _decoded, _encoded
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.megatron.translation import save_planner, state_to_save
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, UnsafeContentError
-from tests.support.megatron import Door, TorchDist
+from tests.support.megatron import Door, TorchDist, without_cuda
+from tests.support.megatron_cases import check_load
 from tests.support.megatron_states import Layout, sharded_state
+
+without_cuda()
 
 
 @pytest.fixture
@@ -70,6 +75,22 @@ def test_another_strategy_is_refused(door: Door, tmpfs: Path) -> None:
     theirs = TorchDist(tmpfs / "other").save_strategy
     with pytest.raises(InvalidArgumentError, match="save_strategy"):
         save_local_aware_megatron_checkpoint({}, door.version(1), theirs, False)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_files_that_cannot_be_written_beside_a_committed_part_are_no_failure(
+    door: Door, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """They are in the object, and a recovery writes them: what is told is what a restart finds."""
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(save_strategies, "write_sidecars", full)
+        door.save_megatron(sharded_state(Layout(), 1), 1, asynchronous=asynchronous)
+    assert door.save_strategy.last_error is None
+    check_load(door, Layout(), 1)
 
 
 class _Mine:

@@ -302,13 +302,21 @@ class _Writing:
             writer.set_up_storage_writer(False)
             writer.take_on(self._save, extra=self._extra, labels=self.labels, safe_globals=object_types())
             writer.write_data(self._plan, self._data.planner())
-            if self.files:
-                write_sidecars(Path(str(self.version.parent)), self.version.name, self.files)
+            self._write_files()
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
                 raise
         self._let_go()
+
+    def _write_files(self) -> None:
+        """Put the files beside the part, which is committed by now: it stays so whatever happens here."""
+        try:
+            if self.files:
+                write_sidecars(Path(str(self.version.parent)), self.version.name, self.files)
+        except (FlashpointError, OSError) as error:
+            text = "the files beside step %s cannot be written; a recovery writes what its objects keep of them: %s"
+            _log.warning(text, self.version.step, error)
 
     def fail(self, error: BaseException) -> None:
         """Give the save up. Nothing of it is left, unless it was committed."""

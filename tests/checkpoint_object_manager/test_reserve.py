@@ -13,7 +13,7 @@ from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, give_up_res
 from ml_flashpoint.format.digest import BLOCK_SIZE
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name, object_name, read_manifest
-from tests.checkpoint_object_manager.store_support import ARENA, files, manifest_of, write
+from tests.checkpoint_object_manager.store_support import ARENA, content, files, manifest_of, write
 
 pytestmark = pytest.mark.stores_any_bytes
 
@@ -127,3 +127,18 @@ def test_a_store_does_not_need_it(tmpfs: Path) -> None:
     store.commit(manifest_of(1, 0, "a1"), [arena])
     (store.directory / RESERVE).rmdir()
     store.close()
+
+
+def test_a_full_filesystem_can_be_opened_and_loaded_from(small_tmpfs: Path) -> None:
+    """Also by a rank that was never there: nothing is written for that."""
+    base = small_tmpfs / "job"
+    store = RankStore(base, 0)
+    store.commit(manifest_of(1, 0, "a-1"), [write(store.acquire(ARENA, exact=True), 0, "a-1")])
+    store.close()
+    fill(small_tmpfs)
+    for rank in (5, 0):
+        store = RankStore(base, rank)
+        fill(small_tmpfs)
+        with store.open_object("step-1_ckpt", object_name(0, "a-1")) as view:
+            assert len(view) >= len(content(0, "a-1"))
+        store.close()

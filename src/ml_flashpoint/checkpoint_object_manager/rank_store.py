@@ -409,8 +409,9 @@ class RankStore:
             if is_at(fd, path):
                 break
             os.close(fd)  # it was removed, with the directory, before it was locked
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # for others to see: a full filesystem can be loaded from without it
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
 
     def _register(self) -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ml_flashpoint.net.channel import timeval, track
@@ -37,6 +37,7 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
 """Seconds until a manager that could not be forked again is tried once more: twice as long each time, and at most."""
 _ANSWER_S = 30.0
+_END_S = 30.0
 _CODE_S = 5.0
 _SEND_S = 10.0
 _RECEIVED = 1 << 16
@@ -60,10 +61,11 @@ class Forked:
     control: socket.socket
     _watched: int
     _line: socket.socket
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def kill(self) -> None:
-        """SIGKILL, to this process and no other that has its id by now."""
-        with contextlib.suppress(OSError):
+        """SIGKILL, to this process and no other that has its id, or its descriptor, by now."""
+        with self._lock, contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._watched, signal.SIGKILL)
 
     def reap(self) -> str:
@@ -71,7 +73,8 @@ class Forked:
         self.kill()
         poll = select.poll()
         poll.register(self._watched, select.POLLIN)
-        poll.poll()
+        if not poll.poll(_END_S * 1000):
+            _log.error("the process %d of a manager does not end although it was killed", self.pid)
         code = None
         with contextlib.suppress(OSError, ValueError):  # a fork server that does not answer, or was killed
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_CODE_S))
@@ -85,9 +88,10 @@ class Forked:
         """Let go of it, without ending it."""
         self.control.close()
         self._line.close()
-        watched, self._watched = self._watched, -1
-        if watched >= 0:
-            os.close(watched)
+        with self._lock:
+            watched, self._watched = self._watched, -1
+            if watched >= 0:
+                os.close(watched)
 
 
 class ForkServer:
@@ -250,6 +254,7 @@ class Supervised:
     def abandon(self) -> None:
         """In a forked child: it is not the child's."""
         if self._process is not None:
+            self._process._lock = threading.Lock()  # may be held by a thread that does not exist here
             self._process.close()
 
     # ---- the thread ---------------------------------------------------------------------------------------

@@ -283,6 +283,6 @@ class PageLock:
         with self._lock, runtime.guard(_process.device) if usable else contextlib.nullcontext():
             held, self._held, self._locked = self._held, [], 0
             for begin in held:
-                _process.locked[begin // SLICE].pop(begin, None)
+                _process.locked.get(begin // SLICE, {}).pop(begin, None)
                 if usable and runtime.unregister(begin):
                     runtime.last_error()

@@ -29,6 +29,7 @@ from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection, RequestLostError
 from ml_flashpoint.net.reception import MAX_HANDSHAKES
 from ml_flashpoint.net.server import RequestServer
+from ml_flashpoint.replication.transfer_protocol import TRANSFERS
 from tests.net import requests_support
 from tests.net.requests_support import (
     DEADLINE_S,
@@ -363,7 +364,9 @@ def test_a_server_that_does_not_know_the_secret_is_refused(tmpfs: Path, answer: 
 
 
 def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo) -> None:
-    # The same secret, but without the purpose: neither can be taken for the other.
+    # The same secret, but another purpose, or none: neither can be taken for the other.
+    with pytest.raises(AuthenticationError, match="another purpose"):
+        Connection(address, SECRET, TRANSFERS, connect_timeout_s=DEADLINE_S)
     with raw(address) as sock:
         nonce = b"c" * handshake.NONCE_BYTES
         sock.sendall(handshake.greeting(nonce))

@@ -461,7 +461,7 @@ class Flashpoint:
             self._engine.close()
             if self._group is not None:
                 self._group.close()
-        self._saves.forget()
+        self._saves.close()
         self._guard.remove()
         release(self, self._key)
 

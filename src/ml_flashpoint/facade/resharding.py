@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.facade.planners import PACKED
+from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

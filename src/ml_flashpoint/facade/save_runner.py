@@ -1,6 +1,7 @@
 """Saves of a façade, one at a time: begun in the training thread, ended in the background.
 
-Owns the save under way, its outcome and the counters. What is saved, and when, is decided elsewhere.
+Owns the order of a save, its outcome and the counters. What is saved, and when, is decided elsewhere; what ranks say to
+each other about it is `save_exchange`'s.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+import torch
 
-from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.object_writer import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_identity import SaveIdentity
+from ml_flashpoint.facade.background import BackgroundThread
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
-from ml_flashpoint.facade.planners import FacadeSavePlanner, FailingSavePlanner, forget_plans
+from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
+from ml_flashpoint.facade.packed_state import item_bytes
+from ml_flashpoint.facade.save_exchange import SaveExchange
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -36,92 +39,30 @@ _log = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")
 
 
-class BlockingStager:
-    """Begins saves: the state is copied before :meth:`stage` returns, the rest happens in the background.
-
-    The seam for overlapping the copy with the next forward and backward: another object with this method, which
-    returns before the copy is done and holds the next optimizer step back until then.
-
-    Args:
-        writer: where saves go.
-        group: processes that save together; None without torch.distributed.
-    """
-
-    def __init__(self, writer: MemoryStorageWriter, group: LastingGroup | None) -> None:
-        self._writer = writer
-        self._lasting = group
-        self._group: dist.ProcessGroup | None = None
-        self._planned = group is None
-
-    def collect(self, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state of a save. Before the first, ranks plan together, or each would need room for what all of them
-        hold alike, of which it will write a share."""
-        if self._planned or self._lasting is None:
-            return collect()
-        self._planned = True
-        self._group = self._lasting.await_group()
-        return self._writer.collect_planned(collect, self._group)
-
-    def stage(
-        self,
-        state: dict[str, Any],
-        version: CheckpointContainerId,
-        planner: FacadeSavePlanner,
-        *,
-        beside: object = None,
-    ) -> Future[Any]:
-        """Begin the save of ``state`` as ``version``. The future ends when it is committed on all ranks, or failed.
-
-        Args:
-            beside: see `MemoryStorageWriter.beside`.
-        """
-        self._writer.beside(beside)
-        if self._lasting is not None:
-            self._group = self._lasting.await_group()
-        begun: Any = async_save(
-            state,
-            checkpoint_id=str(version),
-            storage_writer=self._writer,
-            planner=planner,
-            process_group=self._group,
-        )
-        ended: Future[Any] = getattr(begun, "upload_completion", begun)
-        return ended
-
-    def take_part(self, version: CheckpointContainerId, planner: FailingSavePlanner, error: Exception) -> None:
-        """Take part in a save that this rank could not begin: the others are saving, and learn by a plan that fails.
-
-        On the caller's thread, since it may be threads that there are no more of; the others are about to come.
-        """
-        self._writer.give_up_staged(error)
-        if self._lasting is not None and self._group is not None and self._lasting.group is self._group:
-            options: dict[str, Any] = {"storage_writer": self._writer, "planner": planner}
-            try:
-                save({}, checkpoint_id=str(version), process_group=self._group, **options)
-            except CheckpointException:  # which it ends with
-                pass
-            except Exception as failed:
-                groups, self._group = [self._group], None
-                self._lasting.broke(groups.pop(), failed)
-
-    def explain(self, error: BaseException) -> BaseException:
-        """The error of a save that has ended. DCP tells all ranks of what fails, by a `CheckpointException`: anything
-        else has ended the exchange on this rank alone, whose group the others cannot be met in any more."""
-        if self._lasting is None or isinstance(error, CheckpointException) or not isinstance(error, Exception):
-            return error
-        groups, self._group = [self._group], None
-        self._lasting.broke(groups.pop(), error)
-        return error if isinstance(error, FlashpointError) else self._lasting.failure("the save", error)
-
-
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """A save under way. ``ended`` is set after its outcome was taken note of."""
+    """A save under way.
 
-    step: int
+    Attributes:
+        identity: what all ranks call it, once they have agreed.
+        error: why this rank cannot write its share.
+        ended: set after its outcome was taken note of.
+    """
+
+    save: Save
+    version: CheckpointContainerId
+    proposal: SaveIdentity
     began: float
+    identity: SaveIdentity | None = None
+    captured: Captured | None = None
+    copies: Sequence[torch.Tensor] = ()
+    error: Exception | None = None
     ended: ReentrantEvent = field(default_factory=ReentrantEvent)
     withdrawn: BaseException | None = None
+
+    @property
+    def step(self) -> int:
+        return self.version.step or 0
 
 
 class SaveRunner:
@@ -152,15 +93,11 @@ class SaveRunner:
     ) -> None:
         self._tracked = tracked
         self._saver = saver
-        self._stager = BlockingStager(
-            # What is no tensor is checked by the planner, which can tell whose state it is.
-            MemoryStorageWriter(saver, safe_globals=safe_globals, trust_bytes=True),
-            group,
-        )
+        self._exchange = SaveExchange(group, safe_globals)
+        self._background = BackgroundThread("flashpoint-saves")
         self._guard = guard
         self._safe_globals = safe_globals
         self._deadline_s = deadline_s
-        self._plans = f"flashpoint-{id(self):x}-{time.monotonic_ns():x}"
         self._current: _UnderWay | None = None
         self._failure: FlashpointError | None = None
         self._outcome = threading.Lock()
@@ -195,44 +132,114 @@ class SaveRunner:
             self.blocked_total_s += self.blocked_s
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
+        save = None
         try:
-            planner = FacadeSavePlanner(self._plans, self._safe_globals)
-            state = self._stager.collect(self._tracked.to_save)
-            future = self._stager.stage(state, version, planner, beside=self._tracked.left_out)
-        except Exception as error:
-            self._stager.take_part(version, self._failing_planner(version, error), error)
-            self._fail(version, error)
+            save = self._saver.begin(exchanged=True)
+            under_way = _UnderWay(save, version, self._saver.propose(version, save), began)
+            leaves = self._exchange.look_at(self._tracked.to_save())
+        except Exception as error:  # of whatever kind: the others are about to come, and would wait
+            self._give_up(save, version, partial(self._exchange.refuse, error, version.step or 0))
             return
-        self._current = _UnderWay(version.step or 0, began)
-        future.add_done_callback(lambda done, save=self._current: self._end(save, version, done))  # type: ignore[misc]
+        if self._exchange.share is None and not self._give_up(save, version, partial(self._agree, under_way)):
+            return
+        try:
+            self._stage(under_way, leaves)
+        except Exception as error:
+            under_way.error = error
+        self._current = under_way
+        self._background.run(partial(self._go_on, under_way))
 
-    def _failing_planner(self, version: CheckpointContainerId, error: Exception) -> FailingSavePlanner:
-        # Errors of ours survive the way to the other ranks.
-        reason = as_flashpoint_error({-1: error}, step=version.step or 0, rank=self._saver.rank)
-        return FailingSavePlanner(self._plans, reason)
+    def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
+        """Take part in an exchange, here and now, and fail the save if that fails. Returns whether it did not."""
+        try:
+            exchange()
+        except Exception as error:
+            if save is not None:
+                self._saver.fail(save, error)
+            self._fail(version, error)
+            return False
+        return True
+
+    def _agree(self, under_way: _UnderWay) -> None:
+        under_way.identity = self._exchange.agree(under_way.proposal)
+
+    def _stage(self, under_way: _UnderWay, leaves: Leaves) -> None:
+        """Copy what this rank writes."""
+        share = self._share
+        under_way.captured = captured = share.capture(leaves)
+        keys = [*share.byte_keys, METADATA_KEY]
+        copies = self._saver.stage(under_way.save, captured.tensors, base=under_way.version.parent, byte_keys=keys)
+        assert copies is not None  # the base container is known
+        under_way.copies, captured.tensors = copies, []
+
+    @property
+    def _share(self) -> Share:
+        share = self._exchange.share
+        assert share is not None
+        return share
 
     # ---- ending -------------------------------------------------------------------------------------------
 
-    def _end(self, save: _UnderWay, version: CheckpointContainerId, future: Future[Any]) -> None:
-        """Called on the thread that carried the save out."""
-        with self._outcome:
-            self._take_note(save, version, future)
-
-    def _take_note(self, save: _UnderWay, version: CheckpointContainerId, future: Future[Any]) -> None:
+    def _go_on(self, under_way: _UnderWay) -> None:
+        """Carry a save out that was staged, or could not be. On the background's thread."""
+        error: BaseException | None = None
         try:
-            error = future.exception()
-            failure = save.withdrawn if error is None else self._stager.explain(error)
+            self._carry_out(under_way)
+        except BaseException as caught:  # whatever it is, nobody else would take note
+            error = caught
+            self._saver.fail(under_way.save, error)
+        self._end(under_way, error)
+
+    def _carry_out(self, under_way: _UnderWay) -> None:
+        save, failure, step = under_way.save, under_way.error, under_way.step
+        if under_way.identity is None and failure is not None:
+            self._exchange.refuse(failure, step)
+        if under_way.identity is None:
+            self._agree(under_way)
+        assert under_way.identity is not None
+        is_coordinator = self._saver.rank == 0
+        try:
+            self._saver.adopt(save, under_way.identity)
+            save.complete = False  # until all ranks have committed it
+            if failure is None:
+                self._saver.write(save, under_way.version, *self._items(under_way))
+                if not is_coordinator:
+                    self._saver.commit(save, labels={"door": "dcp"})
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            self._saver.fail(save, failure)
+
+        def commit(metadata: bytes) -> None:
+            labels = {"door": "dcp", METADATA_SCOPE: "global"}
+            self._saver.commit(save, extra=[(METADATA_KEY, metadata)], labels=labels)
+
+        self._exchange.conclude(failure, commit, step)
+        save.complete = True
+
+    def _items(self, under_way: _UnderWay) -> tuple[list[TensorItem], list[BytesItem]]:
+        captured, under_way.captured = under_way.captured, None
+        assert captured is not None
+        return self._share.named(captured, under_way.copies, partial(item_bytes, allowed=self._safe_globals))
+
+    def _end(self, under_way: _UnderWay, error: BaseException | None) -> None:
+        with self._outcome:
+            self._take_note(under_way, error)
+
+    def _take_note(self, under_way: _UnderWay, error: BaseException | None) -> None:
+        try:
+            failure = error or under_way.withdrawn
             if failure is not None:
-                self._fail(version, failure)
+                self._fail(under_way.version, failure)
                 return
             if self.failures_in_a_row:
-                _log.warning("saves work again from step %d on", save.step)
+                _log.warning("saves work again from step %d on", under_way.step)
             self.failures_in_a_row = 0
             self.saves += 1
-            self.committed_s = time.perf_counter() - save.began
-            self.last_saved = save.step
+            self.committed_s = time.perf_counter() - under_way.began
+            self.last_saved = under_way.step
         finally:
-            save.ended.set()
+            under_way.ended.set()
 
     def _withdraw(self, save: Save) -> None:
         """Called on a background thread: a save that was committed is damaged."""
@@ -252,8 +259,6 @@ class SaveRunner:
         failure = as_flashpoint_error(causes_of(error), step=version.step or 0, rank=self._saver.rank)
         if isinstance(failure, DivergedError) and failure.highest_step is not None:
             self._aligned_after = failure.highest_step
-        # No rank may go on with a plan that another one may not have.
-        forget_plans(self._plans)
         text = str(failure)
         self.failures += 1
         self.failures_in_a_row += 1
@@ -296,6 +301,6 @@ class SaveRunner:
         save = self._current
         return save is not None and not save.ended.is_set() and time.perf_counter() - save.began > self._deadline_s
 
-    def forget(self) -> None:
-        """Drop what torch keeps between saves. No save may follow."""
-        forget_plans(self._plans)
+    def close(self) -> None:
+        """End the background's thread, once it is through. No save may follow."""
+        self._background.close()

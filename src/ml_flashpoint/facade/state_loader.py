@@ -17,7 +17,8 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.facade.failures import explain
-from ml_flashpoint.facade.planners import PACKED, FacadeLoadPlanner
+from ml_flashpoint.facade.load_planner import FacadeLoadPlanner
+from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.facade.resharding import Resharding
 from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
-from ml_flashpoint.facade.planners import PACKED, PackedState
+from ml_flashpoint.facade.packed_state import PACKED, PackedState
 from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.staging.cuda import device_today

@@ -102,7 +102,7 @@ class LastingGroup:
         groups = [self.await_group()]
         try:
             collective(groups[0])
-        except RuntimeError as error:
+        except Exception as error:  # of whatever kind: the others may wait in it
             self.broke(groups.pop(), error)  # and not kept here
             raise self.failure(what, error) from error
 

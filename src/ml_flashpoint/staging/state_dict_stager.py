@@ -158,7 +158,7 @@ class TensorLeaves:
         if plain is not None:
             self._add(plain, path)
         else:  # a meta tensor, too: it is an error only if the plan wants it
-            self._keep(self._copied(value, lambda tensor: _whole_copy(tensor, path)), path)
+            self._keep(self._copied(value, lambda tensor: whole_copy(tensor, path)), path)
 
     def _build(self, value: Any, leaves: Iterator[int], copies: Iterator[Any], new: Sequence[torch.Tensor]) -> Any:
         """What :meth:`_collect` took apart, put together in the same order."""
@@ -217,13 +217,30 @@ def _memory_of(value: torch.Tensor) -> torch.Tensor | None:
     return local if is_plain_strided(local) and not local.is_meta else None
 
 
-def _whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
+def check_storable(tensor: torch.Tensor, path: str) -> None:
+    """Refuse tensors that torch's checkpoints have no place for.
+
+    Args:
+        path: its place in the state.
+
+    Raises:
+        SaveError: says which.
+    """
     if tensor.is_nested or tensor.is_mkldnn:
         kind = "nested" if tensor.is_nested else "in MKLDNN's layout"
         raise SaveError(
             f"the tensor {path!r} is {kind}, which torch's checkpoints have no place for",
             hint="save what it is made of: for example its values and offsets, or to_dense()",
         )
+
+
+def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """A copy of a tensor that is more than its memory, to be saved as bytes.
+
+    Raises:
+        SaveError: see :func:`check_storable`.
+    """
+    check_storable(tensor, path)
     # Not on a device: it is pickled later, by another thread, for which the device works in another order.
     return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
 

@@ -1,0 +1,306 @@
+"""What one rank has to save: DCP's write items for its state, and where their data are in each state to come.
+
+Owns when a state counts as of the same structure as the one before, so that nothing has to be planned for it, and
+which values of a state are copied as tensors and which as bytes. Who writes what of it is `plan_agreement`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ml_flashpoint.adapter.pytorch.plan_items import item_keys
+from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.format.errors import NotStagedError, SaveError
+from ml_flashpoint.staging.copy import view_identity
+from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
+
+_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Leaves:
+    """The values of a nested state dict, in the order of DCP's names for them: mappings and lists are gone into as
+    DCP does.
+
+    Attributes:
+        values: tensors and everything else.
+        shape: how they are nested, with the keys. Equal for two states exactly if their values are in the same places.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.values: list[Any] = []
+        self.shape: list[Any] = []
+        self._go_into(state)
+
+    def _go_into(self, value: Mapping[str, Any] | list[Any]) -> None:
+        values, shape = self.values, self.shape
+        items: Any = value
+        # With the number of values before it, the place of each container follows from those of the others.
+        if isinstance(value, list):
+            shape += (len(values), len(value))
+        else:
+            shape += (len(values), tuple(value))
+            items = value.values()
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                values.append(item)
+            elif isinstance(item, Mapping) or (isinstance(item, list) and _has_inner(item)):
+                self._go_into(item)
+            else:
+                values.append(item)
+
+    def paths(self, state: Mapping[str, Any]) -> Iterator[tuple[str | int, ...]]:
+        """The path of each value, as DCP gives them, for the state that this was made of."""
+
+        def walk(value: Mapping[str, Any] | list[Any], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+            pairs: Any = enumerate(value) if isinstance(value, list) else ((str(k), v) for k, v in value.items())
+            for key, item in pairs:
+                if isinstance(item, Mapping) or (isinstance(item, list) and _has_inner(item)):
+                    yield from walk(item, (*path, key))
+                else:
+                    yield (*path, key)
+
+        return walk(state, ())
+
+
+def _has_inner(value: list[Any]) -> bool:
+    """Whether DCP gives the elements of a list names of their own."""
+    return any(
+        isinstance(each, (torch.Tensor, Mapping)) or (isinstance(each, list) and _has_inner(each)) for each in value
+    )
+
+
+class Structure:
+    """All of a state but its content, as far as plans depend on it.
+
+    Args:
+        leaves: of the state.
+    """
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._shape = leaves.shape
+        self._kinds = list(map(type, leaves.values))
+        self._tensors = [i for i, value in enumerate(leaves.values) if isinstance(value, torch.Tensor)]
+        tensors = self._tensors_of(leaves)
+        self._sizes, self._dtypes, self._layouts = _sizes(tensors), _dtypes(tensors), _layouts(tensors)
+        self._sharded = [i for i in self._tensors if type(leaves.values[i]) not in _PLAIN]
+        self._shards = self._shards_of(leaves)
+
+    def is_of(self, leaves: Leaves) -> bool:
+        """Whether another state has the same structure: a plan for one is a plan for the other."""
+        if leaves.shape != self._shape or list(map(type, leaves.values)) != self._kinds:
+            return False
+        tensors = self._tensors_of(leaves)
+        # Layouts first: of one that there was no plan for, a tensor may have no size.
+        return (
+            _layouts(tensors) == self._layouts
+            and _dtypes(tensors) == self._dtypes
+            and not any(tensor.is_nested for tensor in tensors)
+            and _sizes(tensors) == self._sizes
+            and self._shards_of(leaves) == self._shards
+        )
+
+    def _tensors_of(self, leaves: Leaves) -> list[torch.Tensor]:
+        values = leaves.values
+        return [values[i] for i in self._tensors]
+
+    def _shards_of(self, leaves: Leaves) -> list[object]:
+        return [_shards(leaves.values[i]) for i in self._sharded]
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]
+
+
+def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors]
+
+
+def _layouts(tensors: Sequence[torch.Tensor]) -> list[torch.layout]:
+    return [tensor.layout for tensor in tensors]
+
+
+def _shards(value: Any) -> object:
+    """What says which part of a tensor is on this rank."""
+    if isinstance(value, DTensor):
+        return value._spec, value._local_tensor.shape
+    if isinstance(value, ShardedTensor):
+        return [shard.metadata for shard in value.local_shards()]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the data of an item are: which value of the state, and which of its local shards, if it has such."""
+
+    value: int
+    shard: int | None = None
+
+    def tensor(self, values: Sequence[Any]) -> torch.Tensor:
+        value = values[self.value]
+        if type(value) in _PLAIN:
+            return value  # type: ignore[no-any-return]
+        if self.shard is not None:
+            value = value.local_shards()[self.shard].tensor
+        return materialized(value._local_tensor if isinstance(value, DTensor) else value)
+
+
+class LocalPlan:
+    """What a rank has to save, of states of one structure.
+
+    Args:
+        state: the first of them.
+        leaves: of that state.
+        coordinator: whether this rank is, to DCP's planner.
+
+    Raises:
+        SaveError: a tensor is of a kind that checkpoints have no place for.
+        ValueError: two values have one name.
+
+    Attributes:
+        plan: DCP's, with all that this rank has, whoever writes it.
+    """
+
+    def __init__(self, state: Mapping[str, Any], leaves: Leaves, *, coordinator: bool) -> None:
+        values = {path: index for index, path in enumerate(leaves.paths(state))}
+        for path, index in values.items():
+            if isinstance(tensor := leaves.values[index], torch.Tensor):
+                check_storable(tensor, ".".join(map(str, path)))
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=coordinator)
+        self.plan: SavePlan = planner.create_local_plan()
+        self.structure = Structure(leaves)
+        self.sources: list[_Source] = []
+        for item in self.plan.items:
+            value = values[planner.mappings[item.index.fqn]]
+            shard = None
+            if isinstance(sharded := leaves.values[value], ShardedTensor):
+                found = planner.lookup_object(item.index)
+                shard = next(i for i, each in enumerate(sharded.local_shards()) if each.tensor is found)
+            self.sources.append(_Source(value, shard))
+
+
+@dataclass(slots=True)
+class Captured:
+    """What one rank writes of one state, taken out of it. Training may go on once its tensors are copied.
+
+    Attributes:
+        tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of.
+        whole: copies of tensors that are more than their memory, by item.
+        values: copies of everything else, by item.
+    """
+
+    tensors: list[TensorItem] = field(default_factory=list)
+    whole: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Share:
+    """What a rank writes of its own plan, and how to take it out of states of that plan's structure.
+
+    Args:
+        local: the rank's plan.
+        wanted: which of its items, by number, in order.
+
+    Attributes:
+        items: the plan's items that are written.
+        keys: the name of each in the object.
+    """
+
+    def __init__(self, local: LocalPlan, wanted: Sequence[int]) -> None:
+        self.items: list[WriteItem] = [local.plan.items[number] for number in wanted]
+        self.keys = item_keys(self.items)
+        self._sources = [local.sources[number] for number in wanted]
+        # Which of the captured tensors each item is of, and which sources those are; known from the first capture.
+        self._of: dict[int, int] = {}
+        self._first: list[int] = []
+        self._others: list[int] = []
+        self._ties: list[tuple[int, int]] = []
+        self._sorted = False
+
+    @property
+    def byte_keys(self) -> list[str]:
+        """Names of the items that will be bytes, as far as that is known before they are captured."""
+        return [key for item, key in zip(self.items, self.keys, strict=True) if item.type is WriteItemType.BYTE_IO]
+
+    def capture(self, leaves: Leaves) -> Captured:
+        """Take what is to be written out of a state.
+
+        Raises:
+            NotStagedError: a tensor has no data.
+            SaveError: a tensor is of a kind that checkpoints have no place for, or a value could not be copied.
+        """
+        values, captured = leaves.values, Captured()
+        if not self._is_tied_as_before(values):
+            self._sort(values)
+        keys, sources = self.keys, self._sources
+        captured.tensors = [(keys[i], sources[i].tensor(values)) for i in self._first]
+        for number in self._others:
+            item, source = self.items[number], sources[number]
+            if item.type is WriteItemType.BYTE_IO:
+                captured.values[number] = _copied(values[source.value], item.index.fqn)
+            else:
+                captured.whole[number] = whole_copy(source.tensor(values), item.index.fqn)
+        return captured
+
+    def _is_tied_as_before(self, values: Sequence[Any]) -> bool:
+        """Whether the plain tensors are known, and those that were one and the same are so still."""
+        sources = self._sources
+        return self._sorted and all(
+            view_identity(sources[a].tensor(values)) == view_identity(sources[b].tensor(values)) for a, b in self._ties
+        )
+
+    def _sort(self, values: Sequence[Any]) -> None:
+        self._of, self._first, self._others, self._ties = {}, [], [], []
+        seen: dict[tuple[object, ...], int] = {}
+        for number, (item, source) in enumerate(zip(self.items, self._sources, strict=True)):
+            if item.type is WriteItemType.BYTE_IO:
+                self._others.append(number)
+                continue
+            tensor = source.tensor(values)
+            if tensor.is_meta:
+                raise NotStagedError(f"tensor {item.index.fqn!r} has no data: it is a meta tensor", hint="give it data")
+            if not is_plain_strided(tensor):
+                self._others.append(number)
+                continue
+            first = seen.setdefault(view_identity(tensor), number) if tensor.numel() else number
+            if first == number:
+                self._of[number] = len(self._first)
+                self._first.append(number)
+            else:
+                self._of[number] = self._of[first]
+                self._ties.append((first, number))
+        self._sorted = True
+
+    def named(
+        self, captured: Captured, copies: Sequence[torch.Tensor], encode: Callable[[str, Any], bytes]
+    ) -> tuple[list[TensorItem], list[BytesItem]]:
+        """The items under their names: tensors and bytes.
+
+        Args:
+            copies: of ``captured.tensors``.
+            encode: makes bytes of an item, given its FQN, that is no tensor or more than one's memory.
+        """
+        keys, items = self.keys, self.items
+        tensors = [(keys[number], copies[index]) for number, index in self._of.items()]
+        others = {**captured.values, **captured.whole}
+        return tensors, [(keys[n], encode(items[n].index.fqn, others[n])) for n in sorted(others)]
+
+
+def _copied(value: Any, fqn: str) -> Any:
+    """What training changes later must not show up in the checkpoint."""
+    if isinstance(value, _IMMUTABLE):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # of whatever kind a value's own copying raises
+        raise SaveError(f"the value {fqn!r} cannot be copied: {type(error).__name__}: {error}") from error

@@ -101,15 +101,6 @@ def test_another_structure_is_staged_whole() -> None:
         assert _needed(omission, state) == list(state)
 
 
-def test_what_another_rank_saves_alone_is_structure_too() -> None:
-    omission = Omission()
-    for beside in ((), ("buffer",), ()):
-        omission.beside(beside)
-        assert _needed(omission, _state("a", "b")) == ["a", "b"]
-        omission.watch(_saved({"b"}), whole=True)
-        assert _needed(omission, _state("a", "b")) == ["a"]
-
-
 def test_a_save_of_an_earlier_structure_teaches_nothing() -> None:
     omission = Omission()
     _needed(omission, _state("a", "b"))

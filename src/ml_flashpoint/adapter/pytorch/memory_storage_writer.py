@@ -13,14 +13,13 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, planned_first, tensor_names
+from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
 from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, resolve_items, written_plan
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
@@ -152,22 +151,6 @@ class MemoryStorageWriter(StorageWriter):
 
     # ---- AsyncStager --------------------------------------------------------------------------------------
 
-    def collect_planned(self, collect: Callable[[], dict[str, Any]], group: dist.ProcessGroup) -> dict[str, Any]:
-        """What ``collect`` returns, to be saved next by torch's planner: :meth:`stage` will know what of it other ranks
-        write, and take no room for that. Collective; for a first save.
-
-        Raises:
-            Exception: what ``collect`` raised on this rank.
-        """
-        state, others = planned_first(collect, group)
-        self._omission.foresee(others)
-        return state
-
-    def beside(self, structure: object) -> None:
-        """Say what this rank leaves to another one to save, beside the states to come. Where it changes, which is when
-        it does not compare equal, what other ranks write changes, too."""
-        self._omission.beside(structure)
-
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the tensors of a state dict into an arena; the state dict returned consists of the copies.
 
@@ -260,7 +243,7 @@ class MemoryStorageWriter(StorageWriter):
             return
         _log.error("an asynchronous save is still under way after %.0f s; going on beside it", seal_deadline_s())
 
-    def give_up_staged(self, error: Exception) -> None:
+    def _give_up_staged(self, error: Exception) -> None:
         """Give up the state that was staged last, if no thread has taken it on: none could be started."""
         if self._in_flight is not None and (save := self._in_flight[0]).worker is None:
             self._in_flight = None
@@ -311,7 +294,7 @@ class MemoryStorageWriter(StorageWriter):
         text = f"other ranks have gone on to step {self._passed[-1]} without this save"
         error = DivergedError(text, step=step, rank=self._saver.rank)
         self._passed = range(step + 1, self._passed.stop)
-        self.give_up_staged(error)
+        self._give_up_staged(error)
         raise error
 
     @classmethod

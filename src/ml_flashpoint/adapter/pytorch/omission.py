@@ -2,21 +2,17 @@
 
 Owns what is learned of that from one save for the next. DCP leaves out replicated tensors only when it plans,
 which in asynchronous saves is after they were staged; but as long as structure and planner stay, so does the
-plan. A wrong guess costs a save and never a byte: what was not staged has no data to write. A door that knows which
-ranks save together can have its first save planned twice, so that even that stages no more than it writes.
+plan. A wrong guess costs a save and never a byte: what was not staged has no data to write. Doors that know which ranks
+save together need none of this: they plan before they stage.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 
@@ -34,31 +30,20 @@ class Omission:
 
     def __init__(self) -> None:
         self._structure: object = None
-        self._beside: object = None
         self._others: frozenset[str] = frozenset()
-        self._foreseen: frozenset[str] = frozenset()
         self._failures = 0
         self._open: list[tuple[Save, object, frozenset[str]]] = []
 
     def needed(self, leaves: TensorLeaves) -> list[int]:
         """Indices of the tensors to stage."""
         self._learn()
-        structure = (leaves.structure, self._beside)
+        structure = leaves.structure
         if structure != self._structure:
-            self._structure, self._others, self._failures = structure, self._foreseen, 0
-            self._foreseen = frozenset()
+            self._structure, self._others, self._failures = structure, frozenset(), 0
         if not self._others or _ambiguous(leaves):
             return list(range(len(leaves.tensors)))
         others = self._others
         return sorted({i for path, i in zip(leaves.paths, leaves.indices, strict=True) if path not in others})
-
-    def foresee(self, others: frozenset[str]) -> None:
-        """Leave these out of the next state, if its structure is a new one: see :func:`planned_first`."""
-        self._foreseen = others
-
-    def beside(self, structure: object) -> None:
-        """Say what this rank has beside the states to come and leaves to another one: if it changes, so do plans."""
-        self._beside = structure
 
     def watch(self, save: Save, *, whole: bool) -> None:
         """Learn from a save of the state given last, once its outcome is known.
@@ -87,47 +72,6 @@ class Omission:
         elif others is not None:
             # A save that failed for another reason teaches, too: there may be no room to stage the whole again.
             self._others = others if self._failures < 2 else self._others & others
-
-
-def planned_first(
-    collect: Callable[[], dict[str, Any]], group: dist.ProcessGroup
-) -> tuple[dict[str, Any], frozenset[str]]:
-    """A state and the names of its tensors that other ranks will write, as torch's planner has it. Collective.
-
-    Args:
-        collect: makes this rank's state.
-        group: the ranks that will save together.
-
-    Raises:
-        Exception: what ``collect`` raised here. If anything else fails, on whichever rank, no names are known.
-    """
-    planner = DefaultSavePlanner()
-    collected: list[dict[str, Any]] = []
-    own: list[SavePlan] = []
-    wrong: list[Exception] = []
-
-    def local_step() -> SavePlan:
-        try:
-            collected.append(collect())
-        except Exception as error:
-            wrong.append(error)
-            raise
-        planner.set_up_planner(collected[0], is_coordinator=dist.get_rank(group) == 0)
-        own.append(planner.create_local_plan())
-        return own[0]
-
-    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-        return planner.create_global_plan(plans)[0]
-
-    others: frozenset[str] | None = None
-    try:
-        final = _DistWrapper(group, True, 0).reduce_scatter("plan", local_step, global_step)
-        others = left_to_others(planner, tensor_names(own[0]), final)
-    except (Exception, CheckpointException) as error:  # the save itself will meet it again, and say so
-        _log.debug("the first save cannot be planned ahead: %s", error)
-    if wrong or not collected:
-        raise wrong[0] if wrong else RuntimeError("the state was not collected")
-    return collected[0], others or frozenset()
 
 
 def tensor_names(plan: SavePlan) -> frozenset[str] | None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from ml_flashpoint.core.arguments import (
     checked_base,
@@ -33,6 +34,7 @@ from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
+from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
@@ -72,8 +74,10 @@ class Flashpoint:
     from any.
 
     The state saved is that of all tracked objects, and of the random number generators of Python, NumPy, torch and
-    CUDA. The version of step n holds the state after n steps. Saving copies the state while the loop waits
-    (`Health.blocked_s`) and does everything else in the background; one save at most is under way.
+    CUDA. The version of step n holds the state after n steps. What tracked optimizers update is copied while the next
+    forward and backward run, and their next ``step()`` waits for what is left of that: see `before_update`. Everything
+    else is copied while the loop waits (`Health.blocked_s`). The rest of a save is done in the background; one save at
+    most is under way.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -98,6 +102,10 @@ class Flashpoint:
             what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
             that of rank r modulo the old number, random numbers and place in the data included.
 
+        overlap: copy parameters and optimizer state while training goes on. Off, the loop waits until all is copied.
+        verify_staging: compare the content of all that is copied while training goes on, before and after, and fail
+            saves where it differs: for tests, and loops that change parameters otherwise. Slow.
+
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
         JobInUseError: a live process, or another `Flashpoint` of this one, uses the base container as this rank.
@@ -120,6 +128,8 @@ class Flashpoint:
         discard_existing: bool = False,
         verify_saves: str = "sample",
         on_world_size_change: str = "raise",
+        overlap: bool = True,
+        verify_staging: bool = False,
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -130,6 +140,9 @@ class Flashpoint:
         allowed = checked_globals(safe_globals)
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         discard_existing = checked_bool("discard_existing", discard_existing)
+        staging = Overlap(
+            wanted=checked_bool("overlap", overlap), verify=checked_bool("verify_staging", verify_staging)
+        )
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
 
         self._world = _default_group()
@@ -144,6 +157,7 @@ class Flashpoint:
             self._guard,
             safe_globals=allowed,
             deadline_s=self._deadline_s,
+            overlap=Overlap(wanted=overlap, verify=verify_staging),
         )
         self._states = StateLoader(
             self._tracked,
@@ -223,6 +237,8 @@ class Flashpoint:
         functions = checked_reshard(reshard, named)
         for name, value in named.items():
             self._tracked.add(name, value, functions.get(name))
+            if isinstance(value, Optimizer):
+                self._saves.overlap.watch(value)
         return self
 
     # ---- recovery -----------------------------------------------------------------------------------------
@@ -339,6 +355,11 @@ class Flashpoint:
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._save(self._steps if step is None else checked_integer("step", step, 0, MAX_STEP))
         self._raise_failure()
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes parameters of
+        a tracked optimizer, or its state: else the save fails, and from then on the loop waits for all copies."""
+        self._saves.before_update()
 
     def _save(self, step: int) -> None:
         self._saves.save(self._engine.version(step))

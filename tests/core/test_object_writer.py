@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
-from ml_flashpoint.core.object_writer import BytesItem, ObjectWriter, TensorItem, WrittenObject
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem, WrittenObject
+from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.format.object_format import parse_header

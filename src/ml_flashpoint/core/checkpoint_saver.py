@@ -28,11 +28,8 @@ from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
-from ml_flashpoint.core.object_writer import (
-    ObjectWriter,
-    StagedObject,
-    TensorItem,
-)
+from ml_flashpoint.core.object_stages import StagedObject, TensorItem
+from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
@@ -205,6 +202,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         *,
         base: CheckpointContainerId | None = None,
         byte_keys: Sequence[str] = (),
+        late_from: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
         """Copy tensors away now, to be named by the write.
 
@@ -212,6 +211,9 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             tensors: names (only to size the header) and plain strided tensors on any device.
             base: base container of the save, where it is known this early; else the one used last.
             byte_keys: names of the byte items, where they are known this early.
+            late_from: number of the first tensor that does not change before somebody has waited for its copy, which
+                is left to others then: see `StagedObject.late`.
+            check: see `LateCopy`.
 
         Returns:
             The copies, in order; None if there is no base container yet to copy them into.
@@ -229,8 +231,13 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 lambda arena: self._release(save, store, arena),
                 tensors,
                 byte_keys,
+                late_from=late_from,
+                check=check,
             )
             save.stage(staged)
+            if staged.late is not None:
+                save.enter()  # for those who go on copying
+                staged.late.when_over(lambda: self._leave(save))
         return staged.views
 
     def offer(self, save: Save) -> None:
@@ -260,6 +267,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             # Whoever writes to its arenas, here or in another process, keeps them, and comes here once it does no more.
             arenas = None if save.key in self._handed_off else save.release_unless_written()
         self._commits.go_on()
+        if save.staged is not None and save.staged.late is not None:
+            save.staged.late.cancel(error)
         if arenas is None:
             return
         for object_ in (save.staged, save.filled):

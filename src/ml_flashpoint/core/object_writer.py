@@ -11,18 +11,16 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, block_count, digest_workers
+from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError
-from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
     Entry,
     HeaderTemplate,
@@ -34,111 +32,14 @@ from ml_flashpoint.format.object_format import (
 )
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
+from ml_flashpoint.staging.late_copy import SLICE as LATE_SLICE
+from ml_flashpoint.staging.late_copy import LateCopy
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.staging.transfer_plan import Memo
 
-TensorItem = tuple[str, torch.Tensor]
-BytesItem = tuple[str, bytes]
 Acquire = Callable[[int], Arena]
 
 _APPEND_ALIGNMENT = 64
-
-
-@dataclass(slots=True, eq=False)
-class Interior:
-    """Bytes ``begin:end`` of an object that stay as they are until it is committed, being digested meanwhile.
-
-    Whatever is still to be written goes before or behind them; of their digests, those count whose blocks lie
-    wholly within both them and the object. Travels to a saving process by pickle.
-
-    Attributes:
-        block_size: bytes of a block.
-        digester: computes the digests of :attr:`blocks`; None once they are known.
-    """
-
-    begin: int
-    end: int
-    block_size: int
-    digester: BlockDigester | None = None
-    _digests: tuple[str, ...] = ()
-
-    @property
-    def blocks(self) -> range:
-        """The blocks that lie wholly within."""
-        first = block_count(self.begin, self.block_size)
-        return range(first, max(first, self.end // self.block_size))
-
-    def digests(self) -> tuple[str, ...]:
-        """Digests of those blocks; waits for the ones still being computed."""
-        if self.digester is not None:
-            self._digests = self.digester.finish()
-            self.digester = None
-        return self._digests
-
-    def discard(self) -> None:
-        """Stop digesting: the bytes will not be used."""
-        if self.digester is not None:
-            self.digester.abort()
-            self.digester = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Interior, (self.begin, self.end, self.block_size, None, self.digests())
-
-
-@dataclass(slots=True, eq=False)
-class StagedObject:
-    """Tensors copied into an arena and not yet named. Travels to a saving process by pickle.
-
-    Attributes:
-        arena_path: file of the arena.
-        interior: where the copies lie; what is before is room for the header.
-        views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
-    """
-
-    arena_path: Path
-    interior: Interior
-    views: list[ArenaTensor] = field(default_factory=list, repr=False)
-    arena: Arena | None = None
-
-    def discard(self) -> None:
-        """Stop digesting: the bytes will not be used."""
-        self.interior.discard()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StagedObject, (self.arena_path, self.interior)
-
-
-@dataclass(slots=True, eq=False)
-class FilledObject:
-    """An object whose items are in place, and whose header and digests wait for what may still be added.
-
-    Attributes:
-        interior: what stays as it is.
-    """
-
-    arena: Arena
-    layout: Layout
-    byte_items: list[BytesItem]
-    metadata: Mapping[str, str] | None
-    interior: Interior
-
-    def discard(self) -> None:
-        """Stop digesting: the bytes will not be used."""
-        self.interior.discard()
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenObject:
-    """An object whose bytes and digests are final, not yet committed."""
-
-    arena: Arena
-    size: int
-    digests: tuple[str, ...]
-    block_size: int
-
-    def record(self, name: str) -> ObjectRecord:
-        """Its entry in a manifest."""
-        return ObjectRecord(name, self.size, self.arena.size, self.digests, self.block_size)
 
 
 _Signature = tuple[list[tuple[str, torch.dtype, torch.Size]], list[str]]
@@ -180,6 +81,7 @@ class ObjectWriter:
     def __init__(self, *, cache: bool = True) -> None:
         self._cache = cache
         self._staged_plan: _Cached | None = None
+        self._split: tuple[_Cached, int, tuple[list[int], list[int], list[Piece]]] | None = None
         self._plan: _Cached | None = None
         self._named: tuple[object, Layout] | None = None
         self._extra_bytes = 0
@@ -195,6 +97,9 @@ class ObjectWriter:
         release: Callable[[Arena], None],
         tensors: Sequence[TensorItem],
         byte_keys: Sequence[str] = (),
+        *,
+        late_from: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> StagedObject:
         """Copy tensors into an arena now; :meth:`write` names them later.
 
@@ -203,6 +108,8 @@ class ObjectWriter:
             release: takes it back if the copy fails.
             tensors: plain strided tensors on any device. Names are only used to size the header, and must differ.
             byte_keys: names of byte items, if there will be many: the header gets room for them.
+            late_from: number of the first tensor that need not be copied now: see `StagedObject.late`.
+            check: see `LateCopy`.
         """
         plan = self._planned(self._staged_plan, tensors, list(byte_keys))
         if self._cache:
@@ -212,11 +119,45 @@ class ObjectWriter:
         try:
             views = self._views(arena, layout)
             # The caller waits for the copy, and digests would take memory bandwidth from it: they come after.
-            interior = self._copy_and_digest(arena, plan, views, tensors, follow=False)
+            late = None
+            if late_from is None:
+                interior = self._copy_and_digest(arena, plan, views, tensors, follow=False)
+            else:
+                interior, late = self._copy_some(arena, plan, views, tensors, late_from, check)
         except BaseException:
             release(arena)
             raise
-        return StagedObject(arena.path, interior, plan.in_callers_order(views), arena)
+        return StagedObject(arena.path, interior, plan.in_callers_order(views), arena, late)
+
+    def _copy_some(
+        self,
+        arena: Arena,
+        plan: _Cached,
+        views: Sequence[torch.Tensor],
+        tensors: Sequence[TensorItem],
+        late_from: int,
+        check: Callable[[], None],
+    ) -> tuple[Interior, LateCopy]:
+        """Copy the first tensors, and prepare the copy of the others. Digesting begins once all is copied."""
+        sources = plan.in_file_order(tensors)
+        now, later, pieces = self._split_at(plan, late_from)
+        copy_all([views[i] for i in now], [sources[i] for i in now])
+        late = LateCopy([views[i] for i in later], [sources[i] for i in later], pieces, check)
+        interior, digester, _ = _digested(arena, plan.layout)
+        interior.digester = digester
+        late.when_over(lambda: digester.abort() if late.error is not None else digester.advance(0, digester.size))
+        return interior, late
+
+    def _split_at(self, plan: _Cached, late_from: int) -> tuple[list[int], list[int], list[Piece]]:
+        """Entries of what is copied now, of what is copied late, and the pieces of the latter."""
+        known = self._split
+        if known is None or known[0] is not plan or known[1] != late_from:
+            order = plan.order or range(len(plan.layout.tensors))
+            now = [entry for entry, number in enumerate(order) if number < late_from]
+            later = [entry for entry, number in enumerate(order) if number >= late_from]
+            pieces = cut((plan.layout.tensors[entry].nbytes for entry in later), LATE_SLICE)
+            known = self._split = (plan, late_from, (now, later, pieces))
+        return known[2]
 
     def learn(self, staged: StagedObject, size: int) -> None:
         """Take note that what was staged became an object of ``size`` bytes: as much will follow the next time."""
@@ -253,11 +194,8 @@ class ObjectWriter:
         follow: bool = True,
     ) -> Interior:
         """Copy; digesting goes on after this returns, and with ``follow`` begins close behind the copy."""
-        data_end = plan.layout.tensors[-1].end if plan.layout.tensors else plan.layout.data_start
-        interior = Interior(plan.layout.data_start, data_end, knobs.block_bytes())
-        blocks, size = interior.blocks, interior.block_size
-        begin, end = blocks.start * size, blocks.stop * size
-        digester = BlockDigester(arena.buffer[begin:end], end - begin, digest_workers(), block_size=size)
+        interior, digester, begin = _digested(arena, plan.layout)
+        end = begin + digester.size
         done = begin
 
         def on_copied(nbytes: int) -> None:
@@ -411,6 +349,15 @@ class _CannotNameError(Exception):
 
 def _with_byte_items(layout: Layout, byte_items: Sequence[BytesItem], interior: Interior) -> Layout:
     return with_byte_items(layout, [(key, len(data)) for key, data in byte_items], interior.end)
+
+
+def _digested(arena: Arena, layout: Layout) -> tuple[Interior, BlockDigester, int]:
+    """The interior of an object to be, what digests its blocks, and where the first of them begins."""
+    data_end = layout.tensors[-1].end if layout.tensors else layout.data_start
+    interior = Interior(layout.data_start, data_end, knobs.block_bytes())
+    blocks, size = interior.blocks, interior.block_size
+    begin, end = blocks.start * size, blocks.stop * size
+    return interior, BlockDigester(arena.buffer[begin:end], end - begin, digest_workers(), block_size=size), begin
 
 
 def _complete_digests(arena: Arena, size: int, interior: Interior) -> tuple[str, ...]:

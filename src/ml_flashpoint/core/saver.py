@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.core.object_writer import BytesItem, FilledObject, ObjectWriter, StagedObject, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, FilledObject, StagedObject, TensorItem
+from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, later_than
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
+from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest, object_name
 
 
@@ -144,6 +146,8 @@ class MLFlashpointCheckpointSaver(ABC):
     ) -> None:
         store = self._store(base)
         staged = save.staged
+        if staged is not None and staged.late is not None:
+            staged.late.wait(seal_deadline_s())
         arena = self._arena_of(staged) if staged is not None else None
         if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
             # Staged for another base container: its bytes are as good as any other tensor.
@@ -168,8 +172,11 @@ class MLFlashpointCheckpointSaver(ABC):
         try:
             yield
         finally:
-            if save.leave() and save.error is not None:
-                self.fail(save, save.error)
+            self._leave(save)
+
+    def _leave(self, save: Save) -> None:
+        if save.leave() and save.error is not None:
+            self.fail(save, save.error)
 
     def _number_alone(self, save: Save, version: CheckpointContainerId) -> None:
         mine = self.propose(version, save)

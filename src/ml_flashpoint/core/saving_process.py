@@ -19,7 +19,8 @@ from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import re
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import commit_part
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
-from ml_flashpoint.core.object_writer import ObjectWriter, StagedObject
+from ml_flashpoint.core.object_stages import StagedObject
+from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, newest_of_other_runs
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ml_flashpoint.checkpoint_object_manager.version_files import is_sidecar_name
-from ml_flashpoint.core.object_writer import BytesItem
+from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError

@@ -7,7 +7,7 @@ which values of a state are copied as tensors and which as bytes. Who writes wha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.staging.copy import view_identity
 from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
@@ -195,11 +195,13 @@ class Captured:
 
     Attributes:
         tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of.
+        late_from: number of the first of them that its owner updates, so that it may be copied later than the others.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
     """
 
     tensors: list[TensorItem] = field(default_factory=list)
+    late_from: int = 0
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
 
@@ -223,6 +225,7 @@ class Share:
         # Which of the captured tensors each item is of, and which sources those are; known from the first capture.
         self._of: dict[int, int] = {}
         self._first: list[int] = []
+        self._late_from = 0
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
@@ -232,8 +235,12 @@ class Share:
         """Names of the items that will be bytes, as far as that is known before they are captured."""
         return [key for item, key in zip(self.items, self.keys, strict=True) if item.type is WriteItemType.BYTE_IO]
 
-    def capture(self, leaves: Leaves) -> Captured:
+    def capture(self, leaves: Leaves, owned: Callable[[], Collection[int]] = frozenset) -> Captured:
         """Take what is to be written out of a state.
+
+        Args:
+            owned: gives the addresses of tensors that may be copied late. Asked only for another structure: which ones
+                these are is taken to stay.
 
         Raises:
             NotStagedError: a tensor has no data.
@@ -241,9 +248,10 @@ class Share:
         """
         values, captured = leaves.values, Captured()
         if not self._is_tied_as_before(values):
-            self._sort(values)
+            self._sort(values, owned())
         keys, sources = self.keys, self._sources
         captured.tensors = [(keys[i], sources[i].tensor(values)) for i in self._first]
+        captured.late_from = self._late_from
         for number in self._others:
             item, source = self.items[number], sources[number]
             if item.type is WriteItemType.BYTE_IO:
@@ -259,8 +267,11 @@ class Share:
             view_identity(sources[a].tensor(values)) == view_identity(sources[b].tensor(values)) for a, b in self._ties
         )
 
-    def _sort(self, values: Sequence[Any]) -> None:
-        self._of, self._first, self._others, self._ties = {}, [], [], []
+    def _sort(self, values: Sequence[Any], owned: Collection[int]) -> None:
+        self._others, self._ties = [], []
+        first_of: dict[int, int] = {}
+        now: list[int] = []
+        late: list[int] = []
         seen: dict[tuple[object, ...], int] = {}
         for number, (item, source) in enumerate(zip(self.items, self._sources, strict=True)):
             if item.type is WriteItemType.BYTE_IO:
@@ -273,12 +284,14 @@ class Share:
                 self._others.append(number)
                 continue
             first = seen.setdefault(view_identity(tensor), number) if tensor.numel() else number
-            if first == number:
-                self._of[number] = len(self._first)
-                self._first.append(number)
-            else:
-                self._of[number] = self._of[first]
+            first_of[number] = first
+            if first != number:
                 self._ties.append((first, number))
+            else:
+                (late if tensor.data_ptr() in owned else now).append(number)
+        self._first, self._late_from = now + late, len(now)
+        place = {number: index for index, number in enumerate(self._first)}
+        self._of = {number: place[first] for number, first in first_of.items()}
         self._sorted = True
 
     def named(

@@ -13,17 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.facade.background import BackgroundThread
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
+from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.facade.packed_state import item_bytes
 from ml_flashpoint.facade.save_exchange import SaveExchange
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
@@ -75,6 +77,7 @@ class SaveRunner:
         guard: holds signals back while a save is being begun.
         safe_globals: see `Flashpoint`.
         deadline_s: seconds to wait for the save before.
+        overlap: copies what may be copied late.
 
     Attributes:
         last_saved: step of the latest save committed on all ranks, None before.
@@ -90,7 +93,9 @@ class SaveRunner:
         *,
         safe_globals: tuple[SafeGlobal, ...],
         deadline_s: float,
+        overlap: Overlap,
     ) -> None:
+        self.overlap = overlap
         self._tracked = tracked
         self._saver = saver
         self._exchange = SaveExchange(group, safe_globals)
@@ -164,13 +169,23 @@ class SaveRunner:
         under_way.identity = self._exchange.agree(under_way.proposal)
 
     def _stage(self, under_way: _UnderWay, leaves: Leaves) -> None:
-        """Copy what this rank writes."""
-        share = self._share
-        under_way.captured = captured = share.capture(leaves)
+        """Copy what this rank writes, or begin to."""
+        share, save, overlap = self._share, under_way.save, self.overlap
+        under_way.captured = captured = share.capture(leaves, overlap.owned)
+        late: dict[str, Any] = {}
+        if overlap.active and captured.late_from < len(captured.tensors):
+            late = {"late_from": captured.late_from, "check": overlap.proof(captured.tensors[captured.late_from :])}
         keys = [*share.byte_keys, METADATA_KEY]
-        copies = self._saver.stage(under_way.save, captured.tensors, base=under_way.version.parent, byte_keys=keys)
+        copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **late)
         assert copies is not None  # the base container is known
         under_way.copies, captured.tensors = copies, []
+        overlap.begin(save.staged.late if save.staged is not None else None)
+
+    def before_update(self) -> None:
+        """Wait for what is still being copied."""
+        self.overlap.before_update()
+        self.blocked_s += self.overlap.waited_s
+        self.blocked_total_s += self.overlap.waited_s
 
     @property
     def _share(self) -> Share:
@@ -304,3 +319,4 @@ class SaveRunner:
     def close(self) -> None:
         """End the background's thread, once it is through. No save may follow."""
         self._background.close()
+        self.overlap.close()

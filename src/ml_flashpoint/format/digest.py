@@ -122,6 +122,11 @@ class BlockDigester:
     ) -> None:
         self.abort()
 
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer that are digested."""
+        return self._size
+
     def advance(self, begin: int, end: int) -> None:
         """Mark the bytes from ``begin`` up to ``end`` as final. Ranges may come in any order, each byte once.
 

@@ -20,7 +20,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (

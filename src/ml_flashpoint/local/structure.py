@@ -35,7 +35,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.format.numpy_values import describe_dtype
 from ml_flashpoint.local.archives import pack

@@ -62,17 +62,17 @@ class Piece:
     done: int
 
 
-def cut(sizes: Iterable[int]) -> list[Piece]:
-    """Cut tensors of these sizes, in bytes, into pieces. A large tensor is a piece of its own."""
+def cut(sizes: Iterable[int], nbytes: int = _PIECE) -> list[Piece]:
+    """Cut tensors of these sizes, in bytes, into pieces of about ``nbytes``. A larger tensor is a piece of its own."""
     pieces: list[Piece] = []
     start = pending = done = count = 0
     for count, size in enumerate(sizes, 1):
-        if size >= _PIECE and pending:
+        if size >= nbytes and pending:
             pieces.append(Piece(start, count - 1, done))
             start, pending = count - 1, 0
         pending += size
         done += size
-        if pending >= _PIECE:
+        if pending >= nbytes:
             pieces.append(Piece(start, count, done))
             start, pending = count, 0
     if start < count:

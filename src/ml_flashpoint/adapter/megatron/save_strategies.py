@@ -31,7 +31,7 @@ from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
-from ml_flashpoint.core.object_writer import BytesItem
+from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

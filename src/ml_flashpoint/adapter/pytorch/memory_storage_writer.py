@@ -36,7 +36,7 @@ from ml_flashpoint.core.checkpoint_saver import (
     DefaultMLFlashpointCheckpointSaver,
     MLFlashpointCheckpointSaver,
 )
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

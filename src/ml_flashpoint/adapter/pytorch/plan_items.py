@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
-from ml_flashpoint.core.object_writer import BytesItem, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized, storable_name
 from ml_flashpoint.unpickling.checks import refuse_unloadable

@@ -1,0 +1,136 @@
+"""Copying the state while training goes on: what is copied late, and who has to wait for it.
+
+Parameters of an optimizer, and its state, change in its ``step()``. Until then they can be copied while the next
+forward and backward run; a hook has each ``step()`` wait for what is left of the copy, and help. Everything else is
+copied before a save returns. Owns the hooks, the thread that copies, and the proof that nothing has changed meanwhile:
+version counters of all that is copied late, and the content of one tensor, another one each time. Where it fails, the
+save fails, and from then on all is copied before a save returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ml_flashpoint.core.object_stages import TensorItem
+from ml_flashpoint.facade.background import BackgroundThread
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.staging.late_copy import LateCopy
+
+_log = logging.getLogger(__name__)
+
+_PROBE = 1 << 20
+"""Bytes whose content is compared of one tensor of each save."""
+
+
+class Overlap:
+    """See the module. To be used by the training thread.
+
+    Args:
+        wanted: whether anything may be copied late.
+        verify: compare the content of everything that is copied late, before and after: for tests, and for loops under
+            suspicion. It takes as long as it takes to read the state twice.
+
+    Attributes:
+        active: whether anything is copied late.
+        waited_s: seconds that the last copy has held an optimizer's step back.
+    """
+
+    def __init__(self, *, wanted: bool = True, verify: bool = False) -> None:
+        self.active = wanted
+        self.waited_s = 0.0
+        self._verify = verify
+        self._thread = BackgroundThread("flashpoint-copies")
+        self._optimizers: list[Optimizer] = []
+        self._hooks: list[Any] = []
+        self._late: LateCopy | None = None
+        self._probe = 0
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks."""
+
+        def wait(*_: object) -> None:
+            self.before_update()
+
+        # What has not called the constructor of its base, as some wrappers do not, has no hooks, or calls none.
+        if getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self._hooks.append(optimizer.register_step_pre_hook(wait))
+            self._optimizers.append(optimizer)
+
+    def owned(self) -> set[int]:
+        """Addresses of the tensors that the watched optimizers update, on this rank."""
+        tensors = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                tensors += state.values() if isinstance(state, dict) else ()
+        local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
+        return {each.data_ptr() for each in local if isinstance(each, torch.Tensor) and _can_wait(each)}
+
+    def begin(self, late: LateCopy | None) -> None:
+        """Copy in the background from now on what a save has left to be copied."""
+        self._late, self.waited_s = late, 0.0
+        if late is not None:
+            self._thread.run(late.copy)
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more, and help."""
+        late, self._late = self._late, None
+        if late is None or late.over:
+            return
+        began = time.perf_counter()
+        late.finish()
+        self.waited_s = time.perf_counter() - began
+
+    def proof(self, tensors: Sequence[TensorItem]) -> Callable[[], None]:
+        """What raises a `SaveError` if one of these tensors has changed since now."""
+        versions = [tensor._version for _, tensor in tensors]
+        self._probe = (self._probe + 1) % max(1, len(tensors))
+        probed = tensors if self._verify else tensors[self._probe : self._probe + 1]
+        most = None if self._verify else _PROBE
+        contents = [_content(tensor, most) for _, tensor in probed]
+
+        def check() -> None:
+            now = ((key, t._version) for key, t in tensors)
+            changed = next((key for (key, is_), was in zip(now, versions, strict=True) if is_ != was), None)
+            if changed is None:
+                pairs = zip(probed, contents, strict=True)
+                changed = next((key for (key, t), content in pairs if _content(t, most) != content), None)
+            if changed is not None:
+                self.active = False
+                raise SaveError(
+                    f"{changed!r} was changed while it was copied, and not by its optimizer's step(); from now on "
+                    "everything is copied before a save returns",
+                    hint="call before_update() before such changes, or construct with overlap=False",
+                )
+
+        return check
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._thread.close()
+
+
+def _can_wait(tensor: torch.Tensor) -> bool:
+    """Whether it can be told that a tensor has not changed, and it has memory that can be copied by slices."""
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return plain and not tensor.is_inference() and tensor.numel() > 0
+
+
+def _content(tensor: torch.Tensor, most: int | None) -> int:
+    if most is not None and not tensor.is_contiguous():
+        return 0  # it would have to be copied as a whole
+    flat = tensor.detach().reshape(-1)
+    if most is not None:
+        flat = flat[: most // flat.element_size()]
+    data: Any = flat.view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(data)

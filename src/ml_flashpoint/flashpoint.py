@@ -140,9 +140,7 @@ class Flashpoint:
         allowed = checked_globals(safe_globals)
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         discard_existing = checked_bool("discard_existing", discard_existing)
-        staging = Overlap(
-            wanted=checked_bool("overlap", overlap), verify=checked_bool("verify_staging", verify_staging)
-        )
+        overlap, verify_staging = checked_bool("overlap", overlap), checked_bool("verify_staging", verify_staging)
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
 
         self._world = _default_group()
@@ -359,7 +357,7 @@ class Flashpoint:
     def before_update(self) -> None:
         """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes parameters of
         a tracked optimizer, or its state: else the save fails, and from then on the loop waits for all copies."""
-        self._saves.before_update()
+        self._saves.overlap.before_update()
 
     def _save(self, step: int) -> None:
         self._saves.save(self._engine.version(step))

@@ -40,12 +40,12 @@ class Overlap:
 
     Attributes:
         active: whether anything is copied late.
-        waited_s: seconds that the last copy has held an optimizer's step back.
+        on_waited: told for how many seconds training was held back until a copy was done.
     """
 
     def __init__(self, *, wanted: bool = True, verify: bool = False) -> None:
         self.active = wanted
-        self.waited_s = 0.0
+        self.on_waited: Callable[[float], None] = lambda seconds: None
         self._verify = verify
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
@@ -75,9 +75,12 @@ class Overlap:
 
     def begin(self, late: LateCopy | None) -> None:
         """Copy in the background from now on what a save has left to be copied."""
-        self._late, self.waited_s = late, 0.0
+        self._late = late
         if late is not None:
-            self._thread.run(late.copy)
+            self._start(late)
+
+    def _start(self, late: LateCopy) -> None:
+        self._thread.run(late.copy)
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more, and help."""
@@ -86,7 +89,7 @@ class Overlap:
             return
         began = time.perf_counter()
         late.finish()
-        self.waited_s = time.perf_counter() - began
+        self.on_waited(time.perf_counter() - began)
 
     def proof(self, tensors: Sequence[TensorItem]) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now."""

@@ -96,6 +96,7 @@ class SaveRunner:
         overlap: Overlap,
     ) -> None:
         self.overlap = overlap
+        overlap.on_waited = self._note_wait
         self._tracked = tracked
         self._saver = saver
         self._exchange = SaveExchange(group, safe_globals)
@@ -181,11 +182,9 @@ class SaveRunner:
         under_way.copies, captured.tensors = copies, []
         overlap.begin(save.staged.late if save.staged is not None else None)
 
-    def before_update(self) -> None:
-        """Wait for what is still being copied."""
-        self.overlap.before_update()
-        self.blocked_s += self.overlap.waited_s
-        self.blocked_total_s += self.overlap.waited_s
+    def _note_wait(self, seconds: float) -> None:
+        self.blocked_s += seconds
+        self.blocked_total_s += seconds
 
     @property
     def _share(self) -> Share:

@@ -56,7 +56,8 @@ class LateCopy:
         return self._error
 
     def when_over(self, function: Callable[[], None]) -> None:
-        """Have a function called once nothing is copied any more: by the thread that copied last, or here and now."""
+        """Have a function called once nothing is copied any more, before anybody is told: by the thread that copied
+        last. Here and now, if it is over."""
         with self._changed:
             if not self._over:
                 self._when_over.append(function)
@@ -131,17 +132,21 @@ class LateCopy:
             self._copying = -1  # nobody else ends it
             self._slices = iter(())
         if self._error is None:
-            try:
-                self._check()
-            except BaseException as error:
-                self._error = error
-        with self._changed:
-            self._over = True
-            called, self._when_over = self._when_over, []
-            self._check = lambda: None
-            self._changed.notify_all()
-        for function in called:
+            self._call(self._check)
+        while True:
+            with self._changed:
+                if not self._when_over:
+                    self._over, self._check = True, lambda: None
+                    self._changed.notify_all()
+                    return
+                function = self._when_over.pop(0)
+            self._call(function)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        try:
             function()
+        except BaseException as error:  # whatever it is, others wait for the end
+            self._error = self._error or error
 
 
 def _slices(

@@ -1,0 +1,275 @@
+"""Training goes on while the state is copied: what is saved is what it was, or the save fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.facade.overlap import Overlap
+from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+
+WIDTH = 192
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
+
+
+@pytest.fixture
+def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies gets no processor time before a step waits for it."""
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+
+
+class Net(nn.Module):
+    """With parameters, statistics that change in forward, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.tied(self.last(self.norm(self.first(x))))
+        return out
+
+
+class Job:
+    """A loop with everything that changes: parameters, optimizer state, statistics, and an average of the weights."""
+
+    def __init__(self) -> None:
+        self.model, self.average = Net(), Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.tracked: dict[str, Any] = {
+            "model": self.model, "average": self.average, "optimizer": self.optimizer
+        }  # fmt: skip
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, WIDTH)).square().mean().backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            for mine, theirs in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors."""
+        found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        found |= {f"average.{name}": t for name, t in self.average.state_dict().items()}
+        for number, values in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _loaded(base: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    again = Job()
+    with Flashpoint(base) as fp:
+        step = fp.track(**again.tracked).resume()
+        return step, again.state()
+
+
+def _is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _check_random_saves(base: Path, rounds: int, **options: Any) -> None:
+    rng = random.Random(7)
+    job, step = Job(), 0
+    for _ in range(rounds):
+        with Flashpoint(base, strict=True, **options) as fp:
+            assert fp.track(**job.tracked).resume() == step
+            saved: dict[str, torch.Tensor] = {}
+            for _ in range(rng.randint(1, 4)):
+                job.step()
+                saved, step = job.state(), fp.step()
+            for _ in range(rng.randint(0, 2)):  # steps that nobody counts
+                job.step()
+            # What the last version holds is known only once it is copied, whoever does that.
+            fp.before_update()
+            job.step()
+        found, state = _loaded(base)
+        assert found == step
+        assert _is_same(state, saved)
+
+
+def test_each_version_is_the_state_of_its_step(base: Path) -> None:
+    _check_random_saves(base, 6)
+
+
+def test_each_version_is_the_state_of_its_step_if_nothing_is_copied_before_the_step_waits(
+    base: Path, nobody_copies: None
+) -> None:
+    _check_random_saves(base, 6, verify_staging=True)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_thousand_versions_are_the_states_of_their_steps(base: Path) -> None:
+    _check_random_saves(base, 400)
+
+
+def test_only_what_optimizers_update_is_copied_late(base: Path, nobody_copies: None) -> None:
+    job = Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        saved = job.state()
+        fp.step()
+        late = fp._saves.overlap._late
+        assert late is not None
+        assert not late.over
+        with torch.no_grad():  # all but what the optimizer updates may change in any way
+            for tensor in (*job.average.parameters(), *job.model.buffers()):
+                tensor.zero_()
+        job.optimizer.step()
+        assert late.over
+        assert fp.wait()
+        assert fp.health.failures == 0
+    assert _is_same(_loaded(base)[1], saved)
+
+
+def _in_place(job: Job) -> None:
+    with torch.no_grad():
+        job.model.last.bias.add_(1)
+
+
+def _through_data(job: Job) -> None:
+    for parameter in job.model.parameters():
+        parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [_in_place, _through_data])
+def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
+    base: Path, nobody_copies: None, change: Callable[[Job], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        fp.step()
+        change(job)
+        job.step()
+        fp.wait()
+        assert fp.health.failures == 1
+        assert "was changed while it was copied" in str(fp.health.last_error)
+        for _ in range(2):
+            saved = job.state()
+            fp.step()
+            change(job)
+            job.step()
+        assert fp.wait()
+        assert (fp.health.saves, fp.health.failures) == (2, 1)
+    assert _is_same(_loaded(base)[1], saved)
+
+
+@pytest.mark.parametrize("change", [_in_place, _through_data])
+def test_a_change_that_was_announced_is_none_of_the_version(
+    base: Path, nobody_copies: None, change: Callable[[Job], None]
+) -> None:
+    job = Job()
+    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+        fp.track(**job.tracked).resume()
+        for _ in range(3):
+            job.step()
+            saved = job.state()
+            fp.step()
+            fp.before_update()
+            change(job)
+    step, state = _loaded(base)
+    assert step == 3
+    assert _is_same(state, saved)
+
+
+def test_a_change_of_one_tensor_is_found_where_all_are_compared(base: Path, nobody_copies: None) -> None:
+    job = Job()
+    with Flashpoint(base, verify_staging=True) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        fp.step()
+        job.model.last.bias.data.add_(1)
+        job.step()
+        fp.wait()
+        assert "'model.last.bias' was changed" in str(fp.health.last_error)
+
+
+def test_without_overlap_all_is_copied_before_a_save_returns(base: Path) -> None:
+    job = Job()
+    with Flashpoint(base, strict=True, overlap=False) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        saved = job.state()
+        fp.step()
+        assert fp._saves.overlap._late is None
+        _through_data(job)
+    assert _is_same(_loaded(base)[1], saved)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that has not called the constructor of its base, as wrappers of some libraries have not."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_the_state_of_an_optimizer_without_hooks_is_not_copied_late(base: Path) -> None:
+    job = Job()
+    job.tracked["optimizer"] = Wrapper(job.optimizer)
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked)
+        job.step()
+        fp.step()
+        assert fp._saves.overlap._late is None
+
+
+def test_hooks_go_with_the_flashpoint(base: Path) -> None:
+    job = Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked)
+        assert len(job.optimizer._optimizer_step_pre_hooks) == 1
+    assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def test_time_that_a_step_is_held_back_counts(base: Path, nobody_copies: None) -> None:
+    job = Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        fp.step()
+        before = fp.health
+        job.step()
+        after = fp.health
+        waited = after.blocked_s - before.blocked_s
+        assert waited > 0
+        assert after.blocked_total_s == pytest.approx(before.blocked_total_s + waited)
+
+
+@pytest.mark.parametrize("argument", ["overlap", "verify_staging"])
+def test_bad_arguments(base: Path, argument: str) -> None:
+    options: dict[str, Any] = {argument: 1}
+    with pytest.raises(InvalidArgumentError, match=f"{argument}=1"):
+        Flashpoint(base, **options)
+
+
+def test_proof_tells_what_changed() -> None:
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(3, 3).t())]
+    for change in (tensors[0][1].add_, tensors[1][1].add_):
+        check = Overlap().proof(tensors)
+        check()
+        change(1)
+        with pytest.raises(SaveError):
+            check()

@@ -75,9 +75,8 @@ class Flashpoint:
 
     The state saved is that of all tracked objects, and of the random number generators of Python, NumPy, torch and
     CUDA. The version of step n holds the state after n steps. What tracked optimizers update is copied while the next
-    forward and backward run, and their next ``step()`` waits for what is left of that: see `before_update`. Everything
-    else is copied while the loop waits (`Health.blocked_s`). The rest of a save is done in the background; one save at
-    most is under way.
+    forward and backward run; their next ``step()`` waits for what is left: see `before_update`. Everything else is
+    copied while the loop waits. The rest is done in the background; one save at most is under way.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -103,8 +102,7 @@ class Flashpoint:
             that of rank r modulo the old number, random numbers and place in the data included.
 
         overlap: copy parameters and optimizer state while training goes on. Off, the loop waits until all is copied.
-        verify_staging: compare the content of all that is copied while training goes on, before and after, and fail
-            saves where it differs: for tests, and loops that change parameters otherwise. Slow.
+        verify_staging: fail saves in which something changed while it was copied, by comparing all content. Slow.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.

@@ -21,12 +21,11 @@ from tests.workers import out_of_step as worker
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def test_a_thread_that_cannot_be_started_costs_one_save(tmpfs: Path) -> None:
+def test_where_no_thread_can_be_started_the_loop_waits_and_nothing_is_lost(tmpfs: Path) -> None:
     for found in call_team(worker.cannot_start_a_thread, tmpfs, 2):
-        assert found["failures"] == 1, found
-        assert "start new thread" in found["error"]
+        assert (found["failures"], found["error"]) == (0, None)
         assert not found["degraded"]
-        assert found["saved"] == [1, 1, 3, 4]
+        assert found["saved"] == [1, 2, 3, 4]
         assert (found["replicated"], found["found"], found["value"]) == (4, 4, 4.0)
         assert found["blocked"] < 30, "step() waited for a deadline"
 

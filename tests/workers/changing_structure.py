@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.adapter.pytorch.engine import Engine
 from tests.support.state_digest import digest
 from tests.workers.distributed_training import base
 
@@ -70,3 +72,32 @@ def save_structures(
         found = fp.track(model=model).resume()
     same = digest([model.state_dict()]) == saved
     return {"errors": errors, "behind": behind, "used": most, "left": left, "found": found, "same": same}
+
+
+def save_structures_by_dcp(report: Report, rank: int, phases: list[list[int]], saves: int) -> dict[str, Any]:
+    """The same with ``dcp.async_save``, which copies before it plans."""
+    torch.set_num_threads(1)
+    errors: list[str | None] = []
+    most, step, state = 0, 0, dict[str, torch.Tensor]()
+    with Engine.open(base(), replication="pairwise") as engine:
+        for sizes in phases:
+            for _ in range(saves):
+                step += 1
+                state = {f"p{n}": torch.full((size // 4,), float(step * 100 + n)) for n, size in enumerate(sizes)}
+                dist.barrier()
+                future: Any = dcp.async_save(state, checkpoint_id=engine.version(step), storage_writer=engine.writer)
+                try:
+                    getattr(future, "upload_completion", future).result(60)
+                    errors.append(None)
+                except dcp.CheckpointException as error:
+                    errors.append(str(error))
+                engine.saver.wait()
+                most = max(most, used(base().parent))
+        left = used(base().parent)
+        latest = engine.latest()
+        assert latest is not None
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        dcp.load(loaded, checkpoint_id=latest, storage_reader=engine.reader(latest))
+        same = digest([loaded]) == digest([state])
+        found = latest.step
+    return {"errors": errors, "used": most, "left": left, "found": found, "same": same}

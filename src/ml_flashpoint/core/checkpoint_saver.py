@@ -26,6 +26,7 @@ from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, prefl
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_stages import StagedObject, TensorItem
@@ -36,7 +37,7 @@ from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.ranks.rank_group import Agreement, rank_group
@@ -88,17 +89,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         cache_staged_state_dict: bool = True,
         verify_saves: str = "sample",
     ) -> None:
-        if not isinstance(initial_buffer_size_bytes, int) or initial_buffer_size_bytes <= 0:
-            raise InvalidArgumentError(
-                "must be a positive number of bytes",
-                argument="initial_buffer_size_bytes",
-                value=initial_buffer_size_bytes,
-            )
         super().__init__()
         self._verify_saves = checked_mode(verify_saves)
         # Called when a save that was committed turns out damaged; on a background thread.
         self.on_withdrawn: Callable[[Save], None] = lambda save: None
-        self._expected_bytes = initial_buffer_size_bytes
+        self._expected_bytes = checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
         self._cache = cache_staged_state_dict
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
         self._replication = replication_manager
@@ -211,16 +206,14 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             tensors: names (only to size the header) and plain strided tensors on any device.
             base: base container of the save, where it is known this early; else the one used last.
             byte_keys: names of the byte items, where they are known this early.
-            late_from: number of the first tensor that does not change before somebody has waited for its copy, which
-                is left to others then: see `StagedObject.late`.
+            late_from: number of the first tensor that others copy, before it changes: see `StagedObject.late`.
             check: see `LateCopy`.
 
         Returns:
             The copies, in order; None if there is no base container yet to copy them into.
 
         Raises:
-            CapacityError: no room.
-            SaveError: the save was given up.
+            CapacityError, SaveError: no room; or the save was given up.
         """
         store = self._objects.store if base is None else self._store(base)
         if store is None:
@@ -264,11 +257,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 return
             save.fail(error)
             save.offered = False
-            # Whoever writes to its arenas, here or in another process, keeps them, and comes here once it does no more.
+            # Whoever writes to its arenas, here or in another process, keeps them, and comes here afterwards.
             arenas = None if save.key in self._handed_off else save.release_unless_written()
         self._commits.go_on()
-        if save.staged is not None and save.staged.late is not None:
-            save.staged.late.cancel(error)
+        if (late := save.staged and save.staged.late) is not None:
+            late.cancel(error)
         if arenas is None:
             return
         for object_ in (save.staged, save.filled):

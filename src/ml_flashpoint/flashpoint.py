@@ -111,6 +111,7 @@ class Flashpoint:
     """
 
     _tracked_type: type[TrackedState] = TrackedState  # a door whose state has another form has another one
+    _watches_optimizers = True
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class Flashpoint:
         functions = checked_reshard(reshard, named)
         for name, value in named.items():
             self._tracked.add(name, value, functions.get(name))
-            if isinstance(value, Optimizer):
+            if isinstance(value, Optimizer) and self._watches_optimizers:
                 self._saves.overlap.watch(value)
         return self
 

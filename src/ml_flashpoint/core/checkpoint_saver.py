@@ -260,8 +260,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             # Whoever writes to its arenas, here or in another process, keeps them, and comes here afterwards.
             arenas = None if save.key in self._handed_off else save.release_unless_written()
         self._commits.go_on()
-        if (late := save.staged and save.staged.late) is not None:
-            late.cancel(error)
+        if save.staged is not None:
+            save.staged.cancel(error)
         if arenas is None:
             return
         for object_ in (save.staged, save.filled):

@@ -82,6 +82,11 @@ class StagedObject:
     arena: Arena | None = None
     late: LateCopy | None = None
 
+    def cancel(self, error: BaseException) -> None:
+        """Copy nothing more: the bytes will not be used."""
+        if self.late is not None:
+            self.late.cancel(error)
+
     def discard(self) -> None:
         """Stop digesting: the bytes will not be used."""
         self.interior.discard()

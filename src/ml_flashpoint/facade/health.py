@@ -16,8 +16,8 @@ class Health:
         last_error: text of the latest failure, kept after later saves worked; None if there was none.
         replication_error: why copies on other nodes are missing now; None while there is nothing amiss.
         agreement_error: why ranks do not agree on which versions may go, so that these are kept; None while they do.
-        blocked_s: seconds that the latest save kept the training loop; not those in which its CUDA device was still at
-            work on what it had been given before.
+        blocked_s: seconds that the latest save kept the training loop, in steps of optimizers, too; not those in which
+            its CUDA device was still at work on what it had been given before.
         blocked_total_s: the same, of all saves.
         committed_s: seconds from the begin of the latest successful save until it was committed on all ranks.
         bytes: bytes of this rank's part of its newest version.

@@ -53,8 +53,16 @@ class Overlap:
         self._late: LateCopy | None = None
         self._probe = 0
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks."""
+    def watch(self, optimizer: Optimizer, *, announced: bool = False) -> None:
+        """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks.
+
+        Args:
+            announced: whoever has it step calls :meth:`before_update` before it updates anything, and later than a hook
+                of its ``step()`` would: that may have forward and backward in it, as a closure.
+        """
+        if announced:
+            self._optimizers.append(optimizer)
+            return
 
         def wait(*_: object) -> None:
             self.before_update()

@@ -27,6 +27,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 from ml_flashpoint.format.manifest import Manifest
 
@@ -387,3 +388,36 @@ def test_processes_that_lightning_would_start(tmpfs: Path) -> None:
 def test_saving_needs_a_training(tmpfs: Path) -> None:
     with pytest.raises(FlashpointError, match="not training"):
         FlashpointCallback(tmpfs / "job").save(Trainer(accelerator="cpu", logger=False))
+
+
+class Late(Callback):
+    """Notes what is still to be copied at each of Lightning's hooks."""
+
+    def __init__(self, callback: FlashpointCallback) -> None:
+        self.callback, self.seen = callback, list[tuple[str, bool]]()
+
+    def _note(self, hook: str) -> None:
+        assert self.callback.flashpoint is not None
+        self.seen.append((hook, self.callback.flashpoint._saves.overlap._late is not None))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._note("start")
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self._note("zero_grad")
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_the_state_is_copied_while_forward_and_backward_run(
+    tmpfs: Path, optimizers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)  # nobody copies before it is waited for
+    callback = FlashpointCallback(tmpfs / "job", strict=True)
+    late, model = Late(callback), Model(optimizers=optimizers)
+    fit(tmpfs, callback, callbacks=[late], model=model, max_steps=4)
+    # With automatic optimization, forward and backward come within the optimizer's step, after its hooks.
+    hook = "zero_grad" if optimizers == 1 else "start"
+    assert [seen for name, seen in late.seen if name == hook] == [False] + [True] * (3 if optimizers == 1 else 1)
+    assert callback.flashpoint is not None
+    assert callback.flashpoint.health.failures == 0
+    assert callback.flashpoint.health.saves >= 2

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -61,8 +62,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: how often to save.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change: see
-            `ml_flashpoint.Flashpoint`.
+        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap:
+            see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
 
     Raises:
@@ -83,6 +84,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         discard_existing: bool = False,
         verify_saves: str = "sample",
         on_world_size_change: str = "raise",
+        overlap: bool = True,
         grace_s: float = 20.0,
     ) -> None:
         super().__init__()
@@ -100,6 +102,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             "discard_existing": checked_bool("discard_existing", discard_existing),
             "verify_saves": checked_mode(verify_saves),
             "on_world_size_change": checked_choice("on_world_size_change", on_world_size_change, "raise", "keep"),
+            "overlap": checked_bool("overlap", overlap),
             "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None
@@ -157,6 +160,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         if not self._is_open or self._flashpoint is None:
             return
         self._flashpoint.attach(trainer)
+        self._flashpoint.watch(trainer)
         self._flashpoint.check_asked()
         self._flashpoint.check_capacity()
         self._flashpoint.go_on(trainer)
@@ -207,6 +211,13 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             return
         self._put_off = 0
         self.save(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Called by Lightning after backward: waits for what is still being copied."""
+        if self._is_open and self._flashpoint is not None:
+            self._flashpoint.before_update()
 
     def save(self, trainer: Trainer) -> None:
         """Save now, whatever the schedule says. Collective; in the middle of training, after a step.

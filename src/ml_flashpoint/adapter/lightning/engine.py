@@ -40,6 +40,8 @@ class TrainerFlashpoint(Flashpoint):
         sharded: whether the strategy shards model and optimizers, see `strategies.is_sharded`.
     """
 
+    _watches_optimizers = False
+
     def __init__(self, base: str | os.PathLike[str], *, sharded: bool, **options: Any) -> None:
         if not sharded:
             self._tracked_type = DictionaryState
@@ -68,6 +70,12 @@ class TrainerFlashpoint(Flashpoint):
         self._rest = Slot(lambda: self._without_tensors(trainer))
         parts: dict[str, Any] = {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
         self.track(model=trainer.strategy.model, **parts | {REST: self._rest})
+
+    def watch(self, trainer: Trainer) -> None:
+        """Copy while training goes on what the optimizers of a trainer update. With automatic optimization, forward and
+        backward are run by their ``step()``, and Lightning says when they are through: :meth:`before_update`."""
+        for optimizer in trainer.optimizers:
+            self._saves.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
 
     @property
     def world_size(self) -> int:

@@ -269,7 +269,7 @@ class Flashpoint:
         fallback = checked_fallback(fallback)
         self._check_usable()
         began = time.perf_counter()
-        if not self._saves.await_current(self._deadline_s):
+        if not self._saves.help_and_await(self._deadline_s):
             raise DeadlineError("a save is still under way", rank=self._ranks.rank)
         outcome = self._load_newest()
         source: Literal["memory", "fallback", "nothing"] = "memory"
@@ -469,7 +469,7 @@ class Flashpoint:
         if self._closed:
             return
         self._closed = True
-        committed = self._saves.await_current(deadline_s)
+        committed = self._saves.help_and_await(deadline_s)
         if not committed:
             _log.warning("closed while a save was under way: it may not be committed")
         self._engine.stop()

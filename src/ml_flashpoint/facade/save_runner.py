@@ -126,7 +126,7 @@ class SaveRunner:
                 text = f"other ranks have gone on to step {self._aligned_after} without this save"
                 self._fail(version, DivergedError(text, step=version.step, rank=self._saver.rank))
                 return
-            if self.await_current(self._deadline_s):
+            if self.help_and_await(self._deadline_s):
                 with self._guard.deferred(), collection_paused():
                     self._begin(version, began)
                 return
@@ -303,6 +303,11 @@ class SaveRunner:
     def await_current(self, deadline_s: float) -> bool:
         """Wait until no save is under way on this rank; returns whether that was so in time."""
         return self._current is None or self._current.ended.wait(deadline_s)
+
+    def help_and_await(self, deadline_s: float) -> bool:
+        """The same in the training thread, which copies what is left to be copied meanwhile."""
+        self.overlap.before_update()
+        return self.await_current(deadline_s)
 
     def settle(self, deadline_s: float) -> bool:
         """Wait until all saves are committed and have their copies, or failed; returns whether that was so in time."""

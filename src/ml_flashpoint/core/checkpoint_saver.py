@@ -197,8 +197,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         *,
         base: CheckpointContainerId | None = None,
         byte_keys: Sequence[str] = (),
-        late_from: int | None = None,
-        check: Callable[[], None] = lambda: None,
+        **how: Any,
     ) -> list[Any] | None:
         """Copy tensors away now, to be named by the write.
 
@@ -206,8 +205,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             tensors: names (only to size the header) and plain strided tensors on any device.
             base: base container of the save, where it is known this early; else the one used last.
             byte_keys: names of the byte items, where they are known this early.
-            late_from: number of the first tensor that others copy, before it changes: see `StagedObject.late`.
-            check: see `LateCopy`.
+            how: see `ObjectWriter.stage`.
 
         Returns:
             The copies, in order; None if there is no base container yet to copy them into.
@@ -224,8 +222,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 lambda arena: self._release(save, store, arena),
                 tensors,
                 byte_keys,
-                late_from=late_from,
-                check=check,
+                **how,
             )
             save.stage(staged)
             if staged.late is not None:

@@ -81,6 +81,7 @@ class ObjectWriter:
     def __init__(self, *, cache: bool = True) -> None:
         self._cache = cache
         self._staged_plan: _Cached | None = None
+        self._staged_kind: object = None
         self._split: tuple[_Cached, int, tuple[list[int], list[int], list[Piece]]] | None = None
         self._plan: _Cached | None = None
         self._named: tuple[object, Layout] | None = None
@@ -98,6 +99,7 @@ class ObjectWriter:
         tensors: Sequence[TensorItem],
         byte_keys: Sequence[str] = (),
         *,
+        kind: object = None,
         late_from: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> StagedObject:
@@ -108,12 +110,18 @@ class ObjectWriter:
             release: takes it back if the copy fails.
             tensors: plain strided tensors on any device. Names are only used to size the header, and must differ.
             byte_keys: names of byte items, if there will be many: the header gets room for them.
+            kind: the same object as for the tensors before only if their keys, dtypes and shapes are the same, in the
+                same order: these are not compared then. None: they are.
             late_from: number of the first tensor that need not be copied now: see `StagedObject.late`.
             check: see `LateCopy`.
         """
-        plan = self._planned(self._staged_plan, tensors, list(byte_keys))
+        known = self._staged_plan
+        if known is not None and kind is not None and self._staged_kind is kind:
+            plan = known
+        else:
+            plan = self._planned(known, tensors, list(byte_keys))
         if self._cache:
-            self._staged_plan = plan
+            self._staged_plan, self._staged_kind = plan, kind
         layout = plan.layout
         arena = acquire(layout.size + self._behind_staged)
         try:

@@ -25,6 +25,7 @@ from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_str
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_VALUES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class Leaves:
@@ -51,7 +52,12 @@ class Leaves:
             shape += (len(values), tuple(value))
             items = value.values()
         for item in items:
-            if isinstance(item, torch.Tensor):
+            kind = type(item)
+            if kind in _PLAIN:
+                values.append(item)
+            elif kind is dict:
+                self._go_into(item)
+            elif isinstance(item, torch.Tensor):
                 values.append(item)
             elif isinstance(item, Mapping) or (isinstance(item, list) and _has_inner(item)):
                 self._go_into(item)
@@ -100,14 +106,12 @@ class Structure:
         if leaves.shape != self._shape or list(map(type, leaves.values)) != self._kinds:
             return False
         tensors = self._tensors_of(leaves)
-        # Layouts first: of one that there was no plan for, a tensor may have no size.
-        return (
-            _layouts(tensors) == self._layouts
-            and _dtypes(tensors) == self._dtypes
-            and not any(tensor.is_nested for tensor in tensors)
-            and _sizes(tensors) == self._sizes
-            and self._shards_of(leaves) == self._shards
-        )
+        try:
+            same = _sizes(tensors) == self._sizes
+        except RuntimeError:  # a nested tensor has none, and there was no plan for one
+            return False
+        same = same and _dtypes(tensors) == self._dtypes and _layouts(tensors) == self._layouts
+        return same and self._shards_of(leaves) == self._shards
 
     def _tensors_of(self, leaves: Leaves) -> list[torch.Tensor]:
         values = leaves.values
@@ -196,12 +200,14 @@ class Captured:
     Attributes:
         tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of.
         late_from: number of the first of them that its owner updates, so that it may be copied later than the others.
+        kind: the same object for two states whose tensors have the same keys, dtypes and shapes in the same order.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
     """
 
     tensors: list[TensorItem] = field(default_factory=list)
     late_from: int = 0
+    kind: object = None
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
 
@@ -216,24 +222,22 @@ class Share:
     Attributes:
         items: the plan's items that are written.
         keys: the name of each in the object.
+        byte_keys: names of those that will be bytes, as far as that is known before they are captured.
     """
 
     def __init__(self, local: LocalPlan, wanted: Sequence[int]) -> None:
         self.items: list[WriteItem] = [local.plan.items[number] for number in wanted]
         self.keys = item_keys(self.items)
+        named = zip(self.items, self.keys, strict=True)
+        self.byte_keys = [key for item, key in named if item.type is WriteItemType.BYTE_IO]
         self._sources = [local.sources[number] for number in wanted]
-        # Which of the captured tensors each item is of, and which sources those are; known from the first capture.
+        # Which of the captured tensors each item is of, and where those are; known from the first capture.
         self._of: dict[int, int] = {}
-        self._first: list[int] = []
+        self._taken: list[tuple[str, int, _Source | None]] = []
         self._late_from = 0
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
-
-    @property
-    def byte_keys(self) -> list[str]:
-        """Names of the items that will be bytes, as far as that is known before they are captured."""
-        return [key for item, key in zip(self.items, self.keys, strict=True) if item.type is WriteItemType.BYTE_IO]
 
     def capture(self, leaves: Leaves, owned: Callable[[], Collection[int]] = frozenset) -> Captured:
         """Take what is to be written out of a state.
@@ -249,9 +253,11 @@ class Share:
         values, captured = leaves.values, Captured()
         if not self._is_tied_as_before(values):
             self._sort(values, owned())
-        keys, sources = self.keys, self._sources
-        captured.tensors = [(keys[i], sources[i].tensor(values)) for i in self._first]
-        captured.late_from = self._late_from
+        sources = self._sources
+        captured.tensors = [
+            (key, values[index] if source is None else source.tensor(values)) for key, index, source in self._taken
+        ]
+        captured.late_from, captured.kind = self._late_from, self._taken
         for number in self._others:
             item, source = self.items[number], sources[number]
             if item.type is WriteItemType.BYTE_IO:
@@ -289,8 +295,9 @@ class Share:
                 self._ties.append((first, number))
             else:
                 (late if tensor.data_ptr() in owned else now).append(number)
-        self._first, self._late_from = now + late, len(now)
-        place = {number: index for index, number in enumerate(self._first)}
+        taken, self._late_from = now + late, len(now)
+        self._taken = [(self.keys[number], *_way_to(self._sources[number], values)) for number in taken]
+        place = {number: index for index, number in enumerate(taken)}
         self._of = {number: place[first] for number, first in first_of.items()}
         self._sorted = True
 
@@ -309,10 +316,17 @@ class Share:
         return tensors, [(keys[n], encode(items[n].index.fqn, others[n])) for n in sorted(others)]
 
 
+def _way_to(source: _Source, values: Sequence[Any]) -> tuple[int, _Source | None]:
+    """Which value a tensor is in, and how it is taken out of that if the value is not the tensor itself."""
+    return source.value, None if type(values[source.value]) in _PLAIN else source
+
+
 def _copied(value: Any, fqn: str) -> Any:
     """What training changes later must not show up in the checkpoint."""
     if isinstance(value, _IMMUTABLE):
         return value
+    if type(value) is list and set(map(type, value)) <= _PLAIN_VALUES:
+        return value.copy()  # names of all parameters of an optimizer, say
     try:
         return copy.deepcopy(value)
     except Exception as error:  # of whatever kind a value's own copying raises

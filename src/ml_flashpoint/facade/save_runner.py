@@ -173,11 +173,11 @@ class SaveRunner:
         """Copy what this rank writes, or begin to."""
         share, save, overlap = self._share, under_way.save, self.overlap
         under_way.captured = captured = share.capture(leaves, overlap.owned)
-        late: dict[str, Any] = {}
+        how: dict[str, Any] = {"kind": captured.kind}
         if overlap.active and captured.late_from < len(captured.tensors):
-            late = {"late_from": captured.late_from, "check": overlap.proof(captured.tensors[captured.late_from :])}
+            how |= {"late_from": captured.late_from, "check": overlap.proof(captured.tensors[captured.late_from :])}
         keys = [*share.byte_keys, METADATA_KEY]
-        copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **late)
+        copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **how)
         assert copies is not None  # the base container is known
         under_way.copies, captured.tensors = copies, []
         overlap.begin(save.staged.late if save.staged is not None else None)

@@ -19,6 +19,7 @@ from ml_flashpoint.format.digest import BlockDigester, block_count
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Layout
 from ml_flashpoint.staging.late_copy import LateCopy
+from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
@@ -80,7 +81,7 @@ class StagedObject:
     interior: Interior
     views: list[ArenaTensor] = field(default_factory=list, repr=False)
     arena: Arena | None = None
-    late: LateCopy | None = None
+    late: LateCopy | LateDeviceCopy | None = None
 
     def cancel(self, error: BaseException) -> None:
         """Copy nothing more: the bytes will not be used."""

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -34,6 +35,7 @@ from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
 from ml_flashpoint.staging.late_copy import SLICE as LATE_SLICE
 from ml_flashpoint.staging.late_copy import LateCopy
+from ml_flashpoint.staging.late_device_copy import LateDeviceCopy, NotDirectError
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.staging.transfer_plan import Memo
 
@@ -71,6 +73,19 @@ class _Cached:
         return [view for _, view in sorted(zip(self.order, views, strict=True), key=lambda pair: pair[0])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The entries of a layout that are copied now, and those that are copied late."""
+
+    plan: _Cached
+    late_from: int
+    now: list[int]
+    later: list[int]
+    pieces: list[Piece]
+    memo: Memo = field(default_factory=Memo)
+    late_memo: Memo = field(default_factory=Memo)
+
+
 class ObjectWriter:
     """Writes the objects of one rank. Thread-safe.
 
@@ -82,7 +97,7 @@ class ObjectWriter:
         self._cache = cache
         self._staged_plan: _Cached | None = None
         self._staged_kind: object = None
-        self._split: tuple[_Cached, int, tuple[list[int], list[int], list[Piece]]] | None = None
+        self._split: _Split | None = None
         self._plan: _Cached | None = None
         self._named: tuple[object, Layout] | None = None
         self._extra_bytes = 0
@@ -145,27 +160,45 @@ class ObjectWriter:
         tensors: Sequence[TensorItem],
         late_from: int,
         check: Callable[[], None],
-    ) -> tuple[Interior, LateCopy]:
-        """Copy the first tensors, and prepare the copy of the others. Digesting begins once all is copied."""
+    ) -> tuple[Interior, LateCopy | LateDeviceCopy | None]:
+        """Copy the first tensors, and begin the copy of the others, or prepare it. Digesting begins once all is
+        copied."""
         sources = plan.in_file_order(tensors)
-        now, later, pieces = self._split_at(plan, late_from)
-        copy_all([views[i] for i in now], [sources[i] for i in now])
-        late = LateCopy([views[i] for i in later], [sources[i] for i in later], pieces, check)
+        split = self._split_at(plan, late_from)
         interior, digester, _ = _digested(arena, plan.layout)
+        late: LateCopy | LateDeviceCopy | None = None
+        try:
+            copy_all([views[i] for i in split.now], [sources[i] for i in split.now], memo=split.memo)
+            of, to = [sources[i] for i in split.later], [views[i] for i in split.later]
+            if not cuda.are_on_devices(of):
+                late = LateCopy(to, of, split.pieces, check)
+            else:
+                try:
+                    late = LateDeviceCopy(to, of, copy_all, check, split.late_memo)
+                except NotDirectError:
+                    copy_all(to, of, memo=split.late_memo)
+        except BaseException:
+            digester.abort()
+            raise
         interior.digester = digester
-        late.when_over(lambda: digester.abort() if late.error is not None else digester.advance(0, digester.size))
+        if late is None:
+            digester.advance(0, digester.size)
+        else:
+            late.when_over(partial(_digest_unless_failed, late, digester))
+        if cuda.are_on_devices(sources):
+            arena.lock_in_background()
         return interior, late
 
-    def _split_at(self, plan: _Cached, late_from: int) -> tuple[list[int], list[int], list[Piece]]:
-        """Entries of what is copied now, of what is copied late, and the pieces of the latter."""
+    def _split_at(self, plan: _Cached, late_from: int) -> _Split:
+        """What is copied now, and what is copied late."""
         known = self._split
-        if known is None or known[0] is not plan or known[1] != late_from:
+        if known is None or known.plan is not plan or known.late_from != late_from:
             order = plan.order or range(len(plan.layout.tensors))
             now = [entry for entry, number in enumerate(order) if number < late_from]
             later = [entry for entry, number in enumerate(order) if number >= late_from]
             pieces = cut((plan.layout.tensors[entry].nbytes for entry in later), LATE_SLICE)
-            known = self._split = (plan, late_from, (now, later, pieces))
-        return known[2]
+            known = self._split = _Split(plan, late_from, now, later, pieces)
+        return known
 
     def learn(self, staged: StagedObject, size: int) -> None:
         """Take note that what was staged became an object of ``size`` bytes: as much will follow the next time."""
@@ -357,6 +390,13 @@ class _CannotNameError(Exception):
 
 def _with_byte_items(layout: Layout, byte_items: Sequence[BytesItem], interior: Interior) -> Layout:
     return with_byte_items(layout, [(key, len(data)) for key, data in byte_items], interior.end)
+
+
+def _digest_unless_failed(late: LateCopy | LateDeviceCopy, digester: BlockDigester) -> None:
+    if late.error is not None:
+        digester.abort()
+    else:
+        digester.advance(0, digester.size)
 
 
 def _digested(arena: Arena, layout: Layout) -> tuple[Interior, BlockDigester, int]:

@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.facade.background import BackgroundThread
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_copy import LateCopy
+from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +52,10 @@ class Overlap:
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
         self._hooks: list[Any] = []
-        self._late: LateCopy | None = None
+        self._late: LateCopy | LateDeviceCopy | None = None
         self._probe = 0
+        self._announced = self._captured = False
+        self._stepped: set[int] = set()
 
     def watch(self, optimizer: Optimizer, *, announced: bool = False) -> None:
         """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks.
@@ -61,10 +65,13 @@ class Overlap:
                 of its ``step()`` would: that may have forward and backward in it, as a closure.
         """
         if announced:
+            self._announced = True
             self._optimizers.append(optimizer)
             return
 
         def wait(*_: object) -> None:
+            self._stepped.add(id(optimizer))
+            self._captured = self._captured or cuda.is_capturing()
             self.before_update()
 
         # What has not called the constructor of its base, as some wrappers do not, has no hooks, or calls none.
@@ -81,13 +88,24 @@ class Overlap:
         local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
         return {each.data_ptr() for each in local if isinstance(each, torch.Tensor) and _can_wait(each)}
 
-    def begin(self, late: LateCopy | None) -> None:
+    def allows(self, tensors: Sequence[TensorItem]) -> bool:
+        """Whether tensors that optimizers update may be copied late this time. Those on a CUDA device may not if an
+        optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
+        stepped, self._stepped = self._stepped, set()
+        if not self.active or not tensors:
+            return False
+        by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
+        return self._announced or by_hand or not cuda.are_on_devices(tensor for _, tensor in tensors)
+
+    def begin(self, late: LateCopy | LateDeviceCopy | None) -> None:
         """Copy in the background from now on what a save has left to be copied."""
         self._late = late
+        if isinstance(late, LateDeviceCopy):
+            late.when_over(lambda: self.on_waited(late.held_s))
         if late is not None:
             self._start(late)
 
-    def _start(self, late: LateCopy) -> None:
+    def _start(self, late: LateCopy | LateDeviceCopy) -> None:
         self._thread.run(late.copy)
 
     def before_update(self) -> None:
@@ -133,14 +151,14 @@ class Overlap:
 
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Whether it can be told that a tensor has not changed, and it has memory that can be copied by slices."""
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
     return plain and not tensor.is_inference() and tensor.numel() > 0
 
 
 def _content(tensor: torch.Tensor, most: int | None) -> int:
-    if most is not None and not tensor.is_contiguous():
-        return 0  # it would have to be copied as a whole
-    flat = tensor.detach().reshape(-1)
+    if most is not None and (tensor.is_cuda or not tensor.is_contiguous()):
+        return 0  # it would have to be waited for, or copied as a whole
+    flat = tensor.detach().reshape(-1).cpu()
     if most is not None:
         flat = flat[: most // flat.element_size()]
     data: Any = flat.view(torch.uint8).numpy()

@@ -174,8 +174,10 @@ class SaveRunner:
         share, save, overlap = self._share, under_way.save, self.overlap
         under_way.captured = captured = share.capture(leaves, overlap.owned)
         how: dict[str, Any] = {"kind": captured.kind}
-        if overlap.active and captured.late_from < len(captured.tensors):
-            how |= {"late_from": captured.late_from, "check": overlap.proof(captured.tensors[captured.late_from :])}
+        late = captured.tensors[captured.late_from :]
+        if overlap.allows(late):
+            how |= {"late_from": captured.late_from, "check": overlap.proof(late)}
+        del late  # which is let go of as soon as it is copied
         keys = [*share.byte_keys, METADATA_KEY]
         copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **how)
         assert copies is not None  # the base container is known

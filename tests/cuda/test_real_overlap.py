@@ -1,0 +1,129 @@
+"""Training on a real device goes on while it is copied from, and what is saved is what it was at the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
+
+pytestmark = pytest.mark.cuda
+WIDTH = 1024
+
+
+class Job:
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
+        self.model = nn.Sequential(*layers).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+
+    @property
+    def tracked(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        self.model(torch.randn(64, WIDTH, device="cuda")).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        for number, values in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LateDeviceCopy]:
+    """The copies that went on beside the training."""
+    found: list[LateDeviceCopy] = []
+    begin = LateDeviceCopy.__init__
+
+    def noted(self: LateDeviceCopy, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        found.append(self)
+
+    monkeypatch.setattr(LateDeviceCopy, "__init__", noted)
+    return found
+
+
+def locked(fp: Flashpoint) -> None:
+    store = fp._engine.saver._objects.store
+    assert store is not None
+    for arena in (*store.arenas._free, *store.arenas._in_use):
+        arena.lock_in_background()
+        if arena._prefault is not None:
+            arena._prefault.join()
+
+
+def check_loaded(base: Path, saved: dict[str, torch.Tensor]) -> None:
+    again = Job(2)
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(**again.tracked).resume()
+    found = again.state()
+    assert found.keys() == saved.keys()
+    assert [name for name in saved if not torch.equal(found[name], saved[name])] == []
+
+
+def test_each_version_is_the_state_of_its_step(tmpfs: Path, late: list[LateDeviceCopy]) -> None:
+    job = Job(1)
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(**job.tracked).resume()
+        for turn in range(12):
+            job.step()
+            saved = job.state()
+            fp.step()
+            for _ in range(turn % 4):
+                job.step()
+            if turn < 4:
+                assert fp.wait()
+                locked(fp)
+        assert fp.wait()
+        assert fp.health.failures == 0
+    assert len(late) >= 6
+    assert all(each.over and each.error is None for each in late)
+    check_loaded(tmpfs / "job", saved)
+
+
+def test_an_optimizer_that_is_replayed_is_not_copied_late(tmpfs: Path, late: list[LateDeviceCopy]) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(WIDTH, WIDTH).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+    x, side, graph = torch.randn(64, WIDTH, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(4):
+            step()
+            fp.step()
+            assert fp.wait()
+            locked(fp)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            step()
+        late.clear()
+        for _ in range(3):
+            graph.replay()
+            saved = model.weight.detach().clone()
+            fp.step()
+            graph.replay()
+        assert fp.wait()
+        assert not late
+    again = nn.Linear(WIDTH, WIDTH).cuda()
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters(), capturable=True)).resume()
+    assert torch.equal(again.weight, saved)

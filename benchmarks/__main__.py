@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import ddict, engine, lightning, local, megatron, peers, transfers
+from benchmarks import ddict, engine, lightning, local, loop, megatron, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -63,6 +63,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from local.replication(folder / "replication")
     if not only or only in "transfer":
         yield from transfers.results()
+    if not only or only in "loop":
+        yield from loop.results(folder / "loop", scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "ddict":
@@ -81,7 +83,7 @@ def main(
         str,
         typer.Option(
             help="Only states whose name contains this"
-            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'lightning', 'ddict')."
+            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'lightning', 'ddict')."
         ),
     ] = "",
 ) -> None:

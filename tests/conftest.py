@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["FLASHPOINT_TEST_BLOCK_BYTES"] = "4096"
 
 import contextlib
+import functools
 import signal
 import subprocess
 import warnings
@@ -30,7 +31,9 @@ settings.load_profile("repository")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives each worker of pytest-xdist a network of its own, if that can be done."""
+    """Gives each worker of pytest-xdist a network of its own, if that can be done, and asks for CUDA devices before
+    tests are imported, some of which play one."""
+    _has_cuda()
     if hasattr(config, "workerinput"):
         own_network.enter()
 
@@ -102,6 +105,7 @@ def small_tmpfs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path
         _verify(folder, request)
 
 
+@functools.cache
 def _has_cuda() -> bool:
     import torch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.accounts import Needs, Rules
+from ml_flashpoint.ddict.configuration import Rules
 from ml_flashpoint.ddict.coordinator import Coordinator
 from tests.ddict.coordination import Make, Managers, Play
 
@@ -19,15 +19,6 @@ def make() -> Iterator[Make]:
     def make_one(
         managers: int = 2,
         *,
-        committed: int = -1,
-        sealed: tuple[int, ...] = (),
-        expected: tuple[str, ...] = (),
-        pids: dict[str, int] | None = None,
-        died: tuple[str, ...] = (),
-        to_persist: tuple[int, ...] = (),
-        taken: Needs | None = None,
-        takes_over: bool = False,
-        restored: int | None = None,
         persist: Callable[[int, list[str]], None] | None = None,
         remove_above: Callable[[int], None] | None = None,
         **rules: Any,
@@ -46,15 +37,6 @@ def make() -> Iterator[Make]:
             played.call,
             persist or played.persist,
             unpersist=remove_above or played.removed_above.append,
-            committed=committed,
-            sealed=sealed,
-            expected={name: f"lease of {name}" for name in expected},
-            pids=pids,
-            died=died,
-            to_persist=to_persist,
-            taken=taken,
-            takes_over=takes_over,
-            restored=restored,
         )
         made.append(Play(coordinator, played))
         return made[-1]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.accounts import Write
 from ml_flashpoint.ddict.coordinator import Coordinator
-from ml_flashpoint.ddict.errors import (
-    DDictTimeoutError,
-)
+from ml_flashpoint.ddict.errors import DDictTimeoutError
+from ml_flashpoint.ddict.writers import Session
 from ml_flashpoint.format.errors import FlashpointError
 
 DEADLINE_S = 20.0
@@ -66,28 +64,63 @@ class Managers:
 
 
 class Play:
-    """A coordinator with managers, and handles that keep to the protocol."""
+    """A coordinator with managers, and handles that keep to the protocol.
+
+    Attributes:
+        epochs: of handles that have heard of one.
+    """
 
     def __init__(self, coordinator: Coordinator, managers: Managers) -> None:
         self.coordinator = coordinator
         self.managers = managers
+        self.epochs: dict[str, int] = {}
 
-    def join(self, handle: str, position: int = 0, *wrote: Write) -> dict[str, Any]:
-        return self.coordinator.join(handle, f"lease of {handle}", position, wrote)
+    def attach(self, handle: str, *, is_gone: Callable[[], bool] = lambda: False) -> None:
+        """The process of a handle has a connection."""
+        self.coordinator.attach(f"session of {handle}", Session(handle, f"process of {handle}", is_gone))
 
-    def move(self, handle: str, position: int, *wrote: Write, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
-        return self.coordinator.move(handle, f"lease of {handle}", position, wrote, timeout_s)
+    def kill(self, handle: str) -> None:
+        """It has none any more."""
+        self.coordinator.session_ended(f"session of {handle}", handle)
 
-    def rollback(
-        self, handle: str, to: int, *wrote: Write, timeout_s: float = DEADLINE_S, lost: Sequence[int] = ()
-    ) -> dict[str, Any]:
-        return self.coordinator.rollback(handle, f"lease of {handle}", to, wrote, timeout_s, lost)
+    def join(self, handle: str, position: int = 0) -> dict[str, Any]:
+        self.epochs.setdefault(handle, self.coordinator.epoch)
+        return self.coordinator.join(handle, f"session of {handle}", position, self.epochs[handle])
+
+    def move(self, handle: str, position: int, *, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+        return self.coordinator.move(handle, f"session of {handle}", position, self.epochs[handle], timeout_s)
+
+    def move_all(self, position: int, *handles: str) -> None:
+        """Have handles move that wait for each other."""
+        threads = [threading.Thread(target=self.move, args=(handle, position)) for handle in handles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+    def rollback(self, handle: str, to: int, *, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+        session = f"session of {handle}"
+        state = self.coordinator.rollback(handle, session, to, self.epochs[handle], timeout_s)
+        self.epochs[handle] = state["epoch"]
+        return state
+
+    def leave(self, handle: str, need: int = -1) -> None:
+        self.coordinator.leave(handle, need, self.epochs[handle])
+
+    def catch_up(self, handle: str, position: int, need: int = -1, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+        """What a handle hears that was refused."""
+        answer = self.coordinator.catch_up(handle, position, need, self.epochs.get(handle, 0), timeout_s)
+        self.epochs[handle] = answer["epoch"]
+        return answer
+
+    def lose(self, manager: int, incarnation: str = "second") -> None:
+        """A manager dies and comes back."""
+        self.managers.incarnations[manager] = incarnation
+        self.coordinator.returned(manager, incarnation)
 
     def newest(self, timeout_s: float = DEADLINE_S) -> int:
-        return int(self.coordinator.newest(timeout_s)["committed"])
-
-    def write(self, manager: int, need: int, *, fresh: bool = True) -> Write:
-        return Write(manager, self.managers.incarnations[manager], need, fresh)
+        return int(self.coordinator.newest(None, timeout_s)["committed"])
 
 
 Make = Callable[..., Play]
@@ -110,12 +143,3 @@ def raises_in_time(error: type[BaseException], call: Callable[[float], object]) 
             call(SHORT_S)
 
     return within(SHORT_S, wait)
-
-
-def move_until_told(play: Play, handle: str, position: int, *wrote: Write) -> None:
-    """The loss is noticed by the next commit, which is on its way."""
-    give_up = time.monotonic() + DEADLINE_S
-    while time.monotonic() < give_up:
-        play.move(handle, position, *wrote)
-        play.newest()
-        position += 1

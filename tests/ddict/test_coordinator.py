@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.accounts import Rules, Write
-from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictManagerLostError,
     DDictTimeoutError,
-    DDictWritesLostError,
+    StaleEpochError,
 )
 from ml_flashpoint.format.errors import FlashpointError
-from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Managers, move_until_told, raises_in_time, within
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, raises_in_time, within
 from tests.support.dictionaries import await_that
+
+PLAIN = {"snapshots": False, "replicated": False}
 
 # ---- commits ----------------------------------------------------------------------------------------------
 
@@ -95,12 +95,14 @@ def test_a_handle_does_not_run_away_from_commits(make: Make) -> None:
     assert play.newest() == 8
 
 
-def test_a_handle_that_others_keep_from_being_committed_goes_on(make: Make) -> None:
-    play = make(working_set_size=2)
+def test_where_commits_are_only_a_number_a_slow_handle_is_left_behind(make: Make) -> None:
+    play = make(working_set_size=2, **PLAIN)
     play.join("slow")
     play.join("fast")
 
     within(0, lambda: play.move("fast", 9))
+
+    assert play.newest() == 7
 
 
 def test_a_commit_that_failed_is_tried_again(make: Make) -> None:
@@ -152,22 +154,35 @@ def test_a_checkpoint_is_awaited_until_it_is_committed_and_no_longer_than_the_ti
 
     def wait() -> None:
         with pytest.raises(DDictTimeoutError) as raised:
-            play.coordinator.await_commit("a", 0, SHORT_S)
+            play.coordinator.await_commit("a", 0, 0, SHORT_S)
         assert raised.value.checkpoint_id == 0
 
     assert within(SHORT_S, wait) >= SHORT_S
     found: list[int] = []
-    waiting = threading.Thread(target=lambda: found.append(play.coordinator.await_commit("a", 0, 60.0)["committed"]))
+    waiting = threading.Thread(target=lambda: found.append(play.coordinator.await_commit("a", 0, 0, 60.0)["committed"]))
     waiting.start()
     gate.set()
     waiting.join(DEADLINE_S)
     assert found == [0]
 
 
+def test_a_manager_that_stays_away_is_named_by_who_waits_for_commits(make: Make) -> None:
+    play = make()
+    play.managers.refusals["prepare"] = lambda manager, fields: (
+        DDictManagerLostError("manager 1 is not there", manager=1) if manager == 1 else None
+    )
+    play.join("a")
+    play.move("a", 1)
+    await_that(lambda: play.coordinator._trouble != "")
+
+    with pytest.raises(DDictTimeoutError, match="manager 1 is not there"):
+        play.coordinator.await_commit("a", 0, 0, SHORT_S)
+
+
 def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come(make: Make) -> None:
     play = make()
-    play.join("a")
-    play.join("b")
+    for handle in "ab":
+        play.join(handle, 3)
     play.move("a", 6)
     play.move("b", 4)
     assert play.newest() == 3
@@ -177,17 +192,12 @@ def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come
     await_that(lambda: play.coordinator._committing == 5)
     waiting = threading.Thread(target=lambda: found.append(play.newest(DEADLINE_S)))
     waiting.start()
-    going_back = threading.Thread(target=lambda: play.rollback("a", 4))
-    going_back.start()
-    await_that(lambda: play.coordinator._held_up > 0)
-    gate.set()
+    play.rollback("a", 4)
 
     waiting.join(DEADLINE_S / 2)
-    going_back.join(DEADLINE_S)
-
-    assert not waiting.is_alive()
-    assert found
-    assert play.newest() == 3
+    assert found == [3]
+    gate.set()
+    assert play.newest() == 3, "what was under way is called off"
     play.move("a", 5)
     assert play.newest() == 4
 
@@ -196,74 +206,91 @@ def test_a_handle_that_left_holds_up_nothing_and_what_it_moved_past_is_committed
     play = make()
     play.join("a")
     play.join("b")
-    play.move("b", 5)
-    play.coordinator.leave("a", 0, ())
-    assert play.newest() == 4
+    play.move("b", 3)
+    play.leave("a")
+    assert play.newest() == 2
     play.move("b", 7)
-    play.coordinator.leave("b", 0, ())
+    play.leave("b")
 
     assert play.newest() == 6
     assert play.coordinator.state()["writers"] == 0
 
 
-def test_a_handle_outside_the_working_set_holds_up_nothing(make: Make) -> None:
-    play = make(working_set_size=2)
-    play.join("slow")
-    play.join("fast")
-    play.move("fast", 10)
-
-    assert play.newest() == 8
-
-
-def test_a_handle_that_goes_back_is_not_outside_the_working_set(make: Make) -> None:
-    # It writes again what was lost. Until it has, the checkpoints after that must not be committed.
-    play = make(working_set_size=2, managers=1)
+@pytest.mark.parametrize("how", ["join", "move"])
+def test_what_was_under_way_does_not_bring_back_a_handle_that_has_left(make: Make, how: str) -> None:
+    play = make()
     play.join("a")
-    play.join("b")
-    for handle in "ab":
-        play.move(handle, 1)
-    assert play.newest() == 0
-    lost = Write(0, "an incarnation that is gone", 1, True)
-    play.move("a", 2, lost)
-    play.move("b", 3)
-    with pytest.raises(DDictWritesLostError):
-        move_until_told(play, "a", 3, lost)
-    play.rollback("a", 0)
-
-    assert play.newest() == 0
-    play.move("a", 1)
-    assert play.newest() == 0
-    play.move("a", 2)
-    assert play.newest() == 1
+    play.leave("a")
+    getattr(play, how)("a", 3)
+    assert play.coordinator.state()["writers"] == 0
 
 
-# ---- leases -----------------------------------------------------------------------------------------------
+# ---- processes that are killed ----------------------------------------------------------------------------
 
 
-def test_what_a_process_died_in_is_committed_once_others_have_left_it_behind(make: Make) -> None:
+def test_what_a_process_was_killed_in_is_committed_once_others_have_left_it_behind(make: Make) -> None:
     play = make(working_set_size=2)
-    play.coordinator.lease_began("lease of a", "connection")
+    play.attach("a")
     play.join("a", 1)
-    play.join("b")
+    play.join("b", 1)
     play.move("b", 2)
     assert play.newest() == 0
 
-    play.coordinator.lease_ended("lease of a", "connection")
+    play.kill("a")
 
     assert play.newest() == 0  # b has passed checkpoint 1, but a has not finished it
     play.move("b", 3)
     assert play.newest() == 2
 
 
+def test_what_a_process_had_open_is_dropped_before_anything_else_is_committed(make: Make) -> None:
+    play = make(working_set_size=2)
+    play.attach("a")
+    play.join("a", 1)
+    play.join("b", 1)
+    gate = play.managers.close_gate("discard")
+    play.kill("a")
+    play.move("b", 3)
+    play.managers.await_asked("discard", 2)
+    assert play.managers.of("discard")[0] == {"w": "a", "to": 0, "n": 1, "dead": True}
+    assert not play.managers.of("prepare")
+    gate.set()
+
+    assert play.newest() == 2
+
+
+def test_a_process_that_only_lost_its_connection_is_told_and_comes_back_by_going_back(make: Make) -> None:
+    play = make()
+    play.attach("a")
+    play.join("a")
+    play.move("a", 2)
+    assert play.newest() == 1
+    play.kill("a")
+    play.attach("a")
+    for call in (lambda: play.join("a", 2), lambda: play.move("a", 3)):
+        with pytest.raises(StaleEpochError):
+            call()
+    answer = play.catch_up("a", 2)
+    assert (answer["epoch"], answer["base"]) == (0, 1)
+    assert "connection" in answer["lost"]
+
+    play.rollback("a", 1)
+
+    assert play.managers.of("discard")[-1]["dead"] is False
+    play.move("a", 3)
+    assert play.newest() == 2
+
+
 def test_after_the_death_of_all_one_goes_on_from_what_all_had_finished(make: Make) -> None:
     play = make()
     for handle, position in (("a", 3), ("b", 4)):
-        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.attach(handle)
         play.join(handle, position)
     for handle in ("b", "a"):
-        play.coordinator.lease_ended(f"lease of {handle}", handle)
+        play.kill(handle)
 
     assert play.newest() == 2
+    assert play.managers.of("begin")[0]["base"] == 2, "nobody sees anything of what they had begun"
     play.join("c", 2)
     play.move("c", 5)
     assert play.newest() == 4  # what died before does not hold up those who go on
@@ -272,9 +299,9 @@ def test_after_the_death_of_all_one_goes_on_from_what_all_had_finished(make: Mak
 def test_a_death_that_is_only_about_to_be_noticed_counts_for_who_goes_on(make: Make) -> None:
     play = make()
     for handle in "ab":
-        play.coordinator.lease_began(f"lease of {handle}", handle, is_gone=lambda: True)
+        play.attach(handle, is_gone=lambda: True)
         play.join(handle)
-        play.move(handle, 3)
+    play.move_all(3, "a", "b")
 
     assert play.newest() == 2
 
@@ -283,46 +310,39 @@ def test_a_death_that_is_only_about_to_be_noticed_counts_for_who_goes_on(make: M
     assert play.newest() == 3
 
 
-def test_who_waits_for_what_a_process_died_in_is_told_so(make: Make) -> None:
+def test_who_waits_for_what_a_process_was_killed_in_is_told_so(make: Make) -> None:
     play = make()
     for handle in ("a", "b"):
-        play.coordinator.lease_began(f"lease of {handle}", handle)
+        play.attach(handle)
         play.join(handle)
-    play.coordinator.lease_ended("lease of a", "a")
+    play.kill("a")
     play.move("b", 1)
 
-    with pytest.raises(DDictTimeoutError, match="1 process\\(es\\) died there") as raised:
-        play.coordinator.await_commit("b", 0, SHORT_S)
+    with pytest.raises(DDictTimeoutError, match=r"1 process\(es\) were killed there") as raised:
+        play.coordinator.await_commit("b", 0, 0, SHORT_S)
 
     assert raised.value.checkpoint_id == 0
     play.move("b", 4)
-    assert play.coordinator.await_commit("b", 0, DEADLINE_S)["committed"] >= 0
+    assert play.coordinator.await_commit("b", 0, 0, DEADLINE_S)["committed"] >= 0
 
 
-def test_a_handle_that_left_counts_no_more(make: Make) -> None:
+def test_the_end_of_an_earlier_connection_does_not_end_a_session(make: Make) -> None:
     play = make()
+    play.attach("a")
     play.join("a")
-    play.join("b")
-    play.move("b", 2)
-    play.coordinator.leave("a", 0, ())
-    assert play.newest() == 1
+    first = play.coordinator._writers.sessions["session of a"]
+    play.attach("a")
 
+    play.coordinator.session_ended("session of a", object())
 
-def test_the_end_of_an_earlier_connection_does_not_end_a_lease(make: Make) -> None:
-    play = make()
-    play.coordinator.lease_began("lease of a", "first")
-    play.join("a")
-    play.coordinator.lease_began("lease of a", "second")
-
-    play.coordinator.lease_ended("lease of a", "first")
-
+    assert first.holder == "a"
     assert play.coordinator.state()["writers"] == 1
-    play.coordinator.lease_ended("lease of a", "second")
+    play.kill("a")
     assert play.coordinator.state()["writers"] == 0
 
 
 def test_a_handle_that_joins_again_does_not_go_back_to_where_it_was(make: Make) -> None:
-    # What its lease sends after the main manager's death can arrive after the move that follows it.
+    # What its session sends after its connection broke can arrive after the move that follows it.
     play = make()
     play.join("a")
     play.move("a", 3)
@@ -331,55 +351,17 @@ def test_a_handle_that_joins_again_does_not_go_back_to_where_it_was(make: Make) 
     assert play.newest() == 2
 
 
-def test_one_that_takes_over_waits_for_handles_to_come_back() -> None:
-    managers = Managers(1)
-    rules = Rules(1, 4, False, False, True, True, 0)
-    began = time.monotonic()
-    coordinator = Coordinator(rules, managers.call, committed=4, sealed=(3, 4), settle_s=2)
-    try:
-        coordinator.join("fast", "x", 9, ())
-        coordinator.join("slow", "y", 6, ())
-        assert coordinator.newest(DEADLINE_S)["committed"] == 5
-        assert time.monotonic() - began >= 1.9
-        assert managers.committed() == [5]
-    finally:
-        coordinator.close()
-
-
 # ---- retirement -------------------------------------------------------------------------------------------
-
-
-def test_with_wait_for_writers_one_that_takes_over_retires_nothing_before_they_are_back() -> None:
-    managers = Managers(1)
-    coordinator = Coordinator(
-        Rules(1, 2, False, True, True, True, 0), managers.call, committed=4, sealed=(3, 4), settle_s=DEADLINE_S
-    )
-
-    def come_back_late() -> None:
-        await_that(lambda: coordinator._writers["fast"].moving_to == 7)
-        coordinator.join("slow", "y", 5, ())
-
-    try:
-        coordinator.join("fast", "x", 6, ())
-        late = threading.Thread(target=come_back_late)
-        late.start()
-        with pytest.raises(DDictTimeoutError, match="1 other handle"):
-            coordinator.move("fast", "x", 7, (), 2.0)
-        late.join()
-    finally:
-        coordinator.close()
 
 
 def test_the_working_set_follows_the_newest_handle_but_keeps_what_is_committed(make: Make) -> None:
     play = make(working_set_size=2)
-    play.join("a")
-    play.join("b")
-    play.move("a", 1)
-    play.move("b", 1)
+    for handle in "ab":
+        play.join(handle)
+    play.move_all(1, "a", "b")
     assert play.newest() == 0
     gate = play.managers.close_gate("seal")
-    play.move("a", 7)
-    play.move("b", 7)
+    play.move_all(7, "a", "b")
 
     assert play.coordinator.state()["oldest"] == 0
     gate.set()
@@ -387,14 +369,16 @@ def test_the_working_set_follows_the_newest_handle_but_keeps_what_is_committed(m
     assert play.coordinator.state()["oldest"] == 6
 
 
-def test_with_wait_for_writers_a_checkpoint_retires_when_the_last_has_moved_past_it(make: Make) -> None:
-    play = make(working_set_size=2, wait_for_writers=True, snapshots=False, replicated=False)
+@pytest.mark.parametrize("rules", [{"wait_for_writers": True, **PLAIN}, {}], ids=["asked for", "implied by snapshots"])
+def test_a_checkpoint_retires_when_the_last_writer_has_moved_past_it(make: Make, rules: dict[str, bool]) -> None:
+    play = make(working_set_size=2, **rules)
+    play.attach("b")
     play.join("a")
     play.join("b")
     play.move("a", 1)
 
     def wait() -> None:
-        with pytest.raises(DDictTimeoutError, match="1 other handle"):
+        with pytest.raises(DDictTimeoutError, match="handle b of process of b is at 0"):
             play.move("a", 2, timeout_s=SHORT_S)
 
     within(SHORT_S, wait)
@@ -407,13 +391,13 @@ def test_with_wait_for_writers_a_checkpoint_retires_when_the_last_has_moved_past
     assert play.coordinator.state()["newest"] == 2
 
 
-def test_with_wait_for_writers_one_that_leaves_is_not_waited_for(make: Make) -> None:
-    play = make(working_set_size=1, wait_for_writers=True)
+def test_one_that_leaves_is_not_waited_for(make: Make) -> None:
+    play = make(working_set_size=1)
     play.join("a")
     play.join("b")
     moved = threading.Thread(target=lambda: play.move("a", 1))
     moved.start()
-    play.coordinator.leave("b", 0, ())
+    play.leave("b")
     moved.join(DEADLINE_S)
 
     assert not moved.is_alive()
@@ -436,33 +420,73 @@ def test_with_wait_for_keys_managers_are_asked_before_a_checkpoint_retires(make:
 # ---- rollback ---------------------------------------------------------------------------------------------
 
 
-def test_a_rollback_takes_back_what_was_committed_above(make: Make) -> None:
+def test_a_rollback_above_what_is_committed_is_the_handles_own(make: Make) -> None:
+    play = make()
+    for handle in "ab":
+        play.join(handle)
+    play.move("a", 2)
+    play.move("b", 3)
+    assert play.newest() == 1
+
+    assert play.rollback("b", 2)["epoch"] == 0
+
+    assert [fields["to"] for fields in play.managers.of("discard")] == [2, 2]
+    play.move("a", 4)
+    assert play.newest() == 1
+    play.move("b", 3)
+    assert play.newest() == 2
+
+
+def test_a_rollback_below_a_commit_that_is_under_way_calls_it_off(make: Make) -> None:
+    play = make()
+    play.join("a")
+    gate = play.managers.close_gate("seal")
+    play.move("a", 3)
+    play.managers.await_asked("seal")
+
+    assert play.rollback("a", 1)["epoch"] == 0
+
+    gate.set()
+    assert play.newest() == 0
+    play.move("a", 4)
+    assert play.newest() == 3
+
+
+def test_a_rollback_below_what_is_committed_begins_an_epoch(make: Make) -> None:
     play = make(managers=1)
     play.join("a")
     for position in (1, 2, 3):
         play.move("a", position)
         play.newest()
-    assert play.newest() == 2
 
     state = play.rollback("a", 1)
 
-    assert state["committed"] == 1
-    assert play.managers.of("forget") == [{"above": 1, "taken": [[0, "first-0", 2]]}]
+    assert (state["committed"], state["epoch"]) == (1, 1)
+    (begun,) = play.managers.of("begin")
+    assert (begun["e"], begun["base"], begun["keep"]) == (1, 1, [0, 1])
     assert play.managers.removed_above == [1]
     play.move("a", 3)
     assert play.newest() == 2
 
 
-def test_what_all_had_moved_past_is_committed_after_a_rollback_to_it_even_if_it_was_skipped(make: Make) -> None:
-    play = make(managers=1)
+def test_a_rollback_to_what_commits_skipped_is_refused_and_changes_nothing(make: Make) -> None:
+    play = make(managers=1, working_set_size=9)
+    gate = play.managers.close_gate("seal")
     play.join("a")
-    play.move("a", 9)
-    assert play.newest() == 8
+    play.move("a", 1)
+    play.managers.await_asked("seal")
+    play.move("a", 6)
+    gate.set()
+    assert play.newest() == 5
 
-    play.rollback("a", 6)
+    for to in (1, 4):
+        with pytest.raises(DDictCheckpointRetiredError) as raised:
+            play.rollback("a", to)
+        assert raised.value.checkpoint_id == 5
 
-    assert play.newest() == 6
-    assert play.managers.committed() == [8, 6]
+    assert not play.managers.of("begin")
+    assert play.newest() == 5
+    assert play.rollback("a", 0)["committed"] == 0
 
 
 def test_a_rollback_to_what_has_retired_is_refused_and_changes_nothing(make: Make) -> None:
@@ -480,67 +504,54 @@ def test_a_rollback_to_what_has_retired_is_refused_and_changes_nothing(make: Mak
     assert play.newest() == 8
 
 
-def test_a_rollback_waits_for_a_commit_that_is_under_way_and_no_longer_than_its_time(make: Make) -> None:
-    play = make()
-    play.managers.close_gate("seal")
-    play.join("a")
-    play.move("a", 3)
-    play.managers.await_asked("seal")
-
-    raises_in_time(DDictTimeoutError, lambda seconds: play.rollback("a", 1, timeout_s=seconds))
-
-
-def test_managers_that_could_not_forget_are_asked_again_before_the_next_commit(make: Make) -> None:
+def test_a_rollback_below_what_is_committed_takes_no_longer_than_its_time(make: Make) -> None:
     play = make(managers=1)
     play.join("a")
-    play.move("a", 4)
-    assert play.newest() == 3
-    failures = [DDictManagerLostError("away")]
-    play.managers.refusals["forget"] = lambda manager, fields: failures.pop() if failures else None
-    with pytest.raises(DDictManagerLostError):
-        play.rollback("a", 2)
+    for position in (1, 2):
+        play.move(
+            "a",
+            position,
+        )
+        play.newest()
+    gate = play.managers.close_gate("begin")
 
-    assert play.newest() == 2
-    operations = [operation for _, operation, _ in play.managers.asked]
-    assert operations.count("forget") == 2
-    assert operations.index("forget") < len(operations) - 1 - operations[::-1].index("prepare")
+    raises_in_time(DDictTimeoutError, lambda seconds: play.rollback("a", 0, timeout_s=seconds))
 
-
-def test_a_checkpoint_below_one_that_was_tried_in_vain_is_sealed_only_after_that_is_forgotten(make: Make) -> None:
-    # Managers that have sealed the higher one refuse the lower.
-    play = make(managers=1)
-    refused = threading.Event()
-
-    def refuse(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
-        if fields["checkpoint_id"] == 5:
-            refused.set()
-            return DDictManagerLostError("a holder is away")
-        return None
-
-    play.managers.refusals["seal"] = refuse
-    play.join("a")
-    play.move("a", 6)
-    assert refused.wait(DEADLINE_S)
-    play.join("b", 0)
-    play.move("b", 3)
-
-    assert play.newest() == 2
-    assert play.managers.of("forget") == [{"above": -1, "taken": []}]
+    gate.set()
+    play.catch_up("a", 0)
+    assert play.newest() == 0
 
 
-def test_while_managers_are_asked_to_forget_the_coordinator_answers(make: Make) -> None:
-    # A manager that recovers asks where the dictionary is, and forgets only then.
+def test_while_managers_begin_an_epoch_the_coordinator_answers(make: Make) -> None:
     play = make(managers=1)
     play.join("a")
-    play.move("a", 4)
-    assert play.newest() == 3
-    gate = play.managers.close_gate("forget")
-    going_back = threading.Thread(target=lambda: play.rollback("a", 1))
-    going_back.start()
-    play.managers.await_asked("forget")
+    play.move("a", 1)
+    play.newest()
+    gate = play.managers.close_gate("begin")
+    began = time.monotonic()
+    play.lose(0)
+    play.managers.await_asked("begin")
 
     within(0, lambda: play.coordinator.state())
 
     gate.set()
-    going_back.join(DEADLINE_S)
-    assert not going_back.is_alive()
+    assert play.catch_up("a", 1)["epoch"] == 1
+    assert time.monotonic() - began < DEADLINE_S
+
+
+def test_a_rollback_that_does_not_reach_a_manager_can_be_made_again(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 3)
+    assert play.newest() == 2
+    play.move("a", 5)
+    play.join("b", 3)  # so that nothing more is committed
+    failures = [DDictManagerLostError("away")]
+    play.managers.refusals["discard"] = lambda manager, fields: failures.pop() if manager == 1 and failures else None
+    with pytest.raises(DDictManagerLostError):
+        play.rollback("a", 4)
+
+    play.rollback("a", 4)
+
+    numbers = [fields["n"] for fields in play.managers.of("discard")]
+    assert numbers == [1, 1, 2, 2], "the first one may come late, and must not discard what is written by then"

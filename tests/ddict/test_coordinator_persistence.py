@@ -14,8 +14,12 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
 )
 from ml_flashpoint.format.errors import FlashpointError
-from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, raises_in_time
+from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Play, raises_in_time
 from tests.support.dictionaries import await_that
+
+
+def restore(play: Play, checkpoint_id: int, timeout_s: float = DEADLINE_S) -> None:
+    play.coordinator.restore(checkpoint_id, {"checkpoint_id": checkpoint_id}, timeout_s, lambda: None)
 
 
 def test_persisting_without_anything_committed_says_so(make: Make) -> None:
@@ -74,10 +78,11 @@ def test_a_restored_checkpoint_is_the_newest_committed_one(make: Make, snapshots
     play.move("a", 9)
     play.newest()
 
-    play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+    restore(play, 5)
 
     assert play.coordinator.state()["committed"] == 5
     assert play.newest() == 5
+    assert play.catch_up("a", 9, need=8)["lost"] is None
     play.move("a", 7)
     assert play.newest() == 6
 
@@ -86,6 +91,8 @@ def test_what_is_rolled_back_while_it_is_persisted_does_not_stay(make: Make) -> 
     play = make(working_set_size=4, persist_freq=2)
     gate = play.managers.close_gate("persist")
     play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
     play.move("a", 2)
     play.managers.await_asked("persist", 2)
     play.rollback("a", 0)
@@ -103,6 +110,8 @@ def test_what_is_committed_anew_while_it_is_persisted_in_vain_is_persisted_after
     first = [DDictPersistError("nothing of the kind was prepared")]
     play.managers.refusals["persist"] = lambda manager, fields: first.pop() if first else None
     play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
     play.move("a", 2)
     play.managers.await_asked("persist")
     play.rollback("a", 0)
@@ -119,23 +128,31 @@ def test_what_is_committed_anew_while_it_is_persisted_in_vain_is_persisted_after
 def test_what_only_some_managers_have_restored_is_not_committed(make: Make) -> None:
     play = make()
     play.join("a")
+    away = threading.Event()
+    away.set()
 
     def die(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
-        return DDictManagerLostError("away", manager=manager) if manager == 1 else None
+        return DDictManagerLostError("away", manager=manager) if manager == 1 and away.is_set() else None
 
-    play.managers.refusals["restore_commit"] = die
-    with pytest.raises(DDictPersistError, match="only some"):
-        play.coordinator.restore(5, {"checkpoint_id": 5}, SHORT_S)
-    with pytest.raises(DDictPersistError, match="only some"):
-        play.move("a", 1)
-    with pytest.raises(DDictPersistError, match="only some"):
-        play.newest()
+    play.managers.refusals["begin"] = die
+    with pytest.raises(DDictTimeoutError, match="away"):
+        restore(play, 5, SHORT_S)
     assert not play.managers.of("prepare")
 
-    play.managers.refusals.clear()
-    play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
-    play.move("a", 6)
-    assert play.newest() == 5
+    away.clear()
+
+    assert play.newest() == 5, "as soon as all have taken it up"
+
+
+def test_who_had_something_uncommitted_is_told_of_a_restore(make: Make) -> None:
+    play = make(replicated=False)
+    play.join("a")
+    play.move("a", 2)
+    assert play.newest() == 1
+    restore(play, 0)
+    answer = play.catch_up("a", 2, need=2)
+    assert "checkpoint 0 was restored" in answer["lost"]
+    assert answer["base"] == 0
 
 
 def test_a_manager_that_cannot_read_what_is_to_be_restored_leaves_all_as_it_was(make: Make) -> None:
@@ -148,9 +165,9 @@ def test_a_manager_that_cannot_read_what_is_to_be_restored_leaves_all_as_it_was(
     )
 
     with pytest.raises(DDictPersistError, match="damaged"):
-        play.coordinator.restore(5, {"checkpoint_id": 5}, DEADLINE_S)
+        restore(play, 5)
 
-    assert not play.managers.of("restore_commit")
+    assert not play.managers.of("begin")
     assert len(play.managers.of("restore_abort")) == 2
     assert play.newest() == 8
     play.move("a", 10)
@@ -164,7 +181,7 @@ def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) 
     play.move("a", 3)
     play.managers.await_asked("seal")
 
-    raises_in_time(DDictError, lambda seconds: play.coordinator.restore(1, {"checkpoint_id": 1}, seconds))
+    raises_in_time(DDictError, lambda seconds: restore(play, 1, seconds))
 
 
 def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None:

@@ -571,7 +571,7 @@ def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
     links, until = d._access.client.links, d._handle.until()
 
     def send(exchange: Exchange) -> None:
-        room = exchange.request("allocate", {"n": 1 << 20, "c": d.checkpoint_id})
+        room = exchange.request("allocate", {"n": 1 << 20, "c": d.checkpoint_id, "e": d._handle.epoch})
         with pytest.raises(ProtocolError):
             exchange.request("put", {"v": room.fields["v"], "c": "none", "w": "me"}, (b"key",))
         exchange.request("abandon", {"v": room.fields["v"]})
@@ -603,7 +603,7 @@ def test_a_rollback_removes_nothing_that_an_earlier_program_persisted(make: Make
     for _ in range(3):
         dictionary["key"] = 0
         dictionary.checkpoint()
-    dictionary.sync_to_newest_checkpoint()
+        dictionary.wait_for_commit()  # or it could not be gone back to
     dictionary.rollback(to=1)
 
     assert dictionary.persisted_ids() == [0, 1, 2, 3]
@@ -768,7 +768,7 @@ def test_a_commit_is_waited_for(d: DDict) -> None:
         colleague.checkpoint()
         assert waiting.result(DEADLINE_S) == start
     assert other(d).wait_for_commit(start) == start
-    assert not d._handle._unsure
+    assert not d._handle._standing.uncommitted
     colleague.detach()
     for timeout in (-1, "soon", True):
         with pytest.raises(InvalidArgumentError, match="timeout"):
@@ -787,7 +787,7 @@ def test_a_lone_writer_waits_for_its_commits(make: Make, replication: str | None
         assert d.wait_for_commit() == step
     d.checkpoint()  # nothing was written there
     assert d.wait_for_commit() == 3
-    assert not d._handle._unsure
+    assert not d._handle._standing.uncommitted
 
 
 def test_where_nobody_writes_no_commit_is_waited_for(make: Make) -> None:
@@ -816,7 +816,7 @@ def test_what_was_written_late_is_waited_for_too(d: DDict) -> None:
         d.wait_for_commit(start)
     d.checkpoint()
     assert d.wait_for_commit(start) == start + 1
-    assert not d._handle._unsure
+    assert not d._handle._standing.uncommitted
 
 
 def test_a_reader_does_not_hold_up_commits(d: DDict) -> None:
@@ -902,7 +902,7 @@ def test_with_wait_for_writers_a_checkpoint_retires_when_all_have_moved_on(
     dictionary = make(working_set_size=1, wait_for_writers=True)
     colleague = other(dictionary)
     dictionary["a"] = colleague["b"] = 0
-    waits_in_vain(dictionary, dictionary.checkpoint, "1 other handle", monkeypatch)
+    waits_in_vain(dictionary, dictionary.checkpoint, f"handle {colleague._handle.id} of process", monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(DDict.checkpoint, (dictionary, colleague))) == [1, 1]
 
@@ -1142,25 +1142,11 @@ def test_no_call_takes_longer_than_the_timeout(make: Make, manager: int) -> None
         "clear": lambda handle: handle.clear(),
         "stats": lambda handle: handle.stats(),
     }
-    if manager == 0:
-        calls |= {
-            "sync": lambda handle: handle.sync_to_newest_checkpoint(),
-            "committed": lambda handle: handle.committed_checkpoint_id,
-            "wait_for_commit": lambda handle: handle.wait_for_commit(0),
-            "frozen": lambda handle: handle.is_frozen,
-            "persisted": lambda handle: handle.persisted_ids(),
-            "attach": lambda handle: DDict.attach(handle.serialize(), timeout=timeout_s),
-        }
     text = dictionary.serialize()
     handles = {name: DDict.attach(text, timeout=timeout_s) for name in calls}
-    writers = [DDict.attach(text, timeout=timeout_s) for _ in range(2)]
-    for writer in writers:
-        writer[key] = 1
-    if manager == 0:
-        calls |= {
-            "checkpoint": lambda handle: writers[0].checkpoint(),
-            "rollback": lambda handle: writers[1].rollback(),
-        }
+    writer = DDict.attach(text, timeout=timeout_s)
+    writer[key] = 1
+    calls["rollback"] = lambda handle: writer.rollback()
 
     def measure(name: str) -> tuple[str, str, float]:
         began = time.monotonic()

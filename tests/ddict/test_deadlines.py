@@ -71,6 +71,8 @@ def test_a_call_has_one_deadline(name: str, tmp_path: Path, monkeypatch: pytest.
     attempt = Links.attempt
 
     def noting(links: Links, *args: Any, until: float, **named: Any) -> Any:
+        if links is not handle._handle.client.links:
+            return attempt(links, *args, until=until, **named)  # the coordinator's
         if until > time.monotonic() + timeout_s / 2:  # not those of this process's own threads
             deadlines.append(until)
         return attempt(links, *args, until=until, **named)

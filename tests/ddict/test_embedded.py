@@ -236,6 +236,7 @@ def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.Monk
         d.checkpoint()
         d["large"] = value + 2
         d.checkpoint()
+        d.wait_for_commit()
         os.kill(dictionaries.pid_of(d, 1), signal.SIGKILL)
         assert torch.equal(d["large"], value + 2)
         d.checkpoint()

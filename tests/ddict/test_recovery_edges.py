@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
-from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
+from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictTimeoutError, DDictWritesLostError
+from tests.support.dictionaries import DEADLINE_S, pid_of, stopped
 from tests.workers.ddict_persisters import FLAG, KilledWhileRestoring
 
 pytestmark = pytest.mark.slow
@@ -55,37 +56,36 @@ def test_a_manager_that_dies_while_it_takes_up_what_is_restored_takes_it_up_afte
         assert {key: dictionary[key] for key in range(40)} == dict.fromkeys(range(40), 3)
 
 
-def test_the_loss_of_what_anothers_rollback_made_uncommitted_is_told_although_the_main_manager_died() -> None:
+def test_a_rollback_below_what_is_committed_sends_everyone_back() -> None:
     with DDict(1, 3, 64 << 20, working_set_size=4, replication="ring", timeout=DEADLINE_S) as one:
-        other = copy.copy(one)
-        for number in range(6):
+        other, reader = copy.copy(one), copy.copy(one)
+        for number in range(4):
             for key in range(40):
                 other[key] = number
             one["one", number] = number
-            for handle in (other, one):
-                handle.checkpoint()
-            await_that(lambda number=number: one.committed_checkpoint_id == number)  # type: ignore[misc]
-        other.checkpoint()
-        assert not other._handle._unsure, "it does not know that all is committed"
-        one.rollback(to=4)
-        kill_manager(one, 0)
+            with ThreadPoolExecutor(2) as pool:  # each waits for the other
+                list(pool.map(DDict.checkpoint, (other, one)))
+            assert one.wait_for_commit() == number
+        reader.sync_to_newest_checkpoint()
+        assert (reader.checkpoint_id, reader[0]) == (3, 3)
 
-        told = set()
-        for _ in range(8):
-            for name, handle in (("one", one), ("other", other)):
-                try:
-                    handle.checkpoint()
-                except DDictWritesLostError as error:
-                    told.add(name)
-                    handle.rollback(to=error.checkpoint_id)
-        try:
-            reader = copy.copy(one)
-            reader.sync_to_newest_checkpoint()
-        except DDictWritesLostError:
-            reader.sync_to_newest_checkpoint()
-        found = {reader[key] for key in range(40)}
+        one.rollback(to=2)
 
-        assert "other" in told or len(found) == 1, f"told {told or 'nobody'}, and a mix is committed: {found}"
+        assert one.checkpoint_id == 2
+        with pytest.raises(DDictWritesLostError) as raised:
+            other.checkpoint()
+        assert raised.value.checkpoint_id == 2
+        with pytest.raises(DDictCheckpointRetiredError):  # where it stands is no more: told once
+            reader[0]
+        other.rollback(to=2)
+        for handle in (one, other, reader):
+            assert {handle[key] for key in range(40)} == {2}
+            assert ("one", 3) not in handle
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(DDict.checkpoint, (other, one))) == [3, 3]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(DDict.checkpoint, (other, one)))
+        assert one.wait_for_commit() == 3
 
 
 Call = Callable[[DDict], object]

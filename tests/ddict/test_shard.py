@@ -125,7 +125,6 @@ def test_what_retired_is_refused_and_the_error_says_what_is_left() -> None:
     refused = [
         lambda: shard.find(b"a", 2),
         lambda: shard.put(entry("a", 2, "y")),
-        lambda: shard.rollback("w", 2),
         lambda: list(shard.entries(2)),
     ]
     for call in refused:

@@ -202,9 +202,7 @@ def test_a_killed_training_goes_on_from_memory_at_the_last_finished_epoch(
     assert_same_bits(saved(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize(
-    ("manager", "with_memory"), [(0, True), (1, False)], ids=["the main manager with its memory", "another one"]
-)
+@pytest.mark.parametrize(("manager", "with_memory"), [(0, True), (1, False)], ids=["with its memory", "without"])
 def test_a_training_that_lost_a_manager_goes_on_from_memory(
     tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any], manager: int, with_memory: bool
 ) -> None:

@@ -76,9 +76,11 @@ class _Writer:
         d.pput(("ready", self._rank), True)
         for rank in range(writers):
             d.wait_for(("ready", rank))  # then all are attached, and none is left behind
-        while not (report.written == most if most is not None else self._done(lambda: "stop" in d)):
+        while True:
             epoch = report.written
             try:
+                if report.written == most if most is not None else self._done(lambda: "stop" in d):
+                    break
                 self._done(lambda epoch=epoch: self._write(epoch))
                 report.written = self._done(d.checkpoint)
             except DDictWritesLostError as lost:

@@ -11,9 +11,11 @@ from typing import Any
 
 from ml_flashpoint.ddict import values
 from ml_flashpoint.ddict.client import Client, Found
+from ml_flashpoint.ddict.configuration import COORDINATOR
 from ml_flashpoint.ddict.errors import DDictKeyError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import decode_key, place
+from ml_flashpoint.ddict.links import Answer
 from ml_flashpoint.ddict.request_fields import PERSISTENT
 from ml_flashpoint.format.errors import FlashpointError
 
@@ -57,10 +59,16 @@ class Access:
         self, manager: int, key: bytes, *, until: float | None = None, copy: bool = False, wait: bool = False
     ) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
-        fields: dict[str, Any] = {"c": self.handle.checkpoint_id}
-        if wait:
-            fields["wait"] = True
-        return self.client.get(manager, key, fields, until=self.handle.until() if until is None else until, copy=copy)
+        handle = self.handle
+        until = handle.until() if until is None else until
+
+        def send(epoch: int) -> Found:
+            fields: dict[str, Any] = {"c": handle.checkpoint_id, "e": epoch}
+            if wait:
+                fields["wait"] = True
+            return self.client.get(manager, key, fields, until=until, copy=copy)
+
+        return handle.in_epoch(send, until)
 
     def write(
         self,
@@ -74,17 +82,16 @@ class Access:
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
         handle = self.handle
-        fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id}
-        if flags:
-            fields["f"] = flags
-        if sequence is not None:
-            fields["x"] = sequence
 
-        def send(incarnation: str | None) -> tuple[bool, str]:
-            written = self.client.put(manager, key, encoded, fields, until=until, expected=incarnation)
-            return written.done, written.incarnation
+        def send(epoch: int) -> bool:
+            fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id, "e": epoch}
+            if flags:
+                fields["f"] = flags
+            if sequence is not None:
+                fields["x"] = sequence
+            return self.client.put(manager, key, encoded, fields, until=until).done
 
-        return handle.write(manager, send, until, lasting=bool(flags & PERSISTENT))
+        return handle.write(send, until, lasting=bool(flags & PERSISTENT))
 
     def delete(self, manager: int, key: bytes, *, sequence: int | None = None, until: float) -> bool:
         """Delete a key at one manager; ``sequence`` as for :meth:`write`."""
@@ -113,25 +120,32 @@ class Access:
         until: float,
     ) -> dict[str, Any]:
         handle = self.handle
-        fields = {**fields, "c": handle.checkpoint_id, "w": handle.id}
 
-        def send(incarnation: str | None) -> tuple[dict[str, Any], str]:
-            answer = self.client.links.call(
-                manager, operation, fields, blobs, until=until, again=again, expected=incarnation
-            )
-            return answer.fields, answer.incarnation
+        def send(epoch: int) -> dict[str, Any]:
+            told = {**fields, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
+            return self.client.links.call(manager, operation, told, blobs, until=until, again=again).fields
 
-        return handle.write(manager, send, until)
+        return handle.write(send, until)
 
     def ask(self, manager: int, operation: str, key: bytes, *, until: float, **fields: Any) -> dict[str, Any]:
         """Ask a manager something about a key."""
-        fields["c"] = self.handle.checkpoint_id
-        return self.client.links.call(manager, operation, fields, (key,), until=until).fields
+        return self._ask(manager, operation, fields, (key,), until).fields
+
+    def _ask(
+        self, manager: int, operation: str, fields: dict[str, Any], blobs: tuple[bytes, ...], until: float
+    ) -> Answer:
+        handle = self.handle
+
+        def send(epoch: int) -> Answer:
+            told = {**fields, "c": handle.checkpoint_id, "e": epoch}
+            return self.client.links.call(manager, operation, told, blobs, until=until)
+
+        return handle.in_epoch(send, until)
 
     def ask_main(self, operation: str, *, until: float | None = None, **fields: Any) -> dict[str, Any]:
-        """Ask the coordinator something."""
+        """Ask the coordinator something, in whichever epoch."""
         until = self.handle.until() if until is None else until
-        return self.client.links.call(0, operation, fields, until=until).fields
+        return self.client.links.call(COORDINATOR, operation, fields, until=until).fields
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
@@ -141,8 +155,7 @@ class Access:
             yield decode_key(key)
 
     def _encoded_keys(self, manager: int, until: float) -> list[bytes]:
-        fields = {"c": self.handle.checkpoint_id, "once": self.only is None}
-        data = self.client.links.call(manager, "keys", fields, until=until).blobs[0]
+        data = self._ask(manager, "keys", {"once": self.only is None}, (), until).blobs[0]
         found, at = [], 0
         while at < len(data):
             end = at + 4 + int.from_bytes(data[at : at + 4], "big")
@@ -152,9 +165,8 @@ class Access:
 
     def count(self, managers: Iterable[int], until: float) -> int:
         """Number of keys of these managers."""
-        fields = {"c": self.handle.checkpoint_id, "once": self.only is None}
-        call = self.client.links.call
-        return sum(int(call(manager, "length", dict(fields), until=until).fields["n"]) for manager in managers)
+        fields = {"once": self.only is None}
+        return sum(int(self._ask(manager, "length", fields, (), until).fields["n"]) for manager in managers)
 
     def items(self, managers: Iterable[int], *, until: float | None = None) -> Iterator[tuple[Any, Any]]:
         """Keys and values of these managers, some hundred at a time; ``until``: for all of them, else for each time."""
@@ -162,12 +174,17 @@ class Access:
             keys = self._encoded_keys(manager, self.handle.until() if until is None else until)
             for at in range(0, len(keys), _AT_ONCE):
                 some = keys[at : at + _AT_ONCE]
-                fields = {"c": self.handle.checkpoint_id}
-                deadline = self.handle.until() if until is None else until
-                got = self.client.get_many(manager, some, fields, until=deadline, copy=False)
+                got = self._get_many(manager, some, self.handle.until() if until is None else until)
                 for key, found in zip(some, got, strict=True):
                     if isinstance(found, DDictKeyError):
                         continue  # deleted in between
                     if isinstance(found, FlashpointError):
                         raise found
                     yield decode_key(key), found.value
+
+    def _get_many(self, manager: int, keys: list[bytes], until: float) -> list[Found | FlashpointError]:
+        def send(epoch: int) -> list[Found | FlashpointError]:
+            fields = {"c": self.handle.checkpoint_id, "e": epoch}
+            return self.client.get_many(manager, keys, fields, until=until, copy=False)
+
+        return self.handle.in_epoch(send, until)

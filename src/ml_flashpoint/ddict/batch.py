@@ -63,12 +63,12 @@ class Batch:
         if not items:
             return
         handle = self._handle
-        fields = {"c": handle.checkpoint_id, "w": handle.id}
 
-        def send(incarnation: str | None) -> tuple[None, str]:
-            return None, handle.client.put_many(manager, items, fields, until=until, expected=incarnation)
+        def send(epoch: int) -> None:
+            fields = {"c": handle.checkpoint_id, "w": handle.id, "e": epoch}
+            handle.client.put_many(manager, items, fields, until=until)
 
-        handle.write(manager, send, until)
+        handle.write(send, until)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)

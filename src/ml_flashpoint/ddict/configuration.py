@@ -12,10 +12,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy
+
+COORDINATOR = -1
+"""In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a dictionary treats its checkpoints; see `DDict` for what each field means to users.
+
+    Attributes:
+        managers: their number.
+        replicated: whether commits wait for verified copies.
+        snapshots: whether managers take snapshots at all: to replicate or to persist them.
+        persist_freq: every so many checkpoints are persisted; 0: none on their own.
+    """
+
+    managers: int
+    working_set_size: int
+    wait_for_keys: bool
+    wait_for_writers: bool
+    replicated: bool
+    snapshots: bool
+    persist_freq: int
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether nobody is left behind: a commit that is more than a number is made of whole steps only."""
+        return self.wait_for_writers or self.snapshots
+
+    def is_due(self, checkpoint_id: int) -> bool:
+        """Whether a checkpoint is to be persisted on its own."""
+        return self.persist_freq > 0 and (checkpoint_id + 1) % self.persist_freq == 0
+
+    def next_due(self, committed: int) -> int | None:
+        """The first checkpoint above ``committed`` that is."""
+        if self.persist_freq <= 0:
+            return None
+        return ((committed + 1) // self.persist_freq + 1) * self.persist_freq - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import psutil
 
 from ml_flashpoint.core.arguments import checked_bool, checked_integer
-from ml_flashpoint.ddict.accounts import Rules
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, new_run_id
-from ml_flashpoint.ddict.configuration import Configuration, name_class
+from ml_flashpoint.ddict.configuration import Configuration, Rules, name_class
+from ml_flashpoint.ddict.coordinator_server import CoordinatorServer
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.runtime_folder import runtime_root
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -141,8 +141,8 @@ def checked_timeout(timeout: float | None) -> float:
     return float(timeout)
 
 
-def create(options: Options) -> tuple[Configuration, Runtime]:
-    """Start the managers of a new dictionary.
+def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, Runtime]:
+    """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it.
 
     Raises:
         InvalidArgumentError: the options do not go together.
@@ -185,7 +185,8 @@ def create(options: Options) -> tuple[Configuration, Runtime]:
     if configuration.runtime["kind"] == "ray":
         from ml_flashpoint.ddict.ray_runtime import start_on_ray
 
-        return start_on_ray(configuration)
+        configuration, ray_runtime = start_on_ray(configuration)
+        return configuration, None, ray_runtime
     _check_memory(options.total_mem, runtime_root())
     runtime = EmbeddedRuntime()
     configuration = dataclasses.replace(
@@ -193,9 +194,11 @@ def create(options: Options) -> tuple[Configuration, Runtime]:
     )
     with contextlib.ExitStack() as undo:
         undo.callback(runtime.stop)
+        coordinator = CoordinatorServer(configuration)
+        undo.callback(coordinator.close)
         runtime.start([{"configuration": configuration.to_json(), "manager": number} for number in range(len(nodes))])
         undo.pop_all()
-    return configuration, runtime
+    return configuration, coordinator, runtime
 
 
 def _check_memory(total_mem: int, folder: Path) -> None:

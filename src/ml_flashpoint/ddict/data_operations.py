@@ -16,6 +16,7 @@ from ml_flashpoint.ddict.errors import (
     DDictKeyError,
     DDictReadOnlyError,
     DDictTimeoutError,
+    StaleEpochError,
 )
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
@@ -81,7 +82,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         try:
             if isinstance(value, InlineValue):
                 manager.make_room(value.nbytes, until)
-            _check_writable(manager)
+            _check_writable(manager, fields)
             if not _is_as_expected(manager, key, fields):
                 _release(manager, value)
                 return {"ok": False}, ()
@@ -101,7 +102,7 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
         manager.make_room(_NUMBER_BYTES, until)
-        _check_writable(manager)
+        _check_writable(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
             known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
@@ -120,7 +121,7 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
     manager.wait_until_ready(until_of(fields))
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
-        _check_writable(manager)
+        _check_writable(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
@@ -137,7 +138,7 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
     manager.wait_until_ready(until)
     size = integer(fields, "n")
     with manager.changed:
-        _check_writable(manager)
+        _check_writable(manager, fields)
         manager.shard.check_readable(integer(fields, "c"))
         manager.make_room(size, until)
         room = manager.arenas.allocate(size)
@@ -164,6 +165,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     manager.wait_until_ready(until)
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
+        manager.check_epoch(fields.get("e"))
         if manager.rules.wait_for_keys and fields.get("wait"):
             _wait_for_key(manager, session, key, checkpoint_id, until)
         entry = manager.shard.find(key, checkpoint_id)
@@ -187,6 +189,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     manager.wait_until_ready(until_of(fields))
     with manager.changed:
+        manager.check_epoch(fields.get("e"))
         entry = manager.shard.find(_key(blobs), integer(fields, "c"))
         return {"found": entry is not None, "s": 0 if entry is None else entry.sequence}, ()
 
@@ -203,6 +206,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
         return entry is not None and entry.sequence != seen
 
     with manager.changed:
+        manager.check_epoch(fields.get("e"))
         return {"ok": manager.wait_for(has_changed, until, session.peer.is_gone)}, ()
 
 
@@ -212,6 +216,7 @@ def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
     manager."""
     manager.wait_until_ready(until_of(fields))
     with manager.changed:
+        manager.check_epoch(fields.get("e"))
         keys = _visible_keys(manager, fields)
     return {"n": len(keys)}, (b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
 
@@ -220,6 +225,7 @@ def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
 def _length(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     manager.wait_until_ready(until_of(fields))
     with manager.changed:
+        manager.check_epoch(fields.get("e"))
         return {"n": len(_visible_keys(manager, fields))}, ()
 
 
@@ -229,7 +235,7 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     manager.wait_until_ready(until_of(fields))
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     with manager.changed:
-        _check_writable(manager)
+        _check_writable(manager, fields)
         for found in list(manager.shard.entries(checkpoint_id)):
             manager.put(Entry(found.key, checkpoint_id, writer, None, found.persistent, found.broadcast))
     return {}, ()
@@ -249,27 +255,19 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
         operation, own, count = each
         if not isinstance(own, dict) or type(count) is not int or not 0 <= count <= len(blobs) - at:
             raise ProtocolError("not the fields of an operation")
+        own["e"] = fields.get("e")
         own["t"] = 0.0 if is_full else max(0.0, until - time.monotonic())
         try:
             found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
             outcomes.append([None, found, len(data)])
             answers.extend(data)
+        except StaleEpochError:
+            raise  # for all of them: what was done is of an epoch that is over, or can be done again
         except FlashpointError as error:
             is_full = is_full or isinstance(error, DDictFullError)  # all the others need not wait for room
             outcomes.append([describe_error(error), {}, 0])
         at += count
     return {"outcomes": outcomes}, answers
-
-
-@operation
-def _rollback(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Discard what ``w`` wrote above ``to``. The main manager has agreed; this may come late."""
-    manager.wait_until_ready(until_of(fields))
-    with manager.changed:
-        manager.shard.rollback(text(fields, "w"), max(integer(fields, "to"), manager.shard.oldest))
-        if manager.waiting:
-            manager.changed.notify_all()
-    return {}, ()
 
 
 @operation
@@ -295,7 +293,10 @@ def _release(manager: Manager, value: Value | None) -> None:
         manager.arenas.release(value)
 
 
-def _check_writable(manager: Manager) -> None:
+def _check_writable(manager: Manager, fields: Fields) -> None:
+    manager.check_epoch(fields.get("e"))
+    if fields.get("w") in manager.dead:
+        raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
     if manager.frozen:
         raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")
     if manager.configuration.read_only:

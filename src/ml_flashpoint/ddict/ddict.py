@@ -100,8 +100,8 @@ class DDict(Mapped):
         )
         if restore_from is not None:
             checked_checkpoint_id("restore_from", restore_from)
-        configuration, started = create(options)
-        self._set_up(configuration, 0, read_only=read_only)
+        configuration, self._coordinator, started = create(options)
+        self._set_up(configuration, 0, 0, read_only=read_only)
         self._runtime: Runtime | None = started
         self._creator = os.getpid()
         if restore_from is not None:
@@ -126,14 +126,17 @@ class DDict(Mapped):
         self._handle.move(checkpoint_id, until)
 
     def checkpoint(self) -> int:
-        """Go on to the next checkpoint; returns its id. What was written stays readable there.
+        """Go on to the next checkpoint; returns its id. What was written stays readable there. A handle that began to
+        write behind the others goes on to the next one that they have not skipped.
 
         Raises:
             DDictTimeoutError: with `wait_for_keys` or `wait_for_writers`, an older one cannot retire yet; with
                 `replication` or a persister, one that is older than the working set is still being committed.
             DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
         """
-        self.checkpoint_id += 1
+        until = self._handle.until()
+        self._flush(until)
+        self._handle.move(self.checkpoint_id + 1, until, onwards=True)
         return self.checkpoint_id
 
     def rollback(self, to: int | None = None, *, discard: bool = True) -> int:
@@ -225,8 +228,8 @@ class DDict(Mapped):
     def _restore(self, checkpoint_id: int, until: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        self._access.ask_main("restore", until=until, checkpoint_id=checkpoint_id)
-        self._handle.restored(checkpoint_id)
+        state = self._access.ask_main("restore", until=until, checkpoint_id=checkpoint_id, w=self._handle.id)
+        self._handle.restored(checkpoint_id, state)
 
     def advance(self) -> int:
         """For replaying: restore the persisted checkpoint after this one, for all handles; returns its id.
@@ -264,7 +267,7 @@ class DDict(Mapped):
 
     @property
     def main_manager(self) -> int:
-        """Number of the manager that coordinates the others."""
+        """Number of the first manager."""
         return 0
 
     def which_manager(self, key: Any) -> int:
@@ -293,20 +296,21 @@ class DDict(Mapped):
         return bool(self._access.ask_main("state")["frozen"])
 
     def _freeze(self, frozen: bool) -> None:
-        until = self._handle.until()
-        for each in range(self._configuration.managers):
-            self._access.client.links.call(each, "freeze", {"frozen": frozen}, until=until)
+        self._access.ask_main("freeze", frozen=frozen)
 
     # ---- handles ------------------------------------------------------------------------------------------
 
     def _clone(self, *, only: int | None) -> DDict:
-        return _made(self._configuration, self.checkpoint_id, read_only=self._handle.read_only, only=only)
+        handle = self._handle
+        return _made(self._configuration, self.checkpoint_id, handle.epoch, read_only=handle.read_only, only=only)
 
     def __copy__(self) -> DDict:
         return self._clone(only=self._access.only)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self._configuration.to_json(), self.checkpoint_id, self._handle.read_only, self._access.only)
+        handle = self._handle
+        at = (self.checkpoint_id, handle.epoch)
+        return _attach, (self._configuration.to_json(), *at, handle.read_only, self._access.only)
 
     def serialize(self) -> str:
         """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
@@ -314,6 +318,7 @@ class DDict(Mapped):
         fields = {
             "configuration": self._configuration.to_json(),
             "checkpoint_id": self.checkpoint_id,
+            "epoch": self._handle.epoch,
             "read_only": self._handle.read_only,
             "only": self._access.only,
         }
@@ -336,6 +341,7 @@ class DDict(Mapped):
             made = _attach(
                 fields["configuration"],
                 checked_checkpoint_id("serialized", fields["checkpoint_id"]),
+                checked_checkpoint_id("serialized", fields["epoch"]),
                 bool(fields["read_only"]),
                 fields["only"],
             )
@@ -387,6 +393,8 @@ class DDict(Mapped):
         self._handle.detach(time.monotonic() + 1.0)
         self._access.client.close()
         if runtime is not None:
+            if self._coordinator is not None:
+                self._coordinator.close()
             runtime.stop(_STOP_S)
 
     def __enter__(self) -> DDict:
@@ -411,13 +419,15 @@ class DDict(Mapped):
         )
 
 
-def _attach(configuration: Mapping[str, Any], checkpoint_id: int, read_only: bool, only: int | None) -> DDict:
-    return _made(Configuration.from_json(configuration), checkpoint_id, read_only=read_only, only=only)
+def _attach(
+    configuration: Mapping[str, Any], checkpoint_id: int, epoch: int, read_only: bool, only: int | None
+) -> DDict:
+    return _made(Configuration.from_json(configuration), checkpoint_id, epoch, read_only=read_only, only=only)
 
 
-def _made(configuration: Configuration, checkpoint_id: int, *, read_only: bool, only: int | None) -> DDict:
+def _made(configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None) -> DDict:
     handle = DDict.__new__(DDict)
-    handle._runtime = None
+    handle._runtime = handle._coordinator = None
     handle._creator = 0
-    handle._set_up(configuration, checkpoint_id, read_only=read_only, only=only)
+    handle._set_up(configuration, checkpoint_id, epoch, read_only=read_only, only=only)
     return handle

@@ -6,6 +6,7 @@ an attribute.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError
@@ -56,10 +57,20 @@ class DDictReadOnlyError(DDictError):
 
 
 class DDictCheckpointRetiredError(DDictError):
-    """The checkpoint has left the working set: it can be neither read nor written any more.
+    """The checkpoint can be neither read nor written any more: it has left the working set, or one above it is
+    committed and it never was itself, or it was committed and was taken back.
 
-    `checkpoint_id` is the oldest one that can.
+    `checkpoint_id` is the oldest one above it that can; where it was taken back, the one that all go on from.
     """
+
+
+def never_committed(checkpoint_id: int, committed: int, kept: Iterable[int]) -> DDictCheckpointRetiredError:
+    """The error for a checkpoint that commits have skipped."""
+    return DDictCheckpointRetiredError(
+        f"checkpoint {checkpoint_id} was never committed by itself, and {committed} is: nobody can go back to it",
+        checkpoint_id=min((each for each in kept if each > checkpoint_id), default=committed),
+        hint="wait_for_commit() after each checkpoint() that is to be gone back to",
+    )
 
 
 class DDictManagerLostError(DDictError):
@@ -72,12 +83,24 @@ class DDictManagerLostError(DDictError):
 
 
 class DDictWritesLostError(DDictError):
-    """A manager came back without what was written there since the last committed checkpoint.
+    """A new epoch has begun, in which what this handle wrote is gone: a manager was lost with what was not committed,
+    somebody went back below what was, or a persisted checkpoint was restored.
 
-    `checkpoint_id` is the one that it came back at: go back to it, ``d.rollback(to=error.checkpoint_id)``, and write
-    again from there. Until then calls of this handle that write or move raise it again, and nothing that it wrote
-    above is committed. The loss of what handles had written that are gone is told once, to one who moves or syncs.
+    `checkpoint_id` is the one to go on from: ``d.rollback(to=error.checkpoint_id)``, or `sync_to_newest_checkpoint`,
+    and write again from there. Until then calls of this handle that write or move raise it again, and commits wait for
+    it. The loss of what handles had written that are gone is told once, to one who moves or syncs.
     """
+
+
+def writes_lost(why: str, base: int, manager: int | None) -> DDictWritesLostError:
+    """The error that tells of them, where all go on from checkpoint ``base``."""
+    to = max(base, 0)
+    return DDictWritesLostError(
+        f"what was written since is lost: {why}",
+        manager=manager,
+        checkpoint_id=to,
+        hint=f"go back with rollback(to={to}) and write again from there",
+    )
 
 
 class DDictDestroyedError(DDictError):
@@ -90,5 +113,11 @@ class DDictPersistError(DDictError):
 
 class StaleValueError(DDictError):
     """A large value is not where it was any more, or not yet. Not seen by users: the manager is asked again."""
+
+    retryable = True
+
+
+class StaleEpochError(DDictError):
+    """The request is of another epoch than whoever got it. Not seen by users: the coordinator is asked what began."""
 
     retryable = True

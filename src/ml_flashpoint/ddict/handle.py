@@ -1,76 +1,39 @@
 """What a handle of a dictionary knows, and keeps in step with the coordinator.
 
-Owns the checkpoint that a handle is at, whether it counts as writing, and which of its writes may not be committed
-yet, so that it is told when a manager comes back without them. `DDict` is a mapping on top of this.
+Owns the checkpoint and the epoch that a handle is at, whether it counts as writing, and up to which commit its writes
+can be lost, so that it is told when they are. `DDict` is a mapping on top of this.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ml_flashpoint.ddict.accounts import writes_lost
 from ml_flashpoint.ddict.client import Client, client_of
-from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
+    DDictManagerLostError,
     DDictReadOnlyError,
     DDictTimeoutError,
-    DDictWritesLostError,
+    StaleEpochError,
 )
-from ml_flashpoint.ddict.links import ManagerChangedError
+from ml_flashpoint.ddict.keepalive import Standing, await_leaves
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
 _Result = TypeVar("_Result")
 
-
-@dataclass(slots=True)
-class _Unsure:
-    """Writes to one incarnation of a manager that may not be committed.
-
-    Attributes:
-        needs: by the checkpoint that they were written at, the one whose commit covers them; None: to be asked at the
-            next move.
-    """
-
-    incarnation: str
-    needs: dict[int, int | None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Standing:
-    """What the main manager is told of a handle, also by others than the handle: when it is gone, or is held up.
-
-    Attributes:
-        checkpoint_id: that it is at.
-        unsure: its writes that may not be committed, by manager.
-        run: that they belong to; None: not known yet. Another one after a restore.
-        joined: whether it counts as writing: only then does it matter where it is, and that it leaves.
-    """
-
-    checkpoint_id: int
-    unsure: dict[int, _Unsure] = field(default_factory=dict)
-    run: str | None = None
-    joined: bool = False
-
-    def fields(self, handle_id: str, lease_id: str, checkpoint_id: int | None = None) -> dict[str, Any]:
-        """The fields of its requests. Without the lock, for the thread of the lease: it is asked while another thread
-        that has the lock waits for it."""
-        return {
-            "w": handle_id,
-            "lease": lease_id,
-            "c": self.checkpoint_id if checkpoint_id is None else checkpoint_id,
-            "wrote": _listed(self.unsure),
-            "run": self.run,
-        }
+_PAUSE_S = 0.02
+_LEAVE_S = 5.0
 
 
 class Handle:
@@ -79,15 +42,15 @@ class Handle:
     Args:
         configuration: of the dictionary.
         checkpoint_id: to begin at.
+        epoch: that whoever made it was in.
         read_only: refuse to write.
     """
 
-    def __init__(self, configuration: Configuration, checkpoint_id: int, *, read_only: bool) -> None:
+    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool) -> None:
         self.configuration = configuration
-        self._standing = _Standing(checkpoint_id)
         self.read_only = read_only or configuration.read_only
         self.timeout_s = configuration.timeout_s
-        self._begin()
+        self._begin(checkpoint_id, epoch)
         _handles.add(self)
 
     @property
@@ -95,18 +58,23 @@ class Handle:
         """The checkpoint that this handle is at."""
         return self._standing.checkpoint_id
 
-    def _begin(self) -> None:
-        self.id = secrets.token_hex(8)
-        self._standing = _Standing(self._standing.checkpoint_id)
+    @property
+    def epoch(self) -> int:
+        """The epoch that this handle is in, as far as it has heard."""
+        return self._standing.epoch
+
+    @property
+    def id(self) -> str:
+        """Unique in the dictionary."""
+        return self._standing.handle
+
+    def _begin(self, checkpoint_id: int, epoch: int) -> None:
         self.client: Client = client_of(self.configuration)
+        self._standing = Standing(secrets.token_hex(8), self.client.keepalive.id, checkpoint_id, epoch)
         self._moving = threading.Lock()  # for as long as a move takes
-        self._lock = threading.RLock()  # for what follows, and only for a moment
         self._closed = False
-        self._lost: dict[int, int] = {}  # managers that came back without writes, and the checkpoint they came back at
-        self._wrote_to: set[int] = set()
-        self._going_back: tuple[int, bool] | None = None  # the main manager may have heard of this rollback, or not
-        self._to_discard: dict[int, int] = {}  # managers that have not heard yet what was rolled back, and to where
-        self._finalizer = weakref.finalize(self, _forget_handle, self.client, self.id, os.getpid(), self._standing)
+        self._going_back: int | None = None  # not all managers may have heard of this rollback
+        self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self._standing)
         self._finalizer.atexit = False
 
     def until(self, timeout_s: float | None = None) -> float:
@@ -119,6 +87,47 @@ class Handle:
             raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
+    # ---- epochs -------------------------------------------------------------------------------------------
+
+    def in_epoch(self, send: Callable[[int], _Result], until: float) -> _Result:
+        """Make a request in the epoch of this handle, and again in the next one if that is over.
+
+        Args:
+            send: makes it, given the epoch.
+
+        Raises:
+            DDictWritesLostError: told once: what this handle wrote is lost.
+            DDictCheckpointRetiredError: told once: where this handle stands was committed, and was taken back.
+        """
+        standing = self._standing
+        while True:
+            if standing.untold is not None:
+                standing.tell()
+            epoch = standing.epoch
+            try:
+                return send(epoch)
+            except StaleEpochError as error:
+                self._catch_up(epoch, until, error)
+
+    def _catch_up(self, epoch: int, until: float, error: StaleEpochError) -> None:
+        standing = self._standing
+        if standing.epoch != epoch:
+            return  # another thread has
+        fields = standing.fields()
+        standing.adopt(self.client.links.call(COORDINATOR, "catch_up", fields, until=until).fields, fields)
+        if standing.epoch == epoch and standing.untold is None:
+            if time.monotonic() + _PAUSE_S > until:
+                raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
+            time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
+
+    def ask(self, operation: str, fields: dict[str, Any], until: float) -> dict[str, Any]:
+        """Ask the coordinator something, in the epoch of this handle."""
+
+        def send(epoch: int) -> dict[str, Any]:
+            return self.client.links.call(COORDINATOR, operation, {**fields, "e": epoch}, until=until).fields
+
+        return self.in_epoch(send, until)
+
     # ---- writing ------------------------------------------------------------------------------------------
 
     def check_writable(self) -> None:
@@ -130,97 +139,77 @@ class Handle:
         if self.read_only:
             raise DDictReadOnlyError("this handle was made with read_only=True")
 
-    def write(
-        self, manager: int, send: Callable[[str | None], tuple[_Result, str]], until: float, *, lasting: bool = False
-    ) -> _Result:
+    def write(self, send: Callable[[int], _Result], until: float, *, lasting: bool = False) -> _Result:
         """Write at one manager.
 
         Args:
-            send: given the incarnation that the manager must be (None: any), makes the request, and returns its result
-                and the incarnation that carried it out.
+            send: makes the request, given the epoch, and returns its result.
             lasting: the write does not belong to a checkpoint, and does not make this a writing handle.
 
         Raises:
-            DDictWritesLostError: the manager came back without what was written before.
+            DDictWritesLostError: what this handle wrote before is lost, and it has not gone back yet.
         """
         self.check_writable()
-        if not lasting and not self._joined:
+        standing = self._standing
+        standing.check_whole()
+        if not lasting and not standing.joined:
             self._join(until)
-        if self._going_back is not None or self._to_discard:
+        if self._going_back is not None:
             with self._turn(until):
                 self._finish_rollback(until)
-        with self._lock:
-            checkpoint_id = self.checkpoint_id
-            self._wrote_to.add(manager)  # also if no answer comes: a rollback must find it there
-        while True:
-            unsure = self._unsure.get(manager)
+        at = standing.checkpoint_id
+
+        def write(epoch: int) -> _Result:
             try:
-                result, incarnation = send(None if unsure is None else unsure.incarnation)
-                break
-            except ManagerChangedError:
-                self._check_loss(manager, until)
-        with self._lock:
-            # Another thread may have written to the incarnation before: then that is the one to ask after.
-            unsure = self._unsure.setdefault(manager, _Unsure(incarnation))
-            unsure.needs[checkpoint_id] = None
-        if not self._joined:
-            self._note(self.client.links.call(0, "note", self._fields(), until=until).fields)
+                result = send(epoch)
+            except StaleEpochError:
+                raise
+            except BaseException:
+                standing.wrote(at, epoch)  # nobody knows
+                raise
+            standing.wrote(at, epoch)
+            return result
+
+        result = self.in_epoch(write, until)
+        standing.has_written = True
+        if not standing.joined:
+            standing.note(self.ask("state", {}, until))
         return result
-
-    def _check_loss(self, manager: int, until: float) -> None:
-        """A manager is another process than the one that was written to: raise, unless all of that was committed."""
-        # Only when it has recovered is it settled what it recovered at.
-        self.client.links.call(manager, "ready", {}, until=until)
-        state = self.client.links.call(0, "state", {}, until=until).fields
-        committed = int(state["committed"])
-        with self._lock:
-            self._note_run(state)
-            self._forget_committed(committed)
-            if manager in self._unsure:
-                error = writes_lost(manager, int(state["safe"]))
-                self._note_loss(error)
-                raise error
-
-    def _note_loss(self, error: DDictWritesLostError) -> None:
-        if error.manager is not None and error.checkpoint_id is not None:
-            self._lost[error.manager] = error.checkpoint_id
-
-    @contextlib.contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        try:
-            yield
-        except DDictWritesLostError as error:
-            with self._lock:
-                self._note_loss(error)
-            raise
 
     def _join(self, until: float) -> None:
         with self._turn(until):
-            if self._joined:
-                return
-            # The lease must not keep the handle: when it is forgotten, it has left.
-            standing, own_id, lease_id = self._standing, self.id, self.client.lease.id
-            state = self.client.lease.add(own_id, lambda: standing.fields(own_id, lease_id), until)
-            with self._lock:
-                self._note_run(state)
-            standing.joined = True
+            if not self._standing.joined:
+                # The session must not keep the handle: when it is forgotten, it has left.
+                self.client.keepalive.begin(until)
+                fields = self._standing.fields()
+                self._standing.note(self.ask("join", fields, until))
+                self._standing.joined = True
+                self.client.keepalive.add(self._standing)
+                _leave_at_exit()
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def move(self, checkpoint_id: int, until: float) -> None:
-        """Go to another checkpoint.
+    def move(self, checkpoint_id: int, until: float, *, onwards: bool = False) -> None:
+        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
 
         Raises:
-            DDictWritesLostError: a manager came back without what this handle wrote.
+            DDictWritesLostError: what this handle wrote is lost, and it has not gone back yet.
             DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
         """
         with self._turn(until):
+            self._standing.check_whole()
             self._finish_rollback(until)
-            if self._joined:
-                fields = self._fields(checkpoint_id)
-                with self._noting_loss():
-                    self._note(self.client.links.call(0, "move", fields, until=until).fields)
-            self._standing.checkpoint_id = checkpoint_id
+            self._move(checkpoint_id, until, onwards=onwards)
+
+    def _move(self, checkpoint_id: int, until: float, *, onwards: bool = False) -> None:
+        standing = self._standing
+        if standing.joined:
+            state = self.ask("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, until)
+            standing.note(state)
+            checkpoint_id = int(state["position"])
+        elif standing.untold is not None:
+            standing.tell()
+        standing.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, until: float) -> None:
         """Go back to a checkpoint, and discard what this handle wrote above it.
@@ -230,58 +219,37 @@ class Handle:
         with self._turn(until):
             self._finish_rollback(until)
             if to <= self.checkpoint_id:
-                self._go_back(to, discard, until)
+                if discard or self._standing.lost is not None:
+                    self._go_back(to, until)
+                else:
+                    self._move(to, until)
 
     def _finish_rollback(self, until: float) -> None:
         if self._going_back is not None:
-            self._go_back(*self._going_back, until)
-        self._discard(until)
+            self._go_back(self._going_back, until)
 
-    def _go_back(self, to: int, discard: bool, until: float) -> None:
-        with self._lock:
-            left = {manager: self._left_of(manager, to, discard) for manager in self._unsure}
-            left = {manager: unsure for manager, unsure in left.items() if unsure.needs}
-            lost = [manager for manager, at in self._lost.items() if to <= at]
-        if self._wrote_to:
-            fields = {**self._fields(to), "wrote": _listed(left), "lost": lost}
-            if not self._joined:
-                fields["lease"] = None
-            self._going_back = to, discard
-            try:
-                self.client.links.call(0, "go_back", fields, until=until)
-            except (DDictCheckpointRetiredError, DDictDestroyedError):
-                self._going_back = None
-                raise
-        with self._lock:
-            if discard:
-                self._to_discard = {
-                    manager: min(to, self._to_discard.get(manager, to)) for manager in sorted(self._wrote_to)
-                }
-            # Before managers discard anything, so that a main manager that takes over meanwhile hears of it.
-            self._standing.checkpoint_id = to
-            # In place, and never empty meanwhile: others look at it without the lock.
-            for manager in list(self._unsure):
-                if manager in left:
-                    self._unsure[manager] = left[manager]
-                else:
-                    del self._unsure[manager]
-            self._lost = {manager: at for manager, at in self._lost.items() if to > at}
+    def _go_back(self, to: int, until: float) -> None:
+        standing = self._standing
+        if not (standing.joined or standing.uncommitted or standing.has_written):
+            self._move(to, until)
+            return
+        fields = {**standing.fields(), "c": to}
+        if not standing.joined:
+            fields["session"] = None
+        self._going_back = to
+        try:
+            state = self.ask("go_back", fields, until)
+        except (DDictCheckpointRetiredError, DDictDestroyedError):
             self._going_back = None
-        self._discard(until)
-
-    def _discard(self, until: float) -> None:
-        """Have managers discard what was rolled back, those that could not be reached before; in turn."""
-        for manager, to in list(self._to_discard.items()):
-            self.client.links.call(manager, "rollback", {"w": self.id, "to": to}, until=until)
-            self._to_discard.pop(manager, None)
-
-    def _left_of(self, manager: int, to: int, discard: bool) -> _Unsure:
-        """What is left of the writes to a manager, and can still be lost, after a rollback."""
-        unsure = self._unsure[manager]
-        if manager in self._lost and to <= self._lost[manager]:
-            return _Unsure(unsure.incarnation)  # the loss was told, and this is the answer to it
-        kept = {each: need for each, need in unsure.needs.items() if each <= to or not discard}
-        return _Unsure(unsure.incarnation, kept)
+            raise
+        except FlashpointError as error:
+            if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
+                standing.checkpoint_id = to  # it may be done but for a manager that is away
+            else:
+                self._going_back = None
+            raise
+        self._going_back = None
+        standing.went_back(to, state)
 
     def await_commit(self, checkpoint_id: int, until: float, *, if_written: bool = False) -> int:
         """Wait until a checkpoint is committed. Returns the newest that is.
@@ -291,13 +259,14 @@ class Handle:
 
         Raises:
             InvalidArgumentError: this handle writes there, or below, so it would wait for itself.
-            DDictWritesLostError: a manager came back without what this handle wrote.
+            DDictWritesLostError: what this handle wrote is lost, so it will not be.
             DDictTimeoutError: it was not in time.
         """
         with self._turn(until):  # to the end: what is heard is of where the handle is now
+            self._standing.check_whole()
             self._finish_rollback(until)
-            wanted = self._covers(checkpoint_id)
-            if self._joined and wanted >= self.checkpoint_id:
+            wanted = self._standing.covers(checkpoint_id)
+            if self._standing.joined and wanted >= self.checkpoint_id:
                 late = f": what it wrote there late is committed with {wanted}" if wanted > checkpoint_id else ""
                 raise InvalidArgumentError(
                     f"is not behind this handle, which is at {self.checkpoint_id}{late}",
@@ -306,74 +275,26 @@ class Handle:
                     hint="checkpoint() first",
                 )
             fields = {"w": self.id, "checkpoint_id": wanted, "if_written": if_written}
-            with self._noting_loss():
-                state = self.client.links.call(0, "await_commit", fields, until=until).fields
-            with self._lock:
-                self._note_run(state)
-                self._forget_committed(int(state["committed"]))
+            state = self.ask("await_commit", fields, until)
+            self._standing.note(state)
             return int(state["committed"])
-
-    def _covers(self, checkpoint_id: int) -> int:
-        """The checkpoint with whose commit all is committed that this handle wrote at ``checkpoint_id`` and below: a
-        later one for what was written when that was committed already."""
-        with self._lock:
-            written = [each for unsure in self._unsure.values() for each in unsure.needs.items()]
-        return max([checkpoint_id, *(need for at, need in written if need is not None and at <= checkpoint_id)])
 
     def sync(self, until: float) -> None:
         """Go to the newest committed checkpoint."""
-        state = self.client.links.call(0, "newest", {}, until=until).fields
-        with self._lock:
-            self._note_run(state)
-        self.move(max(0, int(state["committed"])), until)
+        with self._turn(until):
+            standing = self._standing
+            is_answer = standing.lost is not None and standing.untold is None  # to what it was told
+            state = self.ask("newest", {}, until)
+            to = max(0, int(state["committed"]))
+            if is_answer or self._going_back is not None:
+                self._go_back(to, until)
+            else:
+                self._move(to, until)
 
-    def restored(self, checkpoint_id: int) -> None:
+    def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
         """All managers hold what was persisted as this checkpoint, and nothing else."""
-        with self._lock:
-            self._unsure.clear()
-            self._lost.clear()
-            self._to_discard.clear()
-            self._going_back = None
-            self._standing.run = None
-            self._standing.checkpoint_id = checkpoint_id
-
-    def _note_run(self, state: dict[str, Any]) -> None:
-        """Another handle has restored a checkpoint, if the run is another: what was written before is of no account."""
-        if self._standing.run is not None and self._standing.run != state["run"]:
-            self._unsure.clear()
-            self._lost.clear()
-            self._to_discard.clear()
-            self._going_back = None
-        self._standing.run = str(state["run"])
-
-    def _note(self, state: dict[str, Any]) -> None:
-        """Learn from the coordinator, having moved, what is committed."""
-        fixed = int(state["fixed"])
-        with self._lock:
-            self._note_run(state)
-            for unsure in self._unsure.values():
-                for written_at, need in unsure.needs.items():
-                    if need is None:
-                        # What is written at an id whose commit has begun is covered by the next commit only.
-                        unsure.needs[written_at] = max(written_at, fixed + 1)
-            self._forget_committed(int(state["committed"]))
-
-    def _forget_committed(self, committed: int) -> None:
-        for manager, unsure in list(self._unsure.items()):
-            unsure.needs = {at: need for at, need in unsure.needs.items() if need is None or need > committed}
-            if not unsure.needs:
-                del self._unsure[manager]
-
-    @property
-    def _joined(self) -> bool:
-        return self._standing.joined
-
-    @property
-    def _unsure(self) -> dict[int, _Unsure]:
-        return self._standing.unsure
-
-    def _fields(self, checkpoint_id: int | None = None) -> dict[str, Any]:
-        return self._standing.fields(self.id, self.client.lease.id, checkpoint_id)
+        self._going_back = None
+        self._standing.went_back(checkpoint_id, state, restored=True)
 
     @contextlib.contextmanager
     def _turn(self, until: float) -> Iterator[None]:
@@ -394,36 +315,25 @@ class Handle:
 
     def detach(self, until: float) -> None:
         """Be of no more use. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
         self._finalizer.detach()
         with contextlib.suppress(FlashpointError):
             now = time.monotonic()
             self._finish_rollback(now + max(0.0, until - now) / 2)  # and the other half for what follows
-        if self._joined:
+        if self._standing.is_known:
             try:
-                self.client.links.call(0, "leave", self._fields(), until=until)
-                self.client.lease.remove(self.id)
+                self.client.links.call(COORDINATOR, "leave", self._standing.fields(), until=until)
+                self.client.keepalive.remove(self._standing)
             except FlashpointError:
-                self.client.lease.forget(self.id, self._fields)
+                self.client.keepalive.forget(self._standing)
 
 
-def _listed(unsure: Mapping[int, _Unsure]) -> list[list[Any]]:
-    """Writes that may not be committed, see `accounts.Write`."""
-    found: list[list[Any]] = []
-    for manager, each in list(unsure.items()):
-        for written_at, need in list(each.needs.items()):
-            found.append([manager, each.incarnation, written_at if need is None else need, need is None])
-    return found
-
-
-def _forget_handle(client: Client, handle_id: str, pid: int, standing: _Standing) -> None:
+def _forget_handle(client: Client, pid: int, standing: Standing) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
-    if pid != os.getpid() or not standing.joined:
-        return
-    client.lease.forget(handle_id, lambda: standing.fields(handle_id, client.lease.id))
+    if pid == os.getpid() and standing.is_known:
+        client.keepalive.forget(standing)
 
 
 def checked_checkpoint_id(argument: str, value: object) -> int:
@@ -438,18 +348,37 @@ def checked_checkpoint_id(argument: str, value: object) -> int:
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+_leaves_at_exit = 0  # process that has said that it does
 
 
-def _handles_here() -> Iterator[Handle]:
-    yield from list(_handles)
+def _leave_at_exit() -> None:
+    """Have the handles of this process say that they leave when it ends in an orderly way: what they wrote counts then.
+
+    By `multiprocessing`, whose children run nothing else at their end; in other processes it is run by `atexit`.
+    """
+    global _leaves_at_exit
+    if _leaves_at_exit != os.getpid():
+        _leaves_at_exit = os.getpid()
+        multiprocessing.util.Finalize(None, _leave_all, exitpriority=50)
+
+
+def _leave_all() -> None:
+    if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+        return  # it ends by an error, in the middle of something
+    until = time.monotonic() + _LEAVE_S
+    for handle in list(_handles):
+        if not handle.closed and handle._standing.joined:
+            with contextlib.suppress(Exception):  # whatever it says, the process ends
+                handle.detach(until)
+    await_leaves(until)
 
 
 def _after_fork() -> None:
     # A handle that a child has inherited is another one there: two processes must not move it against each other.
-    for handle in _handles_here():
+    for handle in list(_handles):
         handle._finalizer.detach()
         closed = handle._closed
-        handle._begin()
+        handle._begin(handle.checkpoint_id, handle.epoch)
         handle._closed = closed
 
 

@@ -174,9 +174,11 @@ class Links:
                 left = until - time.monotonic()
                 if left <= pause or (isinstance(error, RequestLostError) and not again):
                     raise DDictManagerLostError(
-                        f"manager {manager} is not there: {error.message}",
+                        f"{'the coordinator' if manager < 0 else f'manager {manager}'} is not there: {error.message}",
                         manager=manager,
-                        hint="call again: with replication it comes back; without, its values are gone",
+                        hint="call again: with replication it comes back; without, its values are gone"
+                        if manager >= 0
+                        else "it is in the process that made the dictionary, and the dictionary ends with that",
                     ) from error
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)

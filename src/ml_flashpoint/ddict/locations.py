@@ -1,4 +1,4 @@
-"""Where the managers of a dictionary are, by the runtime that they run in.
+"""Where the managers of a dictionary and its coordinator are, by the runtime that they run in.
 
 Owns finding them, and whether one is on this machine. Starting and stopping them is the runtimes'.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
 from ml_flashpoint.ddict.links import Locate
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.net.client import Address
@@ -25,7 +25,7 @@ def locator(configuration: Configuration) -> Locate:
         base = Path(configuration.base)
 
         def locate(manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-            return "unix", str(base / f"m-{manager}.sock")
+            return "unix", str(base / ("c.sock" if manager == COORDINATOR else f"m-{manager}.sock"))
 
         return locate
     if kind == "ray":

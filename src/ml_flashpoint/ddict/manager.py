@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict import persisted_parts
-from ml_flashpoint.ddict.accounts import Needs
-from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint, new_run_id
+from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError
+from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError, StaleEpochError
 from ml_flashpoint.ddict.links import Links, Locate
 from ml_flashpoint.ddict.persisted_run import PersistedRun
 from ml_flashpoint.ddict.room import Room
@@ -42,6 +40,8 @@ _log = logging.getLogger(__name__)
 _PEER_S = 10.0
 _ROOM_S = 0.5
 _LOOK_S = 1.0
+_RECOVERY_S = 60.0
+_MOST_GONE = 10_000
 _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 
 
@@ -51,12 +51,10 @@ class Session:
 
     Attributes:
         allocated: values that it has room for and has not put yet.
-        lease: that it keeps alive.
     """
 
     peer: Peer
     allocated: set[str] = field(default_factory=set)
-    lease: str | None = None
 
 
 class Recovery(Protocol):
@@ -68,8 +66,11 @@ class Recovery(Protocol):
     def wait(self, until: float) -> None:
         """Wait for the end."""
 
-    def sealed(self, until: float) -> list[int]:
-        """Checkpoints that snapshots were found of and that are not taken up yet."""
+    def found(self, until: float) -> dict[int, Sequence[Entry]]:
+        """Entries of the checkpoints that there are whole snapshots of, once that is known."""
+
+    def end(self, failure: DDictManagerLostError | None) -> None:
+        """The manager holds what it goes on from; or it cannot."""
 
 
 class Manager:
@@ -106,22 +107,22 @@ class Manager:
         self.waiting = 0
         self.frozen = False
         self.ended = threading.Event()
-        self.coordinator: Coordinator | None = None
         self.links = Links(locate, configuration.secret)
-        self.run = PersistedRun(configuration, is_main=number == 0)
+        self.run = PersistedRun(configuration)
         self.persister = self.run.persister
-        self.writers: dict[str, tuple[str, int | None]] = {}
-        """Handles that wrote at the last commit, as the main manager said: see `Attendance.writers`."""
-        self.taken: Needs = {}
-        """See `Attendance`, as the main manager said."""
-        self._restored_run = ""
+        self.epoch = 0
+        """Guarded by the lock, like the shard: requests of another one are refused."""
+        self.dead: dict[str, None] = {}
+        """Handles whose process was killed: what of them is on its way still comes too late."""
+        self._discarded: dict[str, int] = {}
+        self._begun = threading.Lock()
         self._inline_bytes = 0
         self._stored: set[str] = set()
-        self._prepared: dict[int, tuple[list[Entry], Pin]] = {}
+        self._prepared: dict[int, tuple[list[Entry], Pin]] = {}  # and all that is committed and was not let go of
         self._restoring: tuple[PersistedCheckpoint, list[Entry]] | None = None
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
         self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.limit_bytes)
-        self.shard = Shard(self._let_go)
+        self.shard = Shard(self._let_go, is_final=not self.rules.snapshots)
         self.snapshots = Snapshots(
             self.store,
             nodes=[f"node-{node}" for node in configuration.nodes],
@@ -134,6 +135,7 @@ class Manager:
             host=host,
         )
         self._recovery = recovery(self) if recovery is not None else None
+        self._recovery_over = recovery is None
         self._started = threading.Event()  # requests may come before
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -144,24 +146,15 @@ class Manager:
             self.snapshots.start()
         if self._recovery is not None:
             self._recovery.start()
-        elif self.number == 0:
-            self.coordinator = self.new_coordinator()
         self._started.set()
 
     def close(self) -> None:
         """End. Files stay where they are."""
         self.ended.set()
-        if self.coordinator is not None:
-            self.coordinator.close()
         self.links.close()
         self.snapshots.close()
         self.persister.close()
         self.store.close()
-
-    def new_coordinator(self, **taken_over: Any) -> Coordinator:
-        """What makes this one the main manager; see `Coordinator` for what one is told that takes over."""
-        self.run.begin()
-        return Coordinator(self.rules, self._call, self.run.complete, unpersist=self.run.remove_above, **taken_over)
 
     def wait_until_ready(self, until: float) -> None:
         """Wait until this manager has begun, and recovered if there is something to recover from.
@@ -173,20 +166,6 @@ class Manager:
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
         if self._recovery is not None:
             self._recovery.wait(until)
-
-    def sealed(self, until: float) -> list[int]:
-        """Checkpoints that this manager has a snapshot of, once it knows."""
-        found = [] if self._recovery is None else self._recovery.sealed(until)
-        return sorted(set(found) or set(self.snapshots.sealed()))
-
-    def load(self, checkpoints: Sequence[tuple[int, Sequence[Entry]]]) -> None:
-        """Hold these, and nothing else, of what was found after a death."""
-        with self.changed:
-            self.shard.load(checkpoints)
-            for value in self.shard.values():
-                if isinstance(value, StoredValue):
-                    self.arenas.count(value)
-            self._count_values()
 
     def replicate(self) -> None:
         """Push what holders lack of the snapshots here."""
@@ -213,17 +192,6 @@ class Manager:
     def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
         self.arenas.abandon(session.allocated)
-        if session.lease is not None and self.coordinator is not None:
-            self.coordinator.lease_ended(session.lease, session)
-
-    def _call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Ask a manager for the coordinator."""
-        until = time.monotonic() + timeout_s
-        if manager == self.number:
-            return self.handle(
-                Session(Peer("the coordinator", None, lambda: False)), operation, {**fields, "t": timeout_s}, []
-            )[0]
-        return self.links.call(manager, operation, dict(fields), until=until).fields
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:
         try:
@@ -251,9 +219,15 @@ class Manager:
     def _is_in_use(self, value_id: str) -> bool:
         return value_id in self._stored
 
-    def _count_values(self) -> None:
-        """After the shard was loaded."""
+    def _load(self, checkpoints: Mapping[int, Sequence[Entry]]) -> None:
+        """Hold these, and nothing else; under the lock."""
+        before = set(self._stored)
+        self.shard.load(checkpoints.items())
         values = list(self.shard.values())
+        for value in values:
+            if isinstance(value, StoredValue) and value.value_id not in before:
+                self.arenas.count(value)
+                self.snapshots.take_back(value)
         self._stored = {v.value_id for v in values if isinstance(v, StoredValue)}
         self._inline_bytes = sum(v.nbytes + _ENTRY_BYTES for v in values if isinstance(v, InlineValue))
 
@@ -300,10 +274,15 @@ class Manager:
 
         Args:
             is_gone: whether nobody waits for the answer any more.
+
+        Raises:
+            StaleEpochError: another epoch has begun meanwhile.
         """
         self.waiting += 1
+        epoch = self.epoch
         try:
             while not holds():
+                self.check_epoch(epoch)
                 left = until - time.monotonic()
                 if left <= 0 or self.ended.is_set() or is_gone():
                     return False
@@ -312,12 +291,121 @@ class Manager:
         finally:
             self.waiting -= 1
 
+    # ---- epochs -------------------------------------------------------------------------------------------
+
+    def check_epoch(self, epoch: object) -> None:
+        """Under the lock: refuse what belongs to another epoch.
+
+        Raises:
+            StaleEpochError: this does.
+        """
+        if epoch != self.epoch:
+            raise StaleEpochError(f"manager {self.number} is in epoch {self.epoch}", manager=self.number)
+
+    def begin(
+        self, epoch: int, base: int, keep: Sequence[int], pinned: Sequence[int], restored: PersistedCheckpoint | None
+    ) -> None:
+        """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
+
+        Args:
+            keep: checkpoints that can be gone back to, ``base`` included unless that is -1.
+            pinned: others that are yet to be persisted.
+            restored: read these from there, if they are not here.
+
+        Raises:
+            DDictManagerLostError: this one was lost, and cannot go on from there.
+        """
+        with self._begun:  # the coordinator may ask again before it has heard an answer
+            if epoch <= self.epoch and (self._recovery is None or self._recovery_over):
+                return
+            try:
+                self._begin(epoch, base, keep, pinned, restored)
+            except DDictManagerLostError as error:
+                if self._recovery is not None and not error.retryable:
+                    self._recovery.end(error)
+                raise
+
+    def _begin(
+        self, epoch: int, base: int, keep: Sequence[int], pinned: Sequence[int], restored: PersistedCheckpoint | None
+    ) -> None:
+        if self._recovery is not None and not self._recovery_over:
+            until = time.monotonic() + _RECOVERY_S
+            for checkpoint_id, entries in self._recovery.found(until).items():
+                if checkpoint_id in keep or checkpoint_id in pinned:
+                    self._keep_entries(checkpoint_id, list(entries))
+        if restored is not None and (self._restoring is not None or base not in self._prepared):
+            self._take_restored(restored)
+        with self.changed:
+            if self.rules.snapshots:
+                wanted = {each: self._prepared[each][0] for each in keep if each in self._prepared}
+                if base >= 0 and base not in wanted:
+                    raise self._no_copy(base)
+                self._load(wanted)
+                self.shard.committed, self.shard.kept = base, frozenset(keep)
+            else:
+                self.shard.drop_above(base)
+            self.epoch = epoch
+            self.changed.notify_all()
+        self.unprepare(lambda each: each in keep or each in pinned)
+        if self._recovery is not None:
+            self._recovery_over = True
+            self._recovery.end(None)
+
+    def _no_copy(self, checkpoint_id: int) -> DDictManagerLostError:
+        causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
+        error = DDictManagerLostError(
+            f"manager {self.number} came back without its values: no whole copy of checkpoint {checkpoint_id} is left. "
+            f"{causes}",
+            manager=self.number,
+            hint="make the dictionary anew, and restore() what was persisted",
+        )
+        error.retryable = False
+        return error
+
+    def _take_restored(self, checkpoint: PersistedCheckpoint) -> None:
+        """Have the entries of a persisted checkpoint, in place of all others."""
+        if self._restoring is None or self._restoring[0] != checkpoint:
+            self.restore_prepare(checkpoint)
+        with self.changed:
+            assert self._restoring is not None
+            (_, entries), self._restoring = self._restoring, None
+        self.forget(-1)
+        self._keep_entries(checkpoint.checkpoint_id, entries)
+
+    def discard(self, handle: str, to: int, number: int, *, dead: bool) -> None:
+        """Discard what a handle wrote above a checkpoint.
+
+        Args:
+            number: higher in later requests, which may overtake earlier ones.
+            dead: whatever comes of that handle yet is refused.
+        """
+        with self.changed:
+            if number <= self._discarded.get(handle, 0):
+                return
+            _remember(self._discarded, handle, number)
+            if dead:
+                _remember(self.dead, handle, None)
+            else:
+                self.dead.pop(handle, None)
+            self.shard.rollback(handle, max(to, self.shard.final))
+            if self.waiting:
+                self.changed.notify_all()
+
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def prepare(self, checkpoint_id: int) -> None:
-        """Note what belongs to a checkpoint, before anything of it can change."""
+    def prepare(self, checkpoint_id: int, committed: int) -> None:
+        """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
+        committed one was called off."""
         with self.changed:
-            entries = list(self.shard.entries(checkpoint_id))
+            self._keep_entries(checkpoint_id, list(self.shard.entries(checkpoint_id)))
+        self.unprepare(lambda each: each <= committed or each == checkpoint_id)
+        if self.rules.replicated and any(
+            each > committed and each != checkpoint_id for each in self.snapshots.sealed()
+        ):
+            self.snapshots.forget_after(committed)
+
+    def _keep_entries(self, checkpoint_id: int, entries: list[Entry]) -> None:
+        with self.changed:
             pin = self.snapshots.pin(entries)
             before = self._prepared.pop(checkpoint_id, None)
             self._prepared[checkpoint_id] = (entries, pin)
@@ -355,14 +443,15 @@ class Manager:
         """Let go of what no one needs any more."""
         with self.changed:
             self.shard.retire(oldest)
+            self.shard.committed, self.shard.kept = committed, frozenset(keep)
             if self.waiting:
                 self.changed.notify_all()
-        self.unprepare(lambda each: each in pinned or each > committed)
+        self.unprepare(lambda each: each in keep or each in pinned or each > committed)
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
     def forget(self, above: int) -> None:
-        """Checkpoints above this one were rolled back."""
+        """Checkpoints above this one are no more."""
         self.unprepare(lambda each: each <= above)
         if self.rules.replicated:
             self.snapshots.forget_after(above)
@@ -398,41 +487,9 @@ class Manager:
             if isinstance(entry.value, StoredValue):
                 self.arenas.release(entry.value)
 
-    def restore_commit(self, checkpoint_id: int, run_id: str, restored: dict[str, Any]) -> None:
-        """`hold_restored`, unless this process has done so."""
-        # Not the run that it is in: one that was started anew meanwhile has been told that, and holds what was before.
-        if self._restored_run == run_id:
-            self.restore_abort()
-            return
-        with self.changed:
-            restoring = self._restoring
-        if restoring is None or restoring[0].checkpoint_id != checkpoint_id:
-            raise DDictPersistError("this checkpoint was not read here", checkpoint_id=checkpoint_id)
-        self.hold_restored()
-        self.taken = {}
-        self.run.use(run_id, restored)
-        self._restored_run = run_id
 
-    def hold_restored(self) -> None:
-        """Hold what was read, in place of everything else."""
-        with self.changed:
-            assert self._restoring is not None  # asked for by the main manager only, one thing after the other
-            (checkpoint, entries), self._restoring = self._restoring, None
-            self.shard.load([(checkpoint.checkpoint_id, entries)])
-            self._count_values()
-            self.changed.notify_all()
-        self.forget(-1)
-
-    def restore(self, checkpoint_id: int, until: float) -> None:
-        """For the main manager: bring back a persisted checkpoint on all managers; see `Coordinator.restore`.
-
-        Raises:
-            DDictPersistError: there is no such checkpoint.
-        """
-        assert self.coordinator is not None
-        checkpoint = self.persister.locate(checkpoint_id)
-        run_id = new_run_id()
-        left = max(0.1, until - time.monotonic())
-        fields = {"checkpoint": checkpoint.to_fields(), "checkpoint_id": checkpoint_id, "run": run_id}
-        self.coordinator.restore(checkpoint_id, fields, left)
-        self.run.begin()
+def _remember(known: dict[str, Any], handle: str, what: Any) -> None:
+    known.pop(handle, None)
+    known[handle] = what
+    while len(known) > _MOST_GONE:
+        del known[next(iter(known))]

@@ -32,10 +32,10 @@ class Mapped(MutableMapping[Any, Any]):
     """See the module; the base of `DDict` and of nothing else."""
 
     def _set_up(
-        self, configuration: Configuration, checkpoint_id: int, *, read_only: bool, only: int | None = None
+        self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None = None
     ) -> None:
         self._configuration = configuration
-        self._handle = Handle(configuration, checkpoint_id, read_only=read_only)
+        self._handle = Handle(configuration, checkpoint_id, epoch, read_only=read_only)
         self._access = Access(self._handle, only)
         self._batch: Batch | None = None
 

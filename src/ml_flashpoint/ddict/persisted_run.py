@@ -1,6 +1,6 @@
-"""The run that a dictionary's checkpoints are persisted under, as one manager knows it.
+"""The run that a dictionary's checkpoints are persisted under, as one process knows it.
 
-Owns the manager's persister and which run it writes for; a restore begins another one. What is in a checkpoint is
+Owns the process's persister and which run it writes for; a restore begins another one. What is in a checkpoint is
 `persisted_parts`', when one is persisted the coordinator's to say.
 """
 
@@ -18,25 +18,25 @@ class PersistedRun:
 
     Args:
         configuration: of the dictionary.
-        is_main: whether this is the main manager, which completes and removes checkpoints.
     """
 
-    def __init__(self, configuration: Configuration, *, is_main: bool) -> None:
+    def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
-        self._is_main = is_main
         self.persister = configuration.make_persister()
         self.run_id = configuration.run_id
         self.restored: PersistedCheckpoint | None = None
         self.persister.join_run(self.run_id)
 
-    def begin(self) -> None:
-        """As the main manager: write for this run.
+    def begin(self, run_id: str | None = None, restored: PersistedCheckpoint | None = None) -> None:
+        """As the coordinator: write for this run, or for the one that begins with a restored checkpoint.
 
         Raises:
             JobInUseError: another dictionary of this name and path does.
         """
+        run_id = run_id or self.run_id
         if self.persister.persists and not self._configuration.read_only:
-            self.persister.begin_run(self.run_id, restored=self.restored)
+            self.persister.begin_run(run_id, restored=restored)
+        self.run_id, self.restored = run_id, restored
 
     def use(self, run_id: str, restored: Mapping[str, Any] | None) -> None:
         """Take note of the run, and of the checkpoint that its content is from."""
@@ -44,8 +44,7 @@ class PersistedRun:
             return
         self.run_id = run_id
         self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
-        if not self._is_main:
-            self.persister.join_run(run_id)
+        self.persister.join_run(run_id)
 
     def fields(self) -> dict[str, Any]:
         """What `use` is called with by other managers."""
@@ -55,10 +54,6 @@ class PersistedRun:
         """Make a checkpoint exist, and remove those that are not to be kept."""
         self.persister.complete(checkpoint_id, receipts)
         self.persister.keep(self._configuration.persist_count)
-
-    def newest(self) -> int:
-        """The newest checkpoint that this run has persisted; -1: none."""
-        return next(self._own_ids(), -1)
 
     def remove_above(self, checkpoint_id: int) -> None:
         """Remove what this run has persisted above a checkpoint, which was rolled back."""

@@ -1,6 +1,6 @@
 """Which committed checkpoints are to be persisted, and which persisted ones are to be removed again.
 
-Owns the main manager's background thread for that, and the account of what is persisted. What is committed is
+Owns the coordinator's background thread for that, and the account of what is persisted. What is committed is
 `coordinator`'s, which shares its lock with this; how checkpoints are written is its managers' and the persister's.
 """
 
@@ -25,7 +25,6 @@ class Persisting:
         write: has all managers write their parts of a checkpoint, and returns their receipts.
         complete: makes a checkpoint exist whose parts were written; called with the receipts.
         remove_above: removes persisted checkpoints above one, which were rolled back.
-        due: checkpoints that are to be persisted and are not, for one that takes over.
     """
 
     def __init__(
@@ -35,13 +34,12 @@ class Persisting:
         write: Callable[[int], list[str]],
         complete: Callable[[int, list[str]], None],
         remove_above: Callable[[int], None],
-        due: Sequence[int],
     ) -> None:
         self._changed = changed
         self._write = write
         self._complete = complete
         self._remove_above = remove_above
-        self._waiting = list(due)
+        self._waiting: list[int] = []
         self._current = -1
         self._called_off = False  # the current one was rolled back
         self._done: set[int] = set()

@@ -16,9 +16,9 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayError
 
-from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
-from ml_flashpoint.net.client import Address
+from ml_flashpoint.net.client import Address, check_address
 
 NAMESPACE: Final = "ml_flashpoint.ddict"
 """Of the actors' names."""
@@ -63,13 +63,21 @@ class RayLocations:
     def __init__(self, configuration: Configuration) -> None:
         self._dictionary = configuration.dictionary
         self._known: dict[int, Place] = {}
-        for manager, fields in enumerate(configuration.runtime.get("places", ())):
-            self._known[manager] = Place(**fields)
+        self._coordinator: Address | None = None
+        self.learn(configuration)
         self._node = own_node()
         self._changed = threading.Condition()
         self._asking: set[int] = set()
         self._actors: dict[int, Any] = {}
         self._failure: DDictError | None = None
+
+    def learn(self, configuration: Configuration) -> None:
+        """Take note of what a configuration says; that which the coordinator was started with knows nothing yet."""
+        found = configuration.runtime.get("coordinator")
+        if self._coordinator is None and found is not None:
+            self._coordinator = check_address(found)
+            for manager, fields in enumerate(configuration.runtime.get("places", ())):
+                self._known.setdefault(manager, Place(**fields))
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
         """See `Locate`.
@@ -77,6 +85,10 @@ class RayLocations:
         Raises:
             DDictDestroyedError: Ray knows no such actor.
         """
+        if manager == COORDINATOR:
+            if anew:
+                self._ask(0, timeout_s)  # it has ended with the actors, or is only slow to answer
+            return self._coordinator
         place = None if anew else self._known.get(manager)
         if place is None:
             place = self._ask(manager, timeout_s)
@@ -161,6 +173,7 @@ def locations_of(configuration: Configuration) -> RayLocations:
         found = _all.get(configuration.dictionary)
         if found is None:
             found = _all[configuration.dictionary] = RayLocations(configuration)
+        found.learn(configuration)
         return found
 
 

@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.ray_coordinator import start_coordinator
 from ml_flashpoint.ddict.ray_locations import NAMESPACE, actor_name
 from ml_flashpoint.ddict.ray_manager import RayManager
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -60,18 +61,23 @@ class RayRuntime:
             raise InvalidArgumentError(
                 "needs a Ray cluster", argument="runtime", value="ray", hint="call ray.init() before"
             )
+        environment = _environment()
+        address, self._stop_coordinator = start_coordinator(configuration, environment)
+        self.configuration = configuration = dataclasses.replace(
+            configuration, runtime={**configuration.runtime, "coordinator": address}
+        )
+        """With what clients need to find the coordinator and the managers."""
         self._lock = threading.Lock()
         self._stopped = False
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         try:
             self._group = _place(configuration)
-            environment = _environment()
             for manager, node in enumerate(configuration.nodes):
                 self._actors.append(_start(configuration, manager, node, self._group, environment))
-            self.places = self._await_places()
-            """Where the managers are: their `Place` as JSON, by number."""
-            _check_spread(configuration, [str(place["node"]) for place in self.places])
+            places = self._await_places()
+            _check_spread(configuration, [str(place["node"]) for place in places])
+            self.configuration = dataclasses.replace(configuration, runtime={**configuration.runtime, "places": places})
         except BaseException:
             self.stop()
             raise
@@ -107,7 +113,11 @@ class RayRuntime:
             self._stopped = True
         _runtimes.discard(self)
         if not ray.is_initialized():
+            with contextlib.suppress(Exception):
+                self._stop_coordinator()
             return  # they ended with this process's connection to Ray
+        with contextlib.suppress(Exception):  # whatever it says, there is nothing else to be done
+            self._stop_coordinator()
         with contextlib.suppress(RayError):
             asked = [actor.stop.remote() for actor in self._actors]
             if asked:
@@ -131,8 +141,7 @@ def start_on_ray(configuration: Configuration) -> tuple[Configuration, RayRuntim
         InvalidArgumentError, DDictError: see `RayRuntime`.
     """
     runtime = RayRuntime(configuration)
-    found = {**configuration.runtime, "places": runtime.places}
-    return dataclasses.replace(configuration, runtime=found), runtime
+    return runtime.configuration, runtime
 
 
 def _place(configuration: Configuration) -> PlacementGroup:

@@ -52,3 +52,11 @@ def left_of(fields: Fields) -> float:
 def until_of(fields: Fields) -> float:
     """When its time is up, by ``time.monotonic()``."""
     return time.monotonic() + left_of(fields)
+
+
+def integers(fields: Fields, name: str) -> list[int]:
+    """A field that must be a list of integers."""
+    value = list_of(fields, name)
+    if not all(type(each) is int for each in value):
+        raise ProtocolError(f"field {name!r} must be a list of integers")
+    return value

@@ -4,9 +4,9 @@ Owns the history of each key, the working set, rollback and what a snapshot hold
 nor bytes, decides nothing about when a checkpoint is committed or retired, and is guarded by its manager's lock.
 
 A key's history is a list of entries by checkpoint, then by arrival. A read at id n sees the last entry at or below n.
-Two handles that write a key at the same id above 0 both keep their entry, so that a rollback of the later one brings
-the earlier back; nothing at or below id 0, or the oldest id of the working set, is ever rolled back, and there the
-last write is all that is kept.
+Two handles that write a key at the same id both keep their entry, so that a rollback of the later one brings the
+earlier back. What is final is never rolled back: at or below the oldest id of the working set, the last write is all
+that is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from ml_flashpoint.ddict.entries import Entry, Value
-from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
+from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, never_committed
+
+_MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
 
 _id_of = attrgetter("checkpoint_id")
 
@@ -29,10 +31,12 @@ class Shard:
 
     Args:
         released: called with each value that no entry of the shard holds any more.
+        is_final: whether what is written at the first checkpoint is final at once, like all that has retired.
     """
 
-    def __init__(self, released: Callable[[Value], None] = lambda value: None) -> None:
+    def __init__(self, released: Callable[[Value], None] = lambda value: None, *, is_final: bool = True) -> None:
         self._released = released
+        self._first_final = self.final = 0 if is_final else -1
         self._history: dict[bytes, list[Entry]] = {}
         # Keys with entries at an id: collapsing and rolling back look at no others.
         self._touched: dict[int, set[bytes]] = {}
@@ -40,6 +44,9 @@ class Shard:
         self._sequence = itertools.count(1 + secrets.randbits(60))
         self.oldest = 0
         """Oldest checkpoint that can be read and written."""
+        self.committed = -1
+        """Newest checkpoint that there is a snapshot of; below it, only those of `kept` can be read and written."""
+        self.kept: frozenset[int] = frozenset()
 
     # ---- reading ------------------------------------------------------------------------------------------
 
@@ -86,10 +93,10 @@ class Shard:
         return history[place - 1] if place else None
 
     def check_readable(self, checkpoint_id: int) -> None:
-        """Raise if a checkpoint has left the working set.
+        """Raise if a checkpoint can be neither read nor written.
 
         Raises:
-            DDictCheckpointRetiredError: it has.
+            DDictCheckpointRetiredError: it has left the working set; or was never committed, and a later one is.
         """
         if checkpoint_id < self.oldest:
             raise DDictCheckpointRetiredError(
@@ -98,6 +105,8 @@ class Shard:
                 hint="sync_to_newest_checkpoint() goes to the newest committed one; a larger working_set_size keeps "
                 "checkpoints longer",
             )
+        if checkpoint_id < self.committed and checkpoint_id not in self.kept:
+            raise never_committed(checkpoint_id, self.committed, self.kept)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -116,11 +125,13 @@ class Shard:
         place = bisect_right(history, entry.checkpoint_id, key=_id_of)
         history.insert(place, entry)
         first = place
-        final = entry.checkpoint_id <= self.oldest
+        final = entry.checkpoint_id <= self.final
         while first and history[first - 1].checkpoint_id == entry.checkpoint_id:
             first -= 1
             if final or history[first].writer == entry.writer:
                 self._release(history.pop(first))
+        if not final and entry.checkpoint_id <= self.oldest and place - first >= _MOST_WRITERS:
+            self._release(history.pop(first))
         if final:
             self._collapse(entry.key)
         else:
@@ -130,15 +141,20 @@ class Shard:
     def rollback(self, writer: str, to: int) -> None:
         """Discard what ``writer`` wrote above checkpoint ``to``, and nothing that others wrote.
 
-        Raises:
-            DDictCheckpointRetiredError: ``to`` has left the working set.
+        What is final stays.
         """
-        self.check_readable(to)
+        self._discard(to, lambda entry: entry.writer == writer)
+
+    def drop_above(self, checkpoint_id: int) -> None:
+        """Discard what anybody wrote above a checkpoint; what is final stays."""
+        self._discard(checkpoint_id, lambda entry: True)
+
+    def _discard(self, to: int, is_gone: Callable[[Entry], bool]) -> None:
         for checkpoint_id in [each for each in self._touched if each > to]:
             left = set()
             for key in self._touched[checkpoint_id]:
                 history = self._history.get(key, [])
-                for entry in [e for e in history if e.checkpoint_id == checkpoint_id and e.writer == writer]:
+                for entry in [e for e in history if e.checkpoint_id == checkpoint_id and is_gone(e)]:
                     history.remove(entry)
                     self._release(entry)
                 if any(e.checkpoint_id == checkpoint_id for e in history):
@@ -157,17 +173,17 @@ class Shard:
         stays."""
         if oldest <= self.oldest:
             return
-        self.oldest = oldest
+        self.final = self.oldest = oldest
         for checkpoint_id in [each for each in self._touched if each <= oldest]:
             for key in self._touched.pop(checkpoint_id):
                 self._collapse(key)
 
     def _collapse(self, key: bytes) -> None:
-        """Keep only the last of the entries at or below the oldest checkpoint, and none if that is a deletion."""
+        """Keep only the last of the entries that are final, and none if that is a deletion."""
         history = self._history.get(key)
         if history is None:
             return
-        place = bisect_right(history, self.oldest, key=_id_of)
+        place = bisect_right(history, self.final, key=_id_of)
         keep = place - 1 if place and history[place - 1].value is not None else place
         for entry in history[:keep]:
             self._release(entry)
@@ -193,31 +209,35 @@ class Shard:
         Args:
             snapshots: checkpoint ids, each with the entries of all keys at it.
         """
-        for history in self._history.values():
-            for entry in history:
-                self._release(entry)
+        before = [entry for history in self._history.values() for entry in history]
         self._history.clear()
         self._touched.clear()
         ordered = sorted(snapshots, key=lambda snapshot: snapshot[0])
         self.oldest = ordered[0][0] if ordered else 0
+        self.final = self.oldest if ordered else self._first_final
         present: dict[bytes, Entry] = {}
         for checkpoint_id, entries in ordered:
             now = {entry.key: entry for entry in entries}
             for key in present.keys() - now.keys():
                 self._add(Entry(key, checkpoint_id, "", None))
             for key, entry in now.items():
-                before = present.get(key)
-                if before is None or not _is_same(before, entry):
+                earlier = present.get(key)
+                if earlier is None or not _is_same(earlier, entry):
                     self._add(entry)
             present = now
+        held = {id(value) for value in self.values()}
+        for entry in before:
+            if id(entry.value) not in held:
+                self._release(entry)
 
     def _add(self, entry: Entry) -> None:
         history = self._history.setdefault(entry.key, [])
         # A write that came late, at an id that had a snapshot already, counts from where it was first seen.
         at = max(entry.checkpoint_id, history[-1].checkpoint_id) if history else entry.checkpoint_id
-        history.append(dataclasses.replace(entry, checkpoint_id=at, sequence=next(self._sequence)))
-        entry = history[-1]
-        if entry.checkpoint_id > self.oldest:
+        if at != entry.checkpoint_id or not entry.sequence:
+            entry = dataclasses.replace(entry, checkpoint_id=at, sequence=next(self._sequence))
+        history.append(entry)
+        if entry.checkpoint_id > self.final:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
 
     def values(self) -> Iterator[Value]:

@@ -216,6 +216,11 @@ class Snapshots:
                 return True
             return self._store.find(value.value_id, self._manager) is not None
 
+    def take_back(self, value: StoredValue) -> None:
+        """The shard has use for a value again, which was let go of."""
+        with self._lock:
+            self._let_go.pop(value.value_id, None)
+
     # ---- sealing ------------------------------------------------------------------------------------------
 
     def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> None:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -182,13 +183,29 @@ class DirectoryStore(DurableStore):
 class _Lock(AbstractContextManager[None]):
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
+        _locks.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give it up. In a forked child, it stays the parent's."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for lock in list(_locks):  # or the child would hold it after the parent's end
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,252 @@
+"""The coordinator of a dictionary, as clients and managers reach it: in the process that made the dictionary.
+
+Owns its server, what the requests to it mean, and the run that checkpoints are persisted under. What is committed is
+`coordinator`'s. Its end is the dictionary's end: nothing takes its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from ml_flashpoint.ddict.checkpoint_persister import new_run_id
+from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
+from ml_flashpoint.ddict.coordinator import Coordinator
+from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.links import Links
+from ml_flashpoint.ddict.locations import locator
+from ml_flashpoint.ddict.messages import REQUESTS
+from ml_flashpoint.ddict.persisted_run import PersistedRun
+from ml_flashpoint.ddict.request_fields import Fields, Result, integer, left_of, text, until_of
+from ml_flashpoint.ddict.value_arenas import allow_many_files
+from ml_flashpoint.ddict.writers import Session
+from ml_flashpoint.format.errors import ProtocolError
+from ml_flashpoint.net.client import Address
+from ml_flashpoint.net.server import Peer, RequestServer
+
+_Operation: TypeAlias = "Callable[[CoordinatorServer, _Session, Fields], Fields]"
+_OPERATIONS: dict[str, _Operation] = {}
+
+
+@dataclass(eq=False, slots=True)
+class _Session:
+    """One connection of a client or a manager, and the name of the handles' session that it keeps alive."""
+
+    peer: Peer
+    name: str | None = None
+
+
+class CoordinatorServer:
+    """See the module. Thread-safe. Serves from construction until :meth:`close`; in a forked child it is closed.
+
+    Args:
+        configuration: of the dictionary.
+        host: address to serve all nodes on; None: a Unix socket in the dictionary's folder.
+
+    Raises:
+        JobInUseError: another live dictionary persists under this name and path.
+    """
+
+    def __init__(self, configuration: Configuration, host: str | None = None) -> None:
+        allow_many_files()  # each connection is one
+        self._configuration = configuration
+        self.run = PersistedRun(configuration)
+        self.links = Links(locator(configuration), configuration.secret)
+        self.frozen = False
+        self.run.begin()
+        self.coordinator = Coordinator(
+            configuration.rules,
+            self._call,
+            self.run.complete,
+            unpersist=self.run.remove_above,
+            describe=lambda: {"run": self.run.fields(), "frozen": self.frozen},
+        )
+        self._ended = threading.Event()
+        unix_path = str(Path(configuration.base, "c.sock")) if host is None else None
+        try:
+            self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
+        except BaseException:
+            self.coordinator.close()
+            raise
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return self._server.addresses[0]
+
+    def close(self) -> None:
+        """Commit and answer nothing more. Idempotent."""
+        self._ended.set()
+        self.coordinator.close()
+        self._server.close()
+        self.links.close()
+        self.run.persister.close()
+
+    def _call(self, manager: int, operation: str, fields: Fields, timeout_s: float) -> Fields:
+        return self.links.call(manager, operation, dict(fields), until=time.monotonic() + timeout_s).fields
+
+    # ---- requests -----------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer) -> _Session:
+        """See `RequestHandler`."""
+        return _Session(peer)
+
+    def handle(self, session: _Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
+        """See `RequestHandler`."""
+        found = _OPERATIONS.get(operation)
+        if found is None:
+            raise ProtocolError(f"the coordinator has no operation {operation!a}")
+        return found(self, session, fields), ()
+
+    def closed(self, session: _Session) -> None:
+        """See `RequestHandler`."""
+        if session.name is not None:
+            self.coordinator.session_ended(session.name, session)
+
+    def check_persists(self) -> None:
+        """Raise unless there is a persister.
+
+        Raises:
+            DDictPersistError: there is none.
+        """
+        if not self.run.persister.persists:
+            raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
+
+    def restore(self, checkpoint_id: int, by: str, until: float) -> Fields:
+        """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
+        checkpoint = self.run.persister.locate(checkpoint_id)
+        fields, run_id = checkpoint.to_fields(), new_run_id()
+
+        def begin_run() -> None:
+            self.run.begin(run_id, checkpoint)
+
+        return self.coordinator.restore(checkpoint_id, fields, max(0.1, until - time.monotonic()), begin_run, by)
+
+    def freeze(self, frozen: bool, until: float) -> None:
+        """Have all managers refuse writes, or take them again."""
+        self.frozen = frozen
+        for manager in range(self._configuration.managers):
+            self.links.call(manager, "freeze", {"frozen": frozen}, until=until)
+
+    def wait(self, epoch: int, until: float, session: _Session) -> int:
+        """Wait until then, for another epoch, or until either side ends; returns the epoch."""
+        has_ended = session.peer.is_gone
+        return self.coordinator.await_epoch(epoch, until, lambda: self._ended.is_set() or has_ended())
+
+    def check_manager(self, number: int) -> int:
+        """The number of a manager.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        if not number < self._configuration.managers:
+            raise ProtocolError("there is no such manager")
+        return number
+
+
+def _operation(function: _Operation) -> _Operation:
+    _OPERATIONS[function.__name__.lstrip("_")] = function
+    return function
+
+
+@_operation
+def _hello(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    return {"manager": COORDINATOR, "incarnation": ""}
+
+
+@_operation
+def _attach(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    """Keep the handles alive that join with this session, for as long as this connection lasts."""
+    session.name = text(fields, "session")
+    server.coordinator.attach(session.name, Session(session, session.peer.text, session.peer.is_gone))
+    return {}
+
+
+@_operation
+def _watch(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
+    until = time.monotonic() + integer(fields, "s")
+    return {"epoch": server.wait(integer(fields, "e"), until, session)}
+
+
+@_operation
+def _catch_up(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    handle, position, need = text(fields, "w"), integer(fields, "c"), integer(fields, "need", -1)
+    return server.coordinator.catch_up(handle, position, need, integer(fields, "e"), left_of(fields))
+
+
+@_operation
+def _join(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    handle, name = text(fields, "w"), text(fields, "session")
+    return server.coordinator.join(handle, name, integer(fields, "c"), integer(fields, "e"))
+
+
+@_operation
+def _move(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    handle, name, position = text(fields, "w"), text(fields, "session"), integer(fields, "c")
+    epoch, onwards = integer(fields, "e"), fields.get("onwards") is True
+    return server.coordinator.move(handle, name, position, epoch, left_of(fields), onwards=onwards)
+
+
+@_operation
+def _go_back(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    handle, name = text(fields, "w"), None if fields.get("session") is None else text(fields, "session")
+    return server.coordinator.rollback(handle, name, integer(fields, "c"), integer(fields, "e"), left_of(fields))
+
+
+@_operation
+def _leave(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    server.coordinator.leave(text(fields, "w"), integer(fields, "need", -1), integer(fields, "e"))
+    return {}
+
+
+@_operation
+def _newest(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    return server.coordinator.newest(integer(fields, "e"), left_of(fields), session.peer.is_gone)
+
+
+@_operation
+def _await_commit(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    handle, checkpoint_id, epoch = text(fields, "w"), integer(fields, "checkpoint_id", -1), integer(fields, "e")
+    if_written = fields.get("if_written") is True
+    return server.coordinator.await_commit(
+        handle, checkpoint_id, epoch, left_of(fields), session.peer.is_gone, if_written
+    )
+
+
+@_operation
+def _state(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    return {**server.coordinator.state(), "frozen": server.frozen}
+
+
+@_operation
+def _returned(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    """A manager was started anew, and waits for an epoch to begin."""
+    server.coordinator.returned(server.check_manager(integer(fields, "manager")), text(fields, "incarnation"))
+    return {}
+
+
+@_operation
+def _freeze(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    server.freeze(bool(fields.get("frozen")), until_of(fields))
+    return {}
+
+
+@_operation
+def _persist_newest(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    server.check_persists()
+    return {"checkpoint_id": server.coordinator.persist_newest(left_of(fields), session.peer.is_gone)}
+
+
+@_operation
+def _persisted_ids(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    return {"ids": server.run.persister.ids()}
+
+
+@_operation
+def _restore(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    return server.restore(integer(fields, "checkpoint_id"), text(fields, "w"), until_of(fields))

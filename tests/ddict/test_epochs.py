@@ -1,0 +1,257 @@
+"""Real managers: nobody reads an older value without a word, and what is committed is made of whole steps."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
+from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
+from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., DDict]]:
+    made: list[DDict] = []
+
+    def make_one(nodes: int = 2, **options: Any) -> DDict:
+        given = {"working_set_size": 8, "replication": "ring", "timeout": DEADLINE_S, **options}
+        made.append(DDict(1, nodes, 64 << 20, **given))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        each.destroy()
+
+
+def key_of(dictionary: DDict, manager: int) -> str:
+    return next(key for key in map(str, range(100)) if dictionary.which_manager(key) == manager)
+
+
+def keys_of_all(dictionary: DDict) -> list[str]:
+    return [key_of(dictionary, manager) for manager in range(dictionary._configuration.managers)]
+
+
+def test_no_handle_reads_an_older_value_silently(make: Callable[..., DDict]) -> None:
+    d = make()
+    key = key_of(d, 0)
+    with stopped(pid_of(d, 1)):  # so that commits fall behind, and skip checkpoints then
+        for number in range(4):
+            d[key] = number
+            d.checkpoint()
+    assert d.wait_for_commit() == 3
+    readers = {at: copy.copy(d) for at in range(5)}
+    for at, reader in readers.items():
+        reader.checkpoint_id = at
+    kill_manager(d, 0)
+
+    assert {at: readers[at][key] for at in (0, 3, 4)} == {0: 0, 3: 3, 4: 3}
+    for skipped in (1, 2):
+        for call in (lambda at=skipped: readers[at][key], lambda at=skipped: d.rollback(to=at)):  # type: ignore[misc]
+            with pytest.raises(DDictCheckpointRetiredError) as raised:
+                call()
+            assert raised.value.checkpoint_id == 3
+    assert d.checkpoint_id == 4
+
+
+def test_after_a_loss_everyone_sees_one_cut(make: Callable[..., DDict]) -> None:
+    d = make(3)
+    keys, reader = keys_of_all(d), copy.copy(d)
+    for number in range(3):
+        d.update(dict.fromkeys(keys, number))
+        d.checkpoint()
+    assert d.wait_for_commit() == 2
+    d.update(dict.fromkeys(keys, "half a step"))
+    reader.checkpoint_id = 3
+    kill_manager(d, 1)
+    assert reader[keys[1]] == 2, "it has written nothing, so it is told nothing"
+
+    assert [reader[key] for key in keys] == [2, 2, 2], "what was written at managers that live stayed"
+    for _ in range(2):  # until it goes back
+        with pytest.raises(DDictWritesLostError) as raised:
+            d[keys[0]] = "the other half"
+        assert (raised.value.manager, raised.value.checkpoint_id) == (1, 2)
+    assert d.rollback(to=2) == 2
+    d.checkpoint()
+    d.update(dict.fromkeys(keys, 3))
+    d.checkpoint()
+    assert d.wait_for_commit() == 3
+    assert [d[key] for key in keys] == [3, 3, 3]
+
+
+def test_late_writes_are_lost_with_the_rest(make: Callable[..., DDict]) -> None:
+    d = make()
+    keys = keys_of_all(d)
+    d.update(dict.fromkeys(keys, "committed"))
+    d.checkpoint()
+    assert d.sync_to_newest_checkpoint() == 0
+    d.update(dict.fromkeys(keys, "late"))
+    kill_manager(d, 1)
+
+    with pytest.raises(DDictWritesLostError) as raised:
+        d[keys[1]]
+    with pytest.raises(DDictWritesLostError):
+        d.checkpoint()
+
+    assert raised.value.checkpoint_id == 0
+    assert [d[key] for key in keys] == ["committed", "committed"]
+    assert d.sync_to_newest_checkpoint() == 0
+    assert d.checkpoint() == 1
+
+
+def test_a_writer_that_does_nothing_holds_up_nobody_after_a_loss(make: Callable[..., DDict]) -> None:
+    d = make()
+    idle, keys = copy.copy(d), keys_of_all(d)
+    for handle in (d, idle):
+        handle[keys[0]] = 0
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(DDict.checkpoint, (d, idle)))
+    assert d.wait_for_commit() == 0
+    idle.checkpoint_id = 5  # where it has written nothing
+    kill_manager(d, 1)
+    assert d.get(keys[1]) is None
+
+    for number in range(3):
+        d[keys[1]] = number
+        d.checkpoint()
+
+    assert d.wait_for_commit() == 3
+
+
+def test_a_stuck_writer_holds_up_others_until_the_timeout_and_is_named(make: Callable[..., DDict]) -> None:
+    d = make(working_set_size=2, timeout=2.0)
+    stuck = copy.copy(d)
+    d["a"] = stuck["b"] = 0
+    d.checkpoint()
+
+    with pytest.raises(DDictTimeoutError, match=f"{stuck._handle.id} of process {os.getpid()} is at 0"):
+        d.checkpoint()
+
+    assert d.checkpoint_id == 1
+    with pytest.raises(DDictTimeoutError, match=f"{stuck._handle.id} of process {os.getpid()} is at 0"):
+        d.wait_for_commit()
+    stuck.detach()
+    assert d.checkpoint() == 2
+    assert d.wait_for_commit() == 1
+
+
+def test_checkpoints_are_made_of_whole_steps_with_a_persister_too(tmp_path: Any) -> None:
+    from ml_flashpoint.ddict import PosixCheckpointPersister
+
+    stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "timeout": 2.0}
+    with DDict(1, 1, 64 << 20, **stored) as d:
+        stuck = copy.copy(d)
+        d["a"] = stuck["b"] = 0
+        with pytest.raises(DDictTimeoutError, match="cannot retire"):
+            d.checkpoint()
+        stuck.detach()
+
+
+def _write(dictionary: DDict, pipe: Connection, how: str) -> None:
+    dictionary["done"] = 1
+    dictionary.checkpoint()
+    dictionary["open"] = 1
+    pipe.send("written")
+    if how == "killed":
+        signal.pause()
+    elif how == "failed":
+        raise SystemError("in the middle of a step")
+
+
+@pytest.mark.parametrize("how", ["orderly", "killed", "failed"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_who_is_killed_loses_what_it_had_open_and_who_ends_does_not(
+    make: Callable[..., DDict], how: str, method: str
+) -> None:
+    d = make(working_set_size=2)
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_write, args=(d, theirs, how))
+    child.start()
+    theirs.close()
+    assert ours.poll(DEADLINE_S)
+    ours.recv()
+    if how == "killed":
+        child.kill()
+    child.join(DEADLINE_S)
+    assert child.exitcode is not None
+    await_that(lambda: d._access.ask_main("state")["writers"] == 0)
+    d.checkpoint_id = 1
+
+    for number in range(1, 4):  # others leave it behind
+        d["mine"] = number
+        d.checkpoint()
+        d.checkpoint_id = number + 1
+    assert d.wait_for_commit() == 3
+
+    assert d["done"] == 1
+    assert ("open" in d) == (how == "orderly")
+
+
+def test_a_first_step_that_was_not_finished_is_not_committed(make: Callable[..., DDict]) -> None:
+    d = make(working_set_size=2)
+    child = multiprocessing.get_context("fork").Process(target=_write_once, args=(d,))
+    child.start()
+    child.join(DEADLINE_S)
+    assert child.exitcode == -signal.SIGKILL
+    await_that(lambda: d._access.ask_main("state")["writers"] == 0)
+    for _ in range(3):
+        d["mine"] = 1
+        d.checkpoint()
+    assert d.wait_for_commit() == 2
+    assert "key" not in d
+
+
+def _write_once(dictionary: DDict) -> None:
+    dictionary["key"] = 1
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_who_goes_on_after_all_were_killed_sees_nothing_of_what_they_had_begun(make: Callable[..., DDict]) -> None:
+    d = make()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_write, args=(d, theirs, "killed"))
+    child.start()
+    assert ours.poll(DEADLINE_S)
+    child.kill()
+    child.join(DEADLINE_S)
+
+    assert d.sync_to_newest_checkpoint() == 0
+
+    assert d["done"] == 1
+    d.checkpoint()
+    assert "open" not in d
+
+
+def _write_and_return(dictionary: DDict) -> None:
+    dictionary[f"result of {this_process.my_puid}"] = 1
+
+
+def test_what_members_of_a_group_write_counts_when_they_return(make: Callable[..., DDict]) -> None:
+    d = make()
+    with ProcessGroup() as group:
+        group.add_process(nproc=2, template=ProcessTemplate(target=_write_and_return, args=(d,)))
+        group.init()
+        group.start()
+        group.join()
+    await_that(lambda: d._access.ask_main("state")["writers"] == 0)
+    assert d.values() == [1, 1]
+    d.checkpoint()
+    assert d.sync_to_newest_checkpoint() == 0
+    assert d.values() == [1, 1]

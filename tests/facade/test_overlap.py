@@ -273,3 +273,43 @@ def test_proof_tells_what_changed() -> None:
         change(1)
         with pytest.raises(SaveError):
             check()
+
+
+def test_an_interrupt_in_the_midst_of_a_save_holds_up_no_later_one(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(**job.tracked).resume()
+        fp.save(1)
+        with monkeypatch.context() as patched:
+
+            def interrupted(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr(fp._saves, "_stage", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fp.save(2)
+        fp.save(3)
+        assert fp.wait(30)
+        assert fp._engine.saver.stats.last_verified == 3
+
+
+def test_without_overlap_optimizers_are_left_alone(base: Path) -> None:
+    job = Job()
+    with Flashpoint(base, overlap=False) as fp:
+        fp.track(**job.tracked)
+        assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def test_compiled_steps_wait_too(base: Path, nobody_copies: None) -> None:
+    job = Job()
+    compiled = torch.compile(job.optimizer.step, backend="eager")
+    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+        fp.track(**job.tracked).resume()
+        for _ in range(3):
+            job.step()
+            saved = job.state()
+            fp.step()
+            compiled()
+    step, state = _loaded(base)
+    assert step == 3
+    assert _is_same(state, saved)

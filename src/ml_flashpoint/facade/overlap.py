@@ -64,6 +64,8 @@ class Overlap:
             announced: whoever has it step calls :meth:`before_update` before it updates anything, and later than a hook
                 of its ``step()`` would: that may have forward and backward in it, as a closure.
         """
+        if not self.active:
+            return
         if announced:
             self._announced = True
             self._optimizers.append(optimizer)

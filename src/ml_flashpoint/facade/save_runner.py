@@ -138,9 +138,15 @@ class SaveRunner:
             self.blocked_total_s += self.blocked_s
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
-        save = None
+        save = self._saver.begin(exchanged=True)
         try:
-            save = self._saver.begin(exchanged=True)
+            self._begin_with(save, version, began)
+        except BaseException as error:  # the program is being interrupted: nobody goes on with it
+            self._saver.fail(save, error)
+            raise
+
+    def _begin_with(self, save: Save, version: CheckpointContainerId, began: float) -> None:
+        try:
             under_way = _UnderWay(save, version, self._saver.propose(version, save), began)
             leaves = self._exchange.look_at(self._tracked.to_save())
         except Exception as error:  # of whatever kind: the others are about to come, and would wait
@@ -155,13 +161,12 @@ class SaveRunner:
         self._current = under_way
         self._background.run(partial(self._go_on, under_way))
 
-    def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
+    def _give_up(self, save: Save, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
         """Take part in an exchange, here and now, and fail the save if that fails. Returns whether it did not."""
         try:
             exchange()
         except Exception as error:
-            if save is not None:
-                self._saver.fail(save, error)
+            self._saver.fail(save, error)
             self._fail(version, error)
             return False
         return True

@@ -102,8 +102,10 @@ class LastingGroup:
         groups = [self.await_group()]
         try:
             collective(groups[0])
-        except Exception as error:  # of whatever kind: the others may wait in it
+        except BaseException as error:  # of whatever kind: the others may wait in it
             self.broke(groups.pop(), error)  # and not kept here
+            if not isinstance(error, Exception):
+                raise
             raise self.failure(what, error) from error
 
     def broke(self, group: dist.ProcessGroup | None, error: BaseException | None = None) -> None:

@@ -123,9 +123,9 @@ class CheckpointPersister(ABC):
     """Writes checkpoints of one dictionary to durable storage, and reads them back.
 
     To use a storage of your own, derive a class from this one and give it to ``DDict(persister_class=...)``. The
-    dictionary makes one instance in each manager's process, as ``cls(persist_path, name=..., managers=...)``; that
-    in the coordinator's process (manager 0) calls `begin_run`, `complete`, `remove` and `keep`, the others `join_run`;
-    all of them `write_part` and the readers. Constructing one must be cheap and touch no storage.
+    dictionary makes one instance in each manager's process, as ``cls(persist_path, name=..., managers=...)``, and one
+    in the coordinator's, which is that of its creator. On that one, it calls `begin_run`, `complete`, `remove` and
+    `keep`, on the others `join_run`, `write_part` and the readers. Constructing one must be cheap and touch no storage.
 
     A *part* is what one manager has of one checkpoint: an index, which is opaque text, and named byte items. A
     checkpoint exists from the moment `complete` has returned, and not before, whenever a process is killed. A *run*

@@ -1,7 +1,7 @@
-"""Connections of one process to the managers of a dictionary, and what happens while one of them is away.
+"""Connections of one process to the managers of a dictionary and its coordinator, and what happens while one is away.
 
-Owns the pool of connections, how often and how long a manager that does not answer is tried again, and which
-incarnation of a manager each connection leads to. What requests mean is the caller's.
+Owns the pool of connections, and how often and how long one that does not answer is tried again. What requests mean is
+the caller's.
 """
 
 from __future__ import annotations
@@ -48,14 +48,6 @@ GRACE_S = 0.5
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 _KEPT_IDLE = 8
-
-
-class ManagerChangedError(Exception):
-    """The manager is not the process that the caller expects. Carries its incarnation."""
-
-    def __init__(self, incarnation: str) -> None:
-        super().__init__(incarnation)
-        self.incarnation = incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +110,6 @@ class Links:
         *,
         until: float,
         again: bool = True,
-        expected: str | None = None,
     ) -> Answer:
         """Ask a manager one thing; see :meth:`attempt`."""
         answer, incarnation = self.attempt(
@@ -126,7 +117,6 @@ class Links:
             lambda exchange: exchange.request(operation, fields, blobs),
             until=until,
             again=again,
-            expected=expected,
         )
         return Answer(answer.fields, answer.blobs, incarnation)
 
@@ -137,7 +127,6 @@ class Links:
         *,
         until: float,
         again: bool = True,
-        expected: str | None = None,
     ) -> tuple[_Found, str]:
         """Have one connection to a manager for some requests, and begin anew while the manager is away.
 
@@ -145,7 +134,6 @@ class Links:
             action: makes the requests.
             until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
             again: whether requests may be carried out twice: the connection can break after the manager has.
-            expected: incarnation that it must be; None: any.
 
         Returns:
             What ``action`` returned, and the incarnation.
@@ -153,7 +141,6 @@ class Links:
         Raises:
             DDictManagerLostError: it was away all the time.
             DDictTimeoutError: it did not answer in time.
-            ManagerChangedError: it is another incarnation. No request was made.
             FlashpointError: what it refused with.
         """
         pause = _FIRST_PAUSE_S
@@ -163,8 +150,6 @@ class Links:
             try:
                 link = self._take(manager, max(until - time.monotonic(), 0.05))
                 try:
-                    if expected is not None and link.incarnation != expected:
-                        raise ManagerChangedError(link.incarnation)
                     return action(Exchange(link.connection, until)), link.incarnation
                 finally:
                     # After an error of the manager's own, too: the connection is as good as before then.

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.facade import overlap as overlap_module
 from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 
@@ -171,6 +175,32 @@ def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
     assert _is_same(_loaded(base)[1], saved)
 
 
+def test_operations_on_a_sharded_parameter_are_counted(
+    base: Path, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap_module, "_content", lambda tensor, most: 0)  # the counters alone
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Flashpoint(base) as fp:
+            fp.track(model=model, optimizer=optimizer).resume()
+            for changes in (False, True, False):
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                fp.step()
+                if changes:
+                    with torch.no_grad():
+                        model[1].bias.add_(1)
+            fp.before_update()
+            fp.wait()
+            assert (fp.health.saves, fp.health.failures) == (2, 1)
+            assert "'model.1.bias' was changed" in str(fp.health.last_error)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("change", [_in_place, _through_data])
 def test_a_change_that_was_announced_is_none_of_the_version(
     base: Path, nobody_copies: None, change: Callable[[Job], None]
@@ -268,7 +298,7 @@ def test_bad_arguments(base: Path, argument: str) -> None:
 def test_proof_tells_what_changed() -> None:
     tensors = [("a", torch.ones(3)), ("b", torch.ones(3, 3).t())]
     for change in (tensors[0][1].add_, tensors[1][1].add_):
-        check = Overlap().proof(tensors)
+        check = Overlap().proof(tensors, [tensor for _, tensor in tensors])
         check()
         change(1)
         with pytest.raises(SaveError):

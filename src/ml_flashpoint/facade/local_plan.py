@@ -200,6 +200,7 @@ class Captured:
     Attributes:
         tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of.
         late_from: number of the first of them that its owner updates, so that it may be copied later than the others.
+        owners: for each of the latter, the value of the state that it is of, whose version counter counts.
         kind: the same object for two states whose tensors have the same keys, dtypes and shapes in the same order.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
@@ -207,6 +208,7 @@ class Captured:
 
     tensors: list[TensorItem] = field(default_factory=list)
     late_from: int = 0
+    owners: list[torch.Tensor] = field(default_factory=list)
     kind: object = None
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -258,6 +260,7 @@ class Share:
             (key, values[index] if source is None else source.tensor(values)) for key, index, source in self._taken
         ]
         captured.late_from, captured.kind = self._late_from, self._taken
+        captured.owners = [values[index] for _, index, _ in self._taken[self._late_from :]]
         for number in self._others:
             item, source = self.items[number], sources[number]
             if item.type is WriteItemType.BYTE_IO:

@@ -119,17 +119,22 @@ class Overlap:
         late.finish()
         self.on_waited(time.perf_counter() - began)
 
-    def proof(self, tensors: Sequence[TensorItem]) -> Callable[[], None]:
-        """What raises a `SaveError` if one of these tensors has changed since now."""
-        versions = [tensor._version for _, tensor in tensors]
+    def proof(self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """What raises a `SaveError` if one of these tensors has changed since now.
+
+        Args:
+            owners: for each, what counts its in-place operations: the tensor itself, or the `DTensor` that it is the
+                local part of, whose own counter stays as it is.
+        """
+        versions = [owner._version for owner in owners]
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = tensors if self._verify else tensors[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
         contents = [_content(tensor, most) for _, tensor in probed]
 
         def check() -> None:
-            now = ((key, t._version) for key, t in tensors)
-            changed = next((key for (key, is_), was in zip(now, versions, strict=True) if is_ != was), None)
+            counted = zip(tensors, owners, versions, strict=True)
+            changed = next((key for (key, _), owner, was in counted if owner._version != was), None)
             if changed is None:
                 pairs = zip(probed, contents, strict=True)
                 changed = next((key for (key, t), content in pairs if _content(t, most) != content), None)

@@ -181,12 +181,12 @@ class SaveRunner:
         how: dict[str, Any] = {"kind": captured.kind}
         late = captured.tensors[captured.late_from :]
         if overlap.allows(late):
-            how |= {"late_from": captured.late_from, "check": overlap.proof(late)}
+            how |= {"late_from": captured.late_from, "check": overlap.proof(late, captured.owners)}
         del late  # which is let go of as soon as it is copied
         keys = [*share.byte_keys, METADATA_KEY]
         copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **how)
         assert copies is not None  # the base container is known
-        under_way.copies, captured.tensors = copies, []
+        under_way.copies, captured.tensors, captured.owners = copies, [], []
         overlap.begin(save.staged.late if save.staged is not None else None)
 
     def _note_wait(self, seconds: float) -> None:

@@ -80,9 +80,16 @@ def seeded_rng_state(saved: int, rank: int, step: int) -> dict[str, Any]:
         "python": random.Random(seeds["python"]).getstate(),
         "numpy": numpy.get_state(legacy=False),
         "torch": torch.Generator().manual_seed(seeds["torch"]).get_state(),
-        "cuda": [torch.Generator(f"cuda:{each}").manual_seed(seeds["cuda"]).get_state() for each in devices],
+        "cuda": [state for each in devices if (state := _cuda_state(seeds["cuda"], each)) is not None],
         "device": None,
     }
+
+
+def _cuda_state(seed: int, device: int) -> torch.Tensor | None:
+    try:
+        return torch.Generator(f"cuda:{device}").manual_seed(seed).get_state()
+    except RuntimeError:  # it is there to be counted, and cannot be used
+        return None
 
 
 def _seed_in(state: torch.Tensor, device: torch.device) -> int:

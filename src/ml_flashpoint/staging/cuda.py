@@ -55,13 +55,17 @@ def are_on_devices(tensors: Iterable[torch.Tensor]) -> bool:
 
 def is_capturing() -> bool:
     """Whether this thread is capturing a CUDA graph."""
-    return in_use() and bool(torch.cuda.is_current_stream_capturing())
+    return in_use() and bool(sys.modules["torch"].cuda.is_current_stream_capturing())
 
 
 def settle() -> None:
     """Have this thread's work on its device done before other threads read the outcome: on the default stream, as they
     do, which this one may not be using."""
-    if in_use() and (stream := torch.cuda.current_stream()) != torch.cuda.default_stream():
+    if not in_use():
+        return
+    import torch
+
+    if (stream := torch.cuda.current_stream()) != torch.cuda.default_stream():
         stream.synchronize()
 
 

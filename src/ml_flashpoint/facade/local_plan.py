@@ -95,10 +95,12 @@ class Structure:
     def __init__(self, leaves: Leaves) -> None:
         self._shape = leaves.shape
         self._kinds = list(map(type, leaves.values))
-        self._tensors = [i for i, value in enumerate(leaves.values) if isinstance(value, torch.Tensor)]
+        found = [i for i, value in enumerate(leaves.values) if isinstance(value, torch.Tensor)]
+        self._sharded = [i for i in found if type(leaves.values[i]) not in _PLAIN]
+        # A ShardedTensor cannot be asked for most of what a tensor is.
+        self._tensors = [i for i in found if not isinstance(leaves.values[i], ShardedTensor)]
         tensors = self._tensors_of(leaves)
         self._sizes, self._dtypes, self._layouts = _sizes(tensors), _dtypes(tensors), _layouts(tensors)
-        self._sharded = [i for i in self._tensors if type(leaves.values[i]) not in _PLAIN]
         self._shards = self._shards_of(leaves)
 
     def is_of(self, leaves: Leaves) -> bool:
@@ -138,7 +140,7 @@ def _shards(value: Any) -> object:
     if isinstance(value, DTensor):
         return value._spec, value._local_tensor.shape
     if isinstance(value, ShardedTensor):
-        return [shard.metadata for shard in value.local_shards()]
+        return value.metadata(), [(shard.metadata, shard.tensor.dtype) for shard in value.local_shards()]
     return None
 
 
@@ -177,7 +179,8 @@ class LocalPlan:
     def __init__(self, state: Mapping[str, Any], leaves: Leaves, *, coordinator: bool) -> None:
         values = {path: index for index, path in enumerate(leaves.paths(state))}
         for path, index in values.items():
-            if isinstance(tensor := leaves.values[index], torch.Tensor):
+            tensor = leaves.values[index]
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor):
                 check_storable(tensor, ".".join(map(str, path)))
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=coordinator)
@@ -260,7 +263,10 @@ class Share:
             (key, values[index] if source is None else source.tensor(values)) for key, index, source in self._taken
         ]
         captured.late_from, captured.kind = self._late_from, self._taken
-        captured.owners = [values[index] for _, index, _ in self._taken[self._late_from :]]
+        for (_, index, _), (_, tensor) in zip(
+            self._taken[self._late_from :], captured.tensors[self._late_from :], strict=True
+        ):
+            captured.owners.append(values[index] if isinstance(values[index], DTensor) else tensor)
         for number in self._others:
             item, source = self.items[number], sources[number]
             if item.type is WriteItemType.BYTE_IO:

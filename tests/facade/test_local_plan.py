@@ -174,3 +174,22 @@ def test_what_cannot_be_saved_is_told_by_name() -> None:
     share, leaves = _share({"a": Uncopied()})
     with pytest.raises(SaveError, match=r"'a' cannot be copied.*not me"):
         share.capture(leaves)
+
+
+def test_only_what_lies_within_the_memory_of_an_optimizers_tensor_is_copied_late() -> None:
+    whole = torch.zeros(8)
+    state = {"a": whole, "b": torch.zeros(2), "c": whole[:4]}
+    share, leaves = _share(state)
+    captured = share.capture(leaves, lambda: {state["c"].data_ptr(): 16, state["b"].data_ptr(): 8})
+    assert [key for key, _ in captured.tensors] == ["a", "b", "c"]
+    assert captured.late_from == 1
+
+
+def test_a_state_that_could_not_be_taken_leaves_nothing_behind() -> None:
+    tied = torch.ones(3)
+    share, leaves = _share({"a": tied, "b": tied, "c": torch.ones(2)})
+    share.capture(leaves)
+    with pytest.raises(NotStagedError):
+        share.capture(Leaves({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(2, device="meta")}))
+    captured = share.capture(Leaves({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(2)}))
+    assert len(captured.tensors) == 3

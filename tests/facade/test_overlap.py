@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.facade import overlap as overlap_module
 from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.staging import late_copy
 
 WIDTH = 192
 
@@ -297,12 +299,94 @@ def test_bad_arguments(base: Path, argument: str) -> None:
 
 def test_proof_tells_what_changed() -> None:
     tensors = [("a", torch.ones(3)), ("b", torch.ones(3, 3).t())]
-    for change in (tensors[0][1].add_, tensors[1][1].add_):
-        check = Overlap().proof(tensors, [tensor for _, tensor in tensors])
+    of = [tensor for _, tensor in tensors]
+    for change in (of[0].add_, of[1].add_):
+        check = Overlap().proof(tensors, of, [tensor.clone() for tensor in of])
         check()
         change(1)
         with pytest.raises(SaveError):
             check()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_proof_tells_what_was_not_copied(number: int) -> None:
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(3, 3).t())]
+    of, copies = [tensor for _, tensor in tensors], list[torch.Tensor]()
+    check = Overlap(verify=True).proof(tensors, of, copies)
+    copies += [tensor.clone() for tensor in of]
+    check()
+    copies[number][-1] = 0
+    with pytest.raises(SaveError, match=f"'{tensors[number][0]}' was changed"):
+        check()
+
+
+def test_a_program_that_is_interrupted_while_a_step_waits_commits_nothing_of_the_save(
+    base: Path, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        saved = job.state()
+        fp.step()
+        job.step()
+        fp.step()
+        copied = late_copy.copy_all
+
+        def interrupted(targets: Any, sources: Any) -> None:
+            copied(targets[:1], sources[:1])
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(late_copy, "copy_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                job.step()
+        assert fp.wait(30)
+        assert (fp.health.saves, fp.health.failures) == (1, 1)
+        assert "interrupted" in str(fp.health.last_error)
+    step, state = _loaded(base)
+    assert step == 1
+    assert _is_same(state, saved)
+
+
+def test_sigterm_while_a_step_waits_waits_for_the_save(
+    base: Path, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, job = list[int](), Job()
+    before = signal.signal(signal.SIGTERM, lambda *_: known.append(fp.health.saves))
+    slices = late_copy._slices
+
+    def terminated(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)  # with the lock of the copy
+        yield from slices(*args)
+
+    monkeypatch.setattr(late_copy, "_slices", terminated)
+    try:
+        with Flashpoint(base) as fp:
+            fp.track(**job.tracked).resume()
+            job.step()
+            fp.step()
+            job.step()
+            assert known == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_save_that_cannot_begin_fails_and_training_goes_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+
+    def fail(**_: Any) -> None:
+        raise SaveError("the saver is closed")
+
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        with monkeypatch.context() as patched:
+            patched.setattr(fp._engine.saver, "begin", fail)
+            fp.save(1)
+        assert "the saver is closed" in str(fp.health.last_error)
+        fp.save(2)
+        assert fp.wait(30)
+        assert (fp.health.saves, fp.health.failures) == (1, 1)
 
 
 def test_an_interrupt_in_the_midst_of_a_save_holds_up_no_later_one(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,20 +125,37 @@ def test_what_is_given_up_is_not_copied_and_not_kept() -> None:
     assert "given up" in str(late.error)
 
 
+class _Held(torch.Tensor):
+    """A target whose copy calls a function first."""
+
+    copying: Callable[[], object]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "foreach_copy" in func.__name__:
+            args[0][0].copying()
+            args = ([each.as_subclass(torch.Tensor) for each in args[0]], *args[1:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _held(copying: Callable[[], object]) -> tuple[LateCopy, _Held]:
+    target = torch.zeros(5).as_subclass(_Held)
+    target.copying = copying
+    return LateCopy([target], [torch.ones(5)], cut([20], SLICE)), target
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_nobody_is_told_while_another_thread_still_copies() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    class Slow(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if "foreach_copy" in func.__name__:
-                begun.set()
-                assert go_on.wait(30)
-                args = ([each.as_subclass(torch.Tensor) for each in args[0]], *args[1:])
-            return super().__torch_function__(func, types, args, kwargs or {})
+    def copying() -> None:
+        begun.set()
+        assert go_on.wait(30)
 
-    target, source = torch.zeros(5).as_subclass(Slow), torch.ones(5)
-    late = LateCopy([target], [source], cut([20], SLICE))
+    late, _ = _held(copying)
     thread = threading.Thread(target=late.copy)
     thread.start()
     assert begun.wait(30)
@@ -147,3 +166,57 @@ def test_nobody_is_told_while_another_thread_still_copies() -> None:
     go_on.set()
     thread.join()
     assert late.over
+
+
+def test_who_waits_for_a_copy_that_hangs_waits_no_longer_than_the_deadline() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def copying() -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    late, _ = _held(copying)
+    thread = threading.Thread(target=late.copy)
+    thread.start()
+    assert begun.wait(30)
+    late.finish(deadline_s=0.01)
+    assert not late.over  # the bytes may still be written to
+    go_on.set()
+    thread.join()
+    with pytest.raises(SaveError, match="not copied within 0 s"):
+        late.wait(1)
+
+
+def test_an_interrupt_while_a_slice_is_copied_fails_the_copy() -> None:
+    late, _ = _held(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        late.finish()
+    with pytest.raises(SaveError, match="interrupted"):
+        late.wait(1)
+
+
+def test_an_interrupt_while_slices_are_given_out_fails_the_copy() -> None:
+    class Interrupting(list[torch.Tensor]):
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__(key) if key.start == 0 else _interrupt()
+
+    sources = Interrupting([torch.ones(SLICE), torch.ones(SLICE)])
+    late, _ = _copy(sources)
+    other = threading.Thread(target=late.copy)
+    with pytest.raises(KeyboardInterrupt):
+        late.finish()
+    other.start()
+    other.join()
+    with pytest.raises(SaveError, match="interrupted"):
+        late.wait(1)
+
+
+def test_an_interrupt_while_others_are_told_comes_after_all_are() -> None:
+    late, _ = _copy([torch.ones(3)])
+    told: list[str] = []
+    late.when_over(_interrupt)
+    late.when_over(lambda: told.append("second"))
+    with pytest.raises(KeyboardInterrupt):
+        late.finish()
+    assert (late.over, told) == (True, ["second"])
+    late.copy()  # once

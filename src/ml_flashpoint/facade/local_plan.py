@@ -7,7 +7,7 @@ which values of a state are copied as tensors and which as bytes. Who writes wha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,12 +244,12 @@ class Share:
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
 
-    def capture(self, leaves: Leaves, owned: Callable[[], Collection[int]] = frozenset) -> Captured:
+    def capture(self, leaves: Leaves, owned: Callable[[], Mapping[int, int]] = dict) -> Captured:
         """Take what is to be written out of a state.
 
         Args:
-            owned: gives the addresses of tensors that may be copied late. Asked only for another structure: which ones
-                these are is taken to stay.
+            owned: gives the addresses of tensors that may be copied late, and their bytes. Asked only for another
+                structure: which ones these are is taken to stay.
 
         Raises:
             NotStagedError: a tensor has no data.
@@ -282,8 +282,8 @@ class Share:
             view_identity(sources[a].tensor(values)) == view_identity(sources[b].tensor(values)) for a, b in self._ties
         )
 
-    def _sort(self, values: Sequence[Any], owned: Collection[int]) -> None:
-        self._others, self._ties = [], []
+    def _sort(self, values: Sequence[Any], owned: Mapping[int, int]) -> None:
+        self._others, self._ties, self._sorted = [], [], False
         first_of: dict[int, int] = {}
         now: list[int] = []
         late: list[int] = []
@@ -303,7 +303,8 @@ class Share:
             if first != number:
                 self._ties.append((first, number))
             else:
-                (late if tensor.data_ptr() in owned else now).append(number)
+                is_owned = tensor.nbytes <= owned.get(tensor.data_ptr(), 0)
+                (late if is_owned else now).append(number)
         taken, self._late_from = now + late, len(now)
         self._taken = [(self.keys[number], *_way_to(self._sources[number], values)) for number in taken]
         place = {number: index for index, number in enumerate(taken)}

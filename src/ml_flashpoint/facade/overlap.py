@@ -3,8 +3,8 @@
 Parameters of an optimizer, and its state, change in its ``step()``. Until then they can be copied while the next
 forward and backward run; a hook has each ``step()`` wait for what is left of the copy, and help. Everything else is
 copied before a save returns. Owns the hooks, the thread that copies, and the proof that nothing has changed meanwhile:
-version counters of all that is copied late, and the content of one tensor, another one each time. Where it fails, the
-save fails, and from then on all is copied before a save returns.
+version counters of all that is copied late, and the content of one tensor and of its copy, another one each time. Where
+it fails, the save fails, and from then on all is copied before a save returns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,11 +44,14 @@ class Overlap:
     Attributes:
         active: whether anything is copied late.
         on_waited: told for how many seconds training was held back until a copy was done.
+        deferred: context that holds signals back whose handlers wait for a save: they may come anywhere, also while
+            this thread has the lock of a copy.
     """
 
     def __init__(self, *, wanted: bool = True, verify: bool = False) -> None:
         self.active = wanted
         self.on_waited: Callable[[float], None] = lambda seconds: None
+        self.deferred: Callable[[], AbstractContextManager[None]] = nullcontext
         self._verify = verify
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
@@ -81,14 +85,14 @@ class Overlap:
             self._hooks.append(optimizer.register_step_pre_hook(wait))
             self._optimizers.append(optimizer)
 
-    def owned(self) -> set[int]:
-        """Addresses of the tensors that the watched optimizers update, on this rank."""
+    def owned(self) -> dict[int, int]:
+        """Addresses and bytes of the tensors that the watched optimizers update, on this rank."""
         tensors = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 tensors += state.values() if isinstance(state, dict) else ()
         local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
-        return {each.data_ptr() for each in local if isinstance(each, torch.Tensor) and _can_wait(each)}
+        return {each.data_ptr(): each.nbytes for each in local if isinstance(each, torch.Tensor) and _can_wait(each)}
 
     def allows(self, tensors: Sequence[TensorItem]) -> bool:
         """Whether tensors that optimizers update may be copied late this time. Those on a CUDA device may not if an
@@ -116,33 +120,41 @@ class Overlap:
         if late is None or late.over:
             return
         began = time.perf_counter()
-        late.finish()
+        with self.deferred():
+            late.finish()
         self.on_waited(time.perf_counter() - began)
 
-    def proof(self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """What raises a `SaveError` if one of these tensors has changed since now.
+    def proof(
+        self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
+        """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
 
         Args:
             owners: for each, what counts its in-place operations: the tensor itself, or the `DTensor` that it is the
                 local part of, whose own counter stays as it is.
+            copies: for each, its copy; they need not be there yet.
         """
         versions = [owner._version for owner in owners]
         self._probe = (self._probe + 1) % max(1, len(tensors))
-        probed = tensors if self._verify else tensors[self._probe : self._probe + 1]
+        probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
-        contents = [_content(tensor, most) for _, tensor in probed]
+        contents = {number: _content(tensors[number][1], most) for number in probed}
+
+        def is_as_before(number: int, content: int | None) -> bool:
+            tensor = tensors[number][1]
+            # What a device copies need not have arrived when it is asked whether the sources have changed.
+            there = [tensor] if tensor.is_cuda else [tensor, copies[number]]
+            return content is None or all(_content(each, most) == content for each in there)
 
         def check() -> None:
-            counted = zip(tensors, owners, versions, strict=True)
-            changed = next((key for (key, _), owner, was in counted if owner._version != was), None)
+            changed = next((i for i, owner in enumerate(owners) if owner._version != versions[i]), None)
             if changed is None:
-                pairs = zip(probed, contents, strict=True)
-                changed = next((key for (key, t), content in pairs if _content(t, most) != content), None)
+                changed = next((i for i, content in contents.items() if not is_as_before(i, content)), None)
             if changed is not None:
                 self.active = False
                 raise SaveError(
-                    f"{changed!r} was changed while it was copied, and not by its optimizer's step(); from now on "
-                    "everything is copied before a save returns",
+                    f"{tensors[changed][0]!r} was changed while it was copied, and not by its optimizer's step(); from "
+                    "now on everything is copied before a save returns",
                     hint="call before_update() before such changes, or construct with overlap=False",
                 )
 
@@ -162,9 +174,10 @@ def _can_wait(tensor: torch.Tensor) -> bool:
     return plain and not tensor.is_inference() and tensor.numel() > 0
 
 
-def _content(tensor: torch.Tensor, most: int | None) -> int:
+def _content(tensor: torch.Tensor, most: int | None) -> int | None:
+    """A digest of a tensor, of its first ``most`` bytes if that is given; None if it would take too long."""
     if most is not None and (tensor.is_cuda or not tensor.is_contiguous()):
-        return 0  # it would have to be waited for, or copied as a whole
+        return None  # it would have to be waited for, or copied as a whole
     flat = tensor.detach().reshape(-1).cpu()
     if most is not None:
         flat = flat[: most // flat.element_size()]

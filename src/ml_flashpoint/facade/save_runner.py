@@ -96,7 +96,7 @@ class SaveRunner:
         overlap: Overlap,
     ) -> None:
         self.overlap = overlap
-        overlap.on_waited = self._note_wait
+        overlap.on_waited, overlap.deferred = self._note_wait, guard.deferred
         self._tracked = tracked
         self._saver = saver
         self._exchange = SaveExchange(group, safe_globals)
@@ -138,7 +138,11 @@ class SaveRunner:
             self.blocked_total_s += self.blocked_s
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
-        save = self._saver.begin(exchanged=True)
+        try:
+            save = self._saver.begin(exchanged=True)
+        except Exception as error:
+            self._give_up(None, version, partial(self._exchange.refuse, error, version.step or 0))
+            return
         try:
             self._begin_with(save, version, began)
         except BaseException as error:  # the program is being interrupted: nobody goes on with it
@@ -161,12 +165,13 @@ class SaveRunner:
         self._current = under_way
         self._background.run(partial(self._go_on, under_way))
 
-    def _give_up(self, save: Save, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
+    def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
         """Take part in an exchange, here and now, and fail the save if that fails. Returns whether it did not."""
         try:
             exchange()
         except Exception as error:
-            self._saver.fail(save, error)
+            if save is not None:
+                self._saver.fail(save, error)
             self._fail(version, error)
             return False
         return True
@@ -180,12 +185,14 @@ class SaveRunner:
         under_way.captured = captured = share.capture(leaves, overlap.owned)
         how: dict[str, Any] = {"kind": captured.kind}
         late = captured.tensors[captured.late_from :]
+        late_copies: list[torch.Tensor] = []
         if overlap.allows(late):
-            how |= {"late_from": captured.late_from, "check": overlap.proof(late, captured.owners)}
+            how |= {"late_from": captured.late_from, "check": overlap.proof(late, captured.owners, late_copies)}
         del late  # which is let go of as soon as it is copied
         keys = [*share.byte_keys, METADATA_KEY]
         copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **how)
         assert copies is not None  # the base container is known
+        late_copies += copies[captured.late_from :]
         under_way.copies, captured.tensors, captured.owners = copies, [], []
         overlap.begin(save.staged.late if save.staged is not None else None)
 

@@ -20,66 +20,33 @@ SLICE = 4 << 20
 _Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
-class LateCopy:
-    """Copies tensors on the CPU, by slices, in the order given. Thread-safe.
+class CopyUnderWay:
+    """A copy that is not over yet: what those who wait for it, and those who depend on it, need. Thread-safe.
 
     Args:
-        targets, sources: as for `copy.copy_all`. They are let go of once all is copied.
-        pieces: what `copy.cut` made of the targets' sizes, by :data:`SLICE`.
         check: called once all is copied, before anybody is told; raises if the sources have changed meanwhile.
+
+    Attributes:
+        error: why it failed, as far as that is known.
+        over: whether nothing is copied any more.
     """
 
-    def __init__(
-        self,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        pieces: Sequence[Piece],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._slices = _slices(targets, sources, pieces)
-        self._check = check
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+        self.over = False
+        self._check: Callable[[], None] | None = check
         self._changed = threading.Condition()
-        self._copying = 0
-        self._given_out = False
-        self._error: BaseException | None = None
-        self._over = False
         self._when_over: list[Callable[[], None]] = []
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing is copied any more."""
-        return self._over
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed."""
-        return self._error
+        self._interrupt: BaseException | None = None
 
     def when_over(self, function: Callable[[], None]) -> None:
-        """Have a function called once nothing is copied any more, before anybody is told: by the thread that copied
-        last. Here and now, if it is over."""
+        """Have a function called once nothing is copied any more, before anybody is told. Here and now, if it is
+        over."""
         with self._changed:
-            if not self._over:
+            if not self.over:
                 self._when_over.append(function)
                 return
         function()
-
-    def copy(self) -> None:
-        """Copy until nothing is left. Never raises: see :meth:`wait`."""
-        while (pair := self._next()) is not None:
-            error: BaseException | None = None
-            try:
-                copy_all(*pair)
-            except BaseException as caught:  # whatever it is, nobody else would be told
-                error = caught
-            del pair
-            self._done(error)
-
-    def finish(self) -> None:
-        """Copy what is left, and wait until nothing is copied any more, whatever became of it."""
-        self.copy()
-        with self._changed:  # for one slice, at most, of each thread that copies
-            self._changed.wait_for(lambda: self._over)
 
     def wait(self, deadline_s: float) -> None:
         """Wait until nothing is copied any more.
@@ -91,62 +58,123 @@ class LateCopy:
             SaveError: it failed, or was given up, or not all was copied in time.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._over, deadline_s):
+            if not self._changed.wait_for(lambda: self.over, deadline_s):
                 raise SaveError(f"the state was not copied within {deadline_s:.0f} s")
-        if self._error is not None:
-            raise SaveError(f"the state could not be copied: {self._error}") from self._error
+        if self.error is not None:
+            raise SaveError(f"the state could not be copied: {self.error}") from self.error
 
-    def cancel(self, error: BaseException) -> None:
-        """Copy nothing more. What is being copied may go on for a moment: see :meth:`when_over`."""
+    def _fail(self, error: BaseException) -> None:
         with self._changed:
-            if self._over:
-                return
-            self._error = self._error or error
-            self._given_out = True
-        self._end_if_last()
-
-    def _next(self) -> _Pair | None:
-        with self._changed:
-            if self._given_out:
-                return None
-            pair = next(self._slices, None)
-            if pair is None:
-                self._given_out = True
-            else:
-                self._copying += 1
-        if pair is None:
-            self._end_if_last()
-        return pair
-
-    def _done(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._copying -= 1
-            if error is not None:
-                self._error, self._given_out = self._error or error, True
-        self._end_if_last()
-
-    def _end_if_last(self) -> None:
-        with self._changed:
-            if self._over or self._copying or not self._given_out:
-                return
-            self._copying = -1  # nobody else ends it
-            self._slices = iter(())
-        if self._error is None:
-            self._call(self._check)
-        while True:
-            with self._changed:
-                if not self._when_over:
-                    self._over, self._check = True, lambda: None
-                    self._changed.notify_all()
-                    return
-                function = self._when_over.pop(0)
-            self._call(function)
+            self.error = self.error or error
 
     def _call(self, function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException as error:  # whatever it is, others wait for the end
-            self._error = self._error or error
+            self._fail(error)
+            if not isinstance(error, Exception):
+                self._interrupt = error
+
+    def _raise_interrupt(self) -> None:
+        """Let the program be interrupted, now that others can go on."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def _end(self) -> None:
+        """Tell everybody, those first who depend on it."""
+        while True:
+            with self._changed:
+                if not self._when_over:
+                    self.over = True
+                    self._changed.notify_all()
+                    return
+                function = self._when_over.pop(0)
+            self._call(function)
+
+
+class LateCopy(CopyUnderWay):
+    """Copies tensors on the CPU, by slices, in the order given.
+
+    Args:
+        targets, sources: as for `copy.copy_all`. They are let go of once all is copied.
+        pieces: what `copy.cut` made of the targets' sizes, by :data:`SLICE`.
+        check: see `CopyUnderWay`.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(check)
+        self._slices = _slices(targets, sources, pieces)
+        self._copying: set[int] = set()  # threads
+        self._given_out = self._ending = False
+
+    def copy(self) -> None:
+        """Copy until nothing is left; what fails is told by :meth:`wait`. An interrupt of this thread is raised, and
+        fails the copy: nobody knows how far the slice has come."""
+        thread, through = threading.get_ident(), False
+        try:
+            while (pair := self._next(thread)) is not None:
+                copy_all(*pair)
+            through = True
+        except Exception as error:
+            self._fail(error)
+        finally:
+            with self._changed:
+                if not through:
+                    self.error = self.error or SaveError("the program was interrupted while it copied the state")
+                    self._given_out = True
+                self._copying.discard(thread)
+            self._end_if_last()
+            self._raise_interrupt()
+
+    def finish(self, deadline_s: float = 60.0) -> None:
+        """Copy what is left, and wait until nothing is copied any more, whatever became of it: for one slice, at most,
+        of each thread that copies. Afterwards the sources may change.
+
+        Args:
+            deadline_s: seconds at most; the copy has failed then.
+        """
+        self.copy()
+        with self._changed:
+            if self._changed.wait_for(lambda: self.over, deadline_s):
+                return
+        self.cancel(SaveError(f"the state was not copied within {deadline_s:.0f} s"))
+
+    def cancel(self, error: BaseException) -> None:
+        """Copy nothing more. What is being copied may go on for a moment: see :meth:`when_over`."""
+        with self._changed:
+            if self.over:
+                return
+            self.error = self.error or error
+            self._given_out = True
+        self._end_if_last()
+
+    def _next(self, thread: int) -> _Pair | None:
+        with self._changed:
+            self._copying.discard(thread)
+            pair = None if self._given_out else next(self._slices, None)
+            if pair is None:
+                self._given_out = True
+            else:
+                self._copying.add(thread)
+            return pair
+
+    def _end_if_last(self) -> None:
+        with self._changed:
+            if self._ending or self._copying or not self._given_out:
+                return
+            self._ending = True  # nobody else ends it
+            self._slices = iter(())
+            check, self._check = self._check, None
+        if self.error is None and check is not None:
+            self._call(check)
+        self._end()
 
 
 def _slices(

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.staging.device_copy import Transfer
+from ml_flashpoint.staging.late_copy import CopyUnderWay
 from ml_flashpoint.staging.transfer_plan import Memo
 
 
-class LateDeviceCopy:
+class LateDeviceCopy(CopyUnderWay):
     """Copies tensors, some of which are on devices, into memory that is page-locked. Thread-safe once it has begun.
 
     It begins with its construction, by the thread that trains; CPU tensors are copied by then. Another thread has to
@@ -48,39 +48,16 @@ class LateDeviceCopy:
         transfer = Transfer(targets, sources, copy_on_host, memo, lanes)
         if not transfer.is_direct:
             raise NotDirectError
+        super().__init__(check)
         self._transfer: Transfer | None = transfer
-        self._check: Callable[[], None] | None = check
-        self._changed = threading.Condition()
         self._copying, self._checking = threading.Lock(), threading.Lock()
-        self._error: BaseException | None = None
-        self._over = False
         self.held_s = 0.0
-        self._when_over: list[Callable[[], None]] = []
         transfer.keep_small()
         try:
             transfer.start()
         except BaseException:
             transfer.settle()
             raise
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing is copied any more."""
-        return self._over
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed."""
-        return self._error
-
-    def when_over(self, function: Callable[[], None]) -> None:
-        """Have a function called once nothing is copied any more, before anybody is told. Here and now, if it is
-        over."""
-        with self._changed:
-            if not self._over:
-                self._when_over.append(function)
-                return
-        function()
 
     def finish(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy. Whatever becomes of it, the sources
@@ -89,6 +66,7 @@ class LateDeviceCopy:
         if transfer is not None:
             self._call(transfer.hold)
         self._check_once()
+        self._raise_interrupt()
 
     def copy(self) -> None:
         """Wait until nothing is copied any more, and say so. Never raises: see :meth:`wait`."""
@@ -97,42 +75,20 @@ class LateDeviceCopy:
             if transfer is None:
                 return
             self._call(transfer.settle)
-            if self._error is None:
+            if self.error is None:
                 self._call(transfer.finish)
             self._check_once()
             self._transfer = None
             self._call(partial(self._note_held, transfer))
-        while True:
-            with self._changed:
-                if not self._when_over:
-                    self._over = True
-                    self._changed.notify_all()
-                    return
-                function = self._when_over.pop(0)
-            self._call(function)
-
-    def wait(self, deadline_s: float) -> None:
-        """Wait until nothing is copied any more.
-
-        Args:
-            deadline_s: seconds at most.
-
-        Raises:
-            SaveError: it failed, or was given up, or not all was copied in time.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._over, deadline_s):
-                raise SaveError(f"the state was not copied within {deadline_s:.0f} s")
-        if self._error is not None:
-            raise SaveError(f"the state could not be copied: {self._error}") from self._error
+        self._end()
 
     def cancel(self, error: BaseException) -> None:
         """Take note that the copy is of no use any more. What a device was given, it does: see :meth:`when_over`. This
         waits for it if no other thread does."""
         with self._changed:
-            if self._over:
+            if self.over:
                 return
-            self._error = self._error or error
+            self.error = self.error or error
         if not self._copying.locked():
             self.copy()
 
@@ -144,13 +100,6 @@ class LateDeviceCopy:
             check, self._check = self._check, None
             if check is not None:
                 self._call(check)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:  # whatever it is, nobody else would be told
-            with self._changed:
-                self._error = self._error or error
 
 
 class NotDirectError(Exception):

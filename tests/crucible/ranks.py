@@ -82,6 +82,9 @@ class Door(ABC):
     def load(self) -> int | None:
         """Load the newest version into a holder; its step."""
 
+    def before_change(self) -> None:
+        """The holder is about to change."""
+
     @abstractmethod
     def save(self, save: Save) -> None:
         """Save the holder."""
@@ -109,7 +112,13 @@ class FacadeDoor(Door):
         if self.fp is not None:
             self.fp.close()
         self.make(variant)
-        self.fp = Flashpoint(self.order.base, deadline_s=DEADLINE_S, handle_sigterm=False, on_world_size_change="keep")
+        self.fp = Flashpoint(
+            self.order.base,
+            deadline_s=DEADLINE_S,
+            handle_sigterm=False,
+            on_world_size_change="keep",
+            verify_staging=True,
+        )
         tracked: dict[str, Any] = {"model": self.holder.model, "notes": self.holder.notes}
         if self.holder.optimizer is not None:
             tracked["optimizer"] = self.holder.optimizer
@@ -133,6 +142,10 @@ class FacadeDoor(Door):
         self.holder.adopt(self.holder.notes.state["variant"])
         return step
 
+    def before_change(self) -> None:
+        assert self.fp is not None
+        self.fp.before_update()
+
     def save(self, save: Save) -> None:
         assert self.fp is not None
         self.fp.save(save.step)
@@ -149,6 +162,7 @@ class FacadeDoor(Door):
         assert self.fp is not None
         saves = self.fp.health
         if saves.last_error is not None and saves.last_error not in self.failures:
+            assert "was changed while it was copied" not in saves.last_error, saves.last_error
             self.failures.append(saves.last_error)
         self.committed = self.fp._saves.last_saved
         return self.fp.last_replicated if self.order.copies else self.committed
@@ -343,6 +357,7 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
         for planned in order.saves:
             save = replace(planned, step=planned.nth + (found or 0))
             injector.at(save.nth)
+            door.before_change()
             if save.grows and door.holder.variant < len(order.spec.grown):
                 door.holder.grow()
             door.holder.fill(save.step, order.life)

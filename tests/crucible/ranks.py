@@ -82,7 +82,7 @@ class Door(ABC):
     def load(self) -> int | None:
         """Load the newest version into a holder; its step."""
 
-    def before_change(self) -> None:
+    def before_change(self) -> None:  # noqa: B027  (a door that copies at once need not be told)
         """The holder is about to change."""
 
     @abstractmethod

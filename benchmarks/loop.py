@@ -25,6 +25,8 @@ Save = Callable[[int], object]
 
 ROUNDS = 4
 WIDTH = 1536
+SETTLED = 12
+"""Saves after which a `Flashpoint` has measured what is best."""
 
 
 class _Loop:
@@ -53,6 +55,9 @@ class _Loop:
 def _flashpoint(loop: _Loop, folder: Path, *, overlap: bool) -> tuple[Save, Callable[[], float], Callable[[], None]]:
     fp = Flashpoint(folder, strict=True, overlap=overlap)
     fp.track(model=loop.model, optimizer=loop.optimizer).resume()
+    for _ in range(SETTLED if overlap else 0):
+        fp.step()
+        loop.step()
 
     def end() -> None:
         fp.close()

@@ -100,8 +100,8 @@ class Flashpoint:
             ``reshard`` function of `track` is for. ``"raise"``: random number generators of new ranks are seeded anew,
             what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
             that of rank r modulo the old number, random numbers and place in the data included.
-
-        overlap: copy parameters and optimizer state while training goes on. Off, the loop waits until all is copied.
+        overlap: copy parameters and optimizer state while training goes on, where that takes less of the loop than
+            waiting until all is copied. Off, the loop always waits.
         verify_staging: fail saves in which something changed while it was copied, by comparing all content. Slow.
 
     Raises:
@@ -244,8 +244,8 @@ class Flashpoint:
         """Restore the newest state that all ranks can load. Collective.
 
         Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
-        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards the filesystem is checked to have room
-        for the checkpoints to come. May be called again during training, to go back to the newest version.
+        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards the filesystem is checked to have room for the checkpoints
+        to come. May be called again during training, to go back to the newest version.
 
         Args:
             fallback: called on all ranks when memory has no version to load; loads the state from elsewhere and
@@ -384,9 +384,8 @@ class Flashpoint:
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
-        settled = self._saves.settle(
-            self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        )
+        deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
+        settled = self._saves.settle(deadline_s)
         self._raise_failure()
         return settled
 
@@ -425,6 +424,7 @@ class Flashpoint:
         own = [part.manifest for part in self._engine.store.held() if part.rank == self._ranks.rank]
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
+        trial = saves.overlap.trial
         return Health(
             saves=saves.saves,
             failures=saves.failures,
@@ -435,6 +435,8 @@ class Flashpoint:
             blocked_total_s=saves.blocked_total_s,
             committed_s=saves.committed_s,
             bytes=self._part_bytes,
+            overlapped_s=trial.overlapped_s,
+            blocking_s=trial.blocking_s,
             degraded=bool(saves.failures_in_a_row or saves.hangs or stats.replication_error or stats.agreement_error),
         )
 

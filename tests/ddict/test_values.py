@@ -114,6 +114,7 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "complex128": lambda: torch.randn(2, 3, dtype=torch.complex128),
     "uint16": lambda: torch.arange(9).to(torch.uint16),
     "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
+    "one element, and its stride": lambda: torch.arange(12.0).as_strided((1,), (3,)),
     "sliced": lambda: torch.arange(100.0)[10:90:3],
     "expanded": lambda: torch.arange(4.0).expand(3, 4),
     "conjugated": lambda: torch.randn(4, dtype=torch.complex64).conj(),

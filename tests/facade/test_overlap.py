@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -427,3 +428,40 @@ def test_compiled_steps_wait_too(base: Path, nobody_copies: None) -> None:
     step, state = _loaded(base)
     assert step == 3
     assert _is_same(state, saved)
+
+
+@pytest.mark.parametrize("overlapping_pays", [True, False])
+def test_what_takes_less_of_the_loop_is_done(
+    base: Path, monkeypatch: pytest.MonkeyPatch, overlapping_pays: bool
+) -> None:
+    clock, late = [0.0], list[bool]()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    job = Job()
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(**job.tracked).resume()
+        job.step()
+        for _ in range(16):
+            saved = job.state()
+            fp.step()
+            late.append(fp._saves.overlap._late is not None)
+            clock[0] += 1.0 if late[-1] == overlapping_pays else 2.0
+            job.step()
+        fp.before_update()
+        health = fp.health
+    assert late == [True] * 7 + [False] * 4 + [overlapping_pays] * 5
+    assert (health.overlapped_s, health.blocking_s) == ((1.0, 2.0) if overlapping_pays else (2.0, 1.0))
+    assert _is_same(_loaded(base)[1], saved)
+
+
+def test_a_parameter_of_one_element_with_any_stride_is_saved(base: Path, nobody_copies: None) -> None:
+    model = nn.Module()
+    model.one = nn.Parameter(torch.zeros(4, 3).as_strided((1,), (3,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step, verify in enumerate((False, True)):
+        with Flashpoint(base, strict=True, verify_staging=verify) as fp:
+            assert fp.track(model=model, optimizer=optimizer).resume() == step
+            model.one.grad = torch.ones(1)
+            optimizer.step()
+            fp.step()
+            optimizer.step()
+            fp.wait()

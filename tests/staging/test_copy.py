@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, cut, typed_view
+from ml_flashpoint.staging.torch_dtypes import bytes_of
 from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
 
 every_dtype = pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=dtype_name)
@@ -178,3 +179,12 @@ def test_to_a_device_and_back(dtype: torch.dtype) -> None:
     copy_all([there], [source])
     copy_all([back], [there.t()])
     assert raw(back.t()) == raw(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize(("shape", "stride"), [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))])
+    "shape, stride", [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))]
+)
+def test_tensors_as_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    tensor = torch.arange(12).to(dtype).as_strided(shape, stride)
+    assert bytes_of(tensor).numpy().tobytes() == raw(tensor.clone(memory_format=torch.contiguous_format))

@@ -40,7 +40,7 @@ from ml_flashpoint.ddict.value_headers import decode_number, encode_number
 from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.staging.copy import cpu_clone
-from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, dtype_name, torch_dtype
+from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, bytes_of, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -291,8 +291,7 @@ def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         tensor = cpu_clone(tensor)
     if not tensor.numel():
         return np.empty(0, np.uint8)
-    # As one dimension first: a tensor of none has no view as bytes.
-    return tensor.view(-1).view(torch.uint8).numpy()
+    return bytes_of(tensor).numpy()
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -4,7 +4,8 @@ Parameters of an optimizer, and its state, change in its ``step()``. Until then 
 forward and backward run; a hook has each ``step()`` wait for what is left of the copy, and help. Everything else is
 copied before a save returns. Owns the hooks, the thread that copies, and the proof that nothing has changed meanwhile:
 version counters of all that is copied late, and the content of one tensor and of its copy, another one each time. Where
-it fails, the save fails, and from then on all is copied before a save returns.
+it fails, the save fails, and from then on all is copied before a save returns. On the CPU, it is done where it pays:
+see `staging_trial`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from torch.optim import Optimizer
 
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.facade.background import BackgroundThread
+from ml_flashpoint.facade.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_copy import LateCopy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
+from ml_flashpoint.staging.torch_dtypes import bytes_of
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class Overlap:
 
     Attributes:
         active: whether anything is copied late.
+        trial: what copying late takes of the loop, and what copying at once does.
         on_waited: told for how many seconds training was held back until a copy was done.
         deferred: context that holds signals back whose handlers wait for a save: they may come anywhere, also while
             this thread has the lock of a copy.
@@ -52,6 +56,8 @@ class Overlap:
         self.active = wanted
         self.on_waited: Callable[[float], None] = lambda seconds: None
         self.deferred: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.trial = StagingTrial()
+        self._tried: tuple[bool, float] | None = None
         self._verify = verify
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
@@ -94,14 +100,22 @@ class Overlap:
         local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
         return {each.data_ptr(): each.nbytes for each in local if isinstance(each, torch.Tensor) and _can_wait(each)}
 
-    def allows(self, tensors: Sequence[TensorItem]) -> bool:
-        """Whether tensors that optimizers update may be copied late this time. Those on a CUDA device may not if an
-        optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
+    def allows(self, tensors: Sequence[TensorItem], began: float) -> bool:
+        """Whether tensors that optimizers update are to be copied late this time. Those on a CUDA device may not if an
+        optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are.
+
+        Args:
+            began: when the save began, by the performance counter.
+        """
         stepped, self._stepped = self._stepped, set()
         if not self.active or not tensors:
             return False
-        by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
-        return self._announced or by_hand or not cuda.are_on_devices(tensor for _, tensor in tensors)
+        if cuda.are_on_devices(tensor for _, tensor in tensors):
+            by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
+            return self._announced or by_hand
+        overlaps = self._verify or self.trial.begin()
+        self._tried = (overlaps, began)
+        return overlaps
 
     def begin(self, late: LateCopy | LateDeviceCopy | None) -> None:
         """Copy in the background from now on what a save has left to be copied."""
@@ -117,12 +131,14 @@ class Overlap:
     def before_update(self) -> None:
         """Wait until nothing is copied any more, and help."""
         late, self._late = self._late, None
-        if late is None or late.over:
-            return
-        began = time.perf_counter()
-        with self.deferred():
-            late.finish()
-        self.on_waited(time.perf_counter() - began)
+        if late is not None and not late.over:
+            began = time.perf_counter()
+            with self.deferred():
+                late.finish()
+            self.on_waited(time.perf_counter() - began)
+        tried, self._tried = self._tried, None
+        if tried is not None:
+            self.trial.took(tried[0], time.perf_counter() - tried[1])
 
     def proof(
         self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
@@ -178,8 +194,5 @@ def _content(tensor: torch.Tensor, most: int | None) -> int | None:
     """A digest of a tensor, of its first ``most`` bytes if that is given; None if it would take too long."""
     if most is not None and (tensor.is_cuda or not tensor.is_contiguous()):
         return None  # it would have to be waited for, or copied as a whole
-    flat = tensor.detach().reshape(-1).cpu()
-    if most is not None:
-        flat = flat[: most // flat.element_size()]
-    data: Any = flat.view(torch.uint8).numpy()
+    data: Any = bytes_of(tensor.detach().cpu().contiguous())[:most].numpy()
     return xxhash.xxh3_64_intdigest(data)

@@ -186,7 +186,7 @@ class SaveRunner:
         how: dict[str, Any] = {"kind": captured.kind}
         late = captured.tensors[captured.late_from :]
         late_copies: list[torch.Tensor] = []
-        if overlap.allows(late):
+        if overlap.allows(late, under_way.began):
             how |= {"late_from": captured.late_from, "check": overlap.proof(late, captured.owners, late_copies)}
         del late  # which is let go of as soon as it is copied
         keys = [*share.byte_keys, METADATA_KEY]

@@ -19,6 +19,7 @@ import torch
 
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.lane import PADDING, Lanes
+from ml_flashpoint.staging.torch_dtypes import bytes_of
 from ml_flashpoint.staging.transfer_plan import GAP, Chunk, Memo, Packer, Plan
 
 _WORKERS = 8
@@ -250,7 +251,7 @@ class Transfer:
         tensor = self._plain.get(number)
         if tensor is None:
             tensor = self._targets[number] if self._to[number] >= 0 else self._sources[number]
-        return tensor.detach().view(-1).view(torch.uint8)[at : at + nbytes]
+        return bytes_of(tensor)[at : at + nbytes]
 
     def _enqueue(self, base: int, chunk: Chunk, host: torch.Tensor) -> Any:
         """Give one transfer to its lane. Returns the event after which ``host`` was read or written."""

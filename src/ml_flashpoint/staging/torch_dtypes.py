@@ -1,4 +1,4 @@
-"""The dtypes of the torch at hand, and their names in `format.dtypes`."""
+"""The dtypes of the torch at hand, their names in `format.dtypes`, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def torch_dtype(name: str) -> torch.dtype:
         raise ObjectFormatError(
             f"this torch ({torch.__version__}) has no dtype {name[:40]!a}", hint="load with the torch that saved it"
         ) from None
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as one dimension of uint8; no copy."""
+    flat = tensor.detach().view(-1)
+    # torch takes a single element for contiguous whatever its stride, and then has no view of it as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -424,19 +424,11 @@ class Flashpoint:
         own = [part.manifest for part in self._engine.store.held() if part.rank == self._ranks.rank]
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
-        trial = saves.overlap.trial
         return Health(
-            saves=saves.saves,
-            failures=saves.failures,
-            last_error=saves.last_error,
+            **saves.counters(),
             replication_error=stats.replication_error,
             agreement_error=stats.agreement_error,
-            blocked_s=saves.blocked_s,
-            blocked_total_s=saves.blocked_total_s,
-            committed_s=saves.committed_s,
             bytes=self._part_bytes,
-            overlapped_s=trial.overlapped_s,
-            blocking_s=trial.blocking_s,
             degraded=bool(saves.failures_in_a_row or saves.hangs or stats.replication_error or stats.agreement_error),
         )
 

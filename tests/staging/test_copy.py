@@ -182,8 +182,8 @@ def test_to_a_device_and_back(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128])
-@pytest.mark.parametrize(("shape", "stride"), [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))])
-    "shape, stride", [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))]
+@pytest.mark.parametrize(
+    ("shape", "stride"), [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))]
 )
 def test_tensors_as_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     tensor = torch.arange(12).to(dtype).as_strided(shape, stride)

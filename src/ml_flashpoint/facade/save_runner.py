@@ -303,6 +303,16 @@ class SaveRunner:
             text,
         )
 
+    def counters(self) -> dict[str, Any]:
+        """The fields of `Health` that are known here."""
+        here = ("saves", "failures", "last_error", "blocked_s", "blocked_total_s", "committed_s")
+        trial = self.overlap.trial
+        return {
+            **{name: getattr(self, name) for name in here},
+            "overlapped_s": trial.overlapped_s,
+            "blocking_s": trial.blocking_s,
+        }
+
     def align(self) -> None:
         """All ranks are at the same step from now on."""
         self._aligned_after = -1

@@ -252,3 +252,16 @@ def test_lost_writes_of_a_killed_handle_are_told(make: Make) -> None:
 
     with pytest.raises(DDictWritesLostError):
         play.move("b", 2)
+
+
+def test_a_commit_of_what_is_gone_back_to_is_called_off(make: Make) -> None:
+    play = make()
+    committed_up_to(play, 0, "a")
+    gate = play.managers.close_gate("prepare")
+    play.move("a", 2)
+    play.managers.await_asked("prepare", 3)  # some managers may have noted what belongs to it, and others not
+    assert play.rollback("a", 1)["fixed"] == 0, "what it writes there now is a part of the commit, and no late write"
+    gate.set()
+    assert play.newest() == 0
+    play.move("a", 2)
+    assert play.newest() == 1

@@ -12,6 +12,7 @@ from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
     DDictPersistError,
     DDictTimeoutError,
+    DDictWritesLostError,
 )
 from ml_flashpoint.format.errors import FlashpointError
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Play, raises_in_time
@@ -216,3 +217,19 @@ def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None
     assert play.coordinator.persist_newest(DEADLINE_S) == 5
 
     assert stored == {0, 1, 2, 3, 4, 5}
+
+
+def test_what_is_lost_is_not_told_to_who_persists(make: Make) -> None:
+    play = make()
+    play.attach("killed")
+    for handle in ("leaves", "killed"):
+        play.join(handle)
+    play.move_all(1, "leaves", "killed")
+    assert play.newest() == 0
+    play.leave("leaves", need=1)
+    play.kill("killed")
+
+    assert play.coordinator.persist_newest(DEADLINE_S) == 0
+    with pytest.raises(DDictWritesLostError):
+        play.newest()
+    assert play.newest() == 0

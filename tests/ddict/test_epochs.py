@@ -16,6 +16,7 @@ import pytest
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
+    DDictError,
     DDictTimeoutError,
     DDictWritesLostError,
 )
@@ -92,6 +93,67 @@ def test_after_a_loss_everyone_sees_one_cut(make: Callable[..., DDict]) -> None:
     d.checkpoint()
     assert d.wait_for_commit() == 3
     assert [d[key] for key in keys] == [3, 3, 3]
+
+
+def lose_a_manager_after(reader: DDict, d: DDict, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the last manager be lost when the first has answered with values that are not committed."""
+    keys = keys_of_all(d)
+    d.update(dict.fromkeys(keys, "whole"))
+    d.checkpoint()
+    d.wait_for_commit()
+    d.update(dict.fromkeys(keys, "half a step"))
+    reader.checkpoint_id = d.checkpoint_id
+    client = reader._handle.client
+    get_many, epoch = client.get_many, d._access.ask_main("state")["epoch"]
+
+    def get_and_lose(*args: Any, **named: Any) -> Any:
+        monkeypatch.undo()
+        found = get_many(*args, **named)
+        kill_manager(d, len(keys) - 1)
+        await_that(lambda: d._access.ask_main("state")["epoch"] > epoch)
+        return found
+
+    monkeypatch.setattr(client, "get_many", get_and_lose)
+    return keys
+
+
+@pytest.mark.parametrize("look", [lambda d: dict(d.items()), lambda d: dict(zip(d, d.values(), strict=True))])
+def test_all_items_are_of_one_epoch(
+    make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch, look: Callable[[DDict], dict[str, str]]
+) -> None:
+    d = make()
+    reader = copy.copy(d)
+    keys = lose_a_manager_after(reader, d, monkeypatch)
+    assert look(reader) == dict.fromkeys(keys, "whole")
+
+
+def test_a_filter_does_not_go_on_in_another_epoch(make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch) -> None:
+    d = make()
+    reader = copy.copy(d)
+    keys = lose_a_manager_after(reader, d, monkeypatch)
+    found = reader.filter(lambda key, value: True)
+    assert next(found) == (keys[0], "half a step")
+    with pytest.raises(DDictError, match="one cut") as raised:
+        next(found)
+    assert raised.value.retryable
+    assert dict(reader.filter(lambda key, value: True)) == dict.fromkeys(keys, "whole")
+
+
+def test_what_is_put_for_all_checkpoints_late_is_lost_with_a_word(make: Callable[..., DDict]) -> None:
+    d = make()
+    keys = keys_of_all(d)
+    d[keys[0]] = 0
+    d.checkpoint()
+    assert d.wait_for_commit() == 0
+    other = DDict.attach(d.serialize())
+    other.sync_to_newest_checkpoint()
+    other.pput(keys[1], "late")
+    kill_manager(d, 1)
+
+    with pytest.raises(DDictWritesLostError):
+        other[keys[1]]
+    other.rollback(to=0)
+    assert keys[1] not in other
 
 
 def test_late_writes_are_lost_with_the_rest(make: Callable[..., DDict]) -> None:
@@ -237,6 +299,22 @@ def test_who_goes_on_after_all_were_killed_sees_nothing_of_what_they_had_begun(m
     assert d["done"] == 1
     d.checkpoint()
     assert "open" not in d
+
+
+def test_what_was_left_and_is_not_committed_for_one_who_was_killed_is_told(make: Callable[..., DDict]) -> None:
+    d = make()
+    leaves, context = copy.copy(d), multiprocessing.get_context("fork")
+    leaves["left"] = 1
+    child = context.Process(target=_write_once, args=(d,))  # at 0, which is never whole now
+    child.start()
+    child.join(DEADLINE_S)
+    leaves.checkpoint()
+    leaves.detach()
+
+    with pytest.raises(DDictWritesLostError, match="killed"):
+        d.sync_to_newest_checkpoint()
+
+    assert (d.sync_to_newest_checkpoint(), d.items()) == (0, [])
 
 
 def _write_and_return(dictionary: DDict) -> None:

@@ -6,13 +6,13 @@ here; what a user may say and gets to hear is `DDict`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ml_flashpoint.ddict import values
 from ml_flashpoint.ddict.client import Client, Found
 from ml_flashpoint.ddict.configuration import COORDINATOR
-from ml_flashpoint.ddict.errors import DDictKeyError
+from ml_flashpoint.ddict.errors import DDictError, DDictKeyError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import decode_key, place
 from ml_flashpoint.ddict.links import Answer
@@ -151,8 +151,11 @@ class Access:
 
     def keys(self, managers: Iterable[int], until: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
-        for key in [key for manager in managers for key in self._encoded_keys(manager, until)]:
+        for key in [key for _, keys in self.handle.in_one_epoch(self._keys_of(managers, until), until) for key in keys]:
             yield decode_key(key)
+
+    def _keys_of(self, managers: Iterable[int], until: float) -> Callable[[], list[tuple[int, list[bytes]]]]:
+        return lambda: [(manager, self._encoded_keys(manager, until)) for manager in managers]
 
     def _encoded_keys(self, manager: int, until: float) -> list[bytes]:
         data = self._ask(manager, "keys", {"once": self.only is None}, (), until).blobs[0]
@@ -166,21 +169,50 @@ class Access:
     def count(self, managers: Iterable[int], until: float) -> int:
         """Number of keys of these managers."""
         fields = {"once": self.only is None}
-        return sum(int(self._ask(manager, "length", fields, (), until).fields["n"]) for manager in managers)
 
-    def items(self, managers: Iterable[int], *, until: float | None = None) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of these managers, some hundred at a time; ``until``: for all of them, else for each time."""
-        for manager in managers:
-            keys = self._encoded_keys(manager, self.handle.until() if until is None else until)
-            for at in range(0, len(keys), _AT_ONCE):
-                some = keys[at : at + _AT_ONCE]
-                got = self._get_many(manager, some, self.handle.until() if until is None else until)
-                for key, found in zip(some, got, strict=True):
+        def ask() -> int:
+            return sum(int(self._ask(manager, "length", fields, (), until).fields["n"]) for manager in managers)
+
+        return self.handle.in_one_epoch(ask, until)
+
+    def items(self, managers: Iterable[int], until: float) -> list[tuple[Any, Any]]:
+        """Keys and values of these managers, all of one epoch."""
+
+        def ask() -> list[tuple[Any, Any]]:
+            keys = self._keys_of(managers, until)()
+            return [item for some in self._items(keys, lambda: until) for item in some]
+
+        return self.handle.in_one_epoch(ask, until)
+
+    def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
+        """The same, some hundred at a time.
+
+        Raises:
+            DDictError: another epoch has begun meanwhile.
+        """
+        handle, until = self.handle, self.handle.until()
+        epoch, keys = handle.in_one_epoch(lambda: (handle.epoch, self._keys_of(managers, until)()), until)
+        for some in self._items(keys, handle.until):
+            if handle.epoch != epoch:
+                error = DDictError("an epoch has begun meanwhile: what is left is not of one cut", hint="begin anew")
+                error.retryable = True
+                raise error
+            yield from some
+
+    def _items(
+        self, keys: list[tuple[int, list[bytes]]], until: Callable[[], float]
+    ) -> Iterator[list[tuple[Any, Any]]]:
+        for manager, its in keys:
+            for at in range(0, len(its), _AT_ONCE):
+                some = its[at : at + _AT_ONCE]
+                items = []
+                for key, found in zip(some, self._get_many(manager, some, until()), strict=True):
                     if isinstance(found, DDictKeyError):
                         continue  # deleted in between
                     if isinstance(found, FlashpointError):
                         raise found
-                    yield decode_key(key), found.value
+                    items.append((decode_key(key), found.value))
+                yield items
 
     def _get_many(self, manager: int, keys: list[bytes], until: float) -> list[Found | FlashpointError]:
         def send(epoch: int) -> list[Found | FlashpointError]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ml_flashpoint.ddict.commits import RETRY_S, Committer
-from ml_flashpoint.ddict.epochs import ALL, Beginning
+from ml_flashpoint.ddict.epochs import Beginning
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
@@ -178,7 +178,8 @@ class Coordinator(Committer):
                     self._writers.place(handle, session, to, self.epoch)
             else:
                 self._discard_number = numbered
-                self._called_off = self._called_off or self._committing > to
+                # Also at `to` itself: what it writes there now must not be in it by halves.
+                self._called_off = self._called_off or self._committing >= to
             self._changed.notify_all()
         if to >= taken:
             fields = {"w": handle, "to": to, "n": numbered, "dead": False}
@@ -257,9 +258,14 @@ class Coordinator(Committer):
                     raise DDictDestroyedError("the dictionary was destroyed")
                 self._changed.wait(left)
 
-    def newest(self, epoch: int | None, timeout_s: float, is_gone: IsGone = lambda: False) -> dict[str, Any]:
+    def newest(
+        self, epoch: int | None, timeout_s: float, is_gone: IsGone = lambda: False, *, tells: bool = True
+    ) -> dict[str, Any]:
         """The newest committed checkpoint, once what can be committed now is. Where nobody writes, all go on from it,
         whatever was begun by those now gone.
+
+        Args:
+            tells: whether this is one of the calls that losses of handles now gone are told by.
 
         Raises:
             StaleEpochError: see `catch_up`.
@@ -280,16 +286,19 @@ class Coordinator(Committer):
                 self._check_epoch(epoch)
             wanted = self._target()
             # A rollback meanwhile can mean that less is to be committed than it was.
-            while self._committed < (wanted := min(wanted, self._target())) or self._orphaned is not None:
+            while self._committed < (wanted := min(wanted, self._target())) or (tells and self._orphaned is not None):
                 if is_gone():
                     return self._state()
-                self._raise_orphaned()
+                if tells:
+                    self._raise_orphaned()
                 self._wait_for(epoch, "", until, wanted)
             if not self._writers.live:
                 if self._writers.lost_at:
                     why = f"processes were killed, and all go on from checkpoint {self._committed}"
-                    self._begin_epoch(Beginning(self._committed, ALL, why))
+                    self._begin_epoch(Beginning(self._committed, self._committed, why))
                     self._writers.lost_at.clear()
+                    if tells:
+                        self._raise_orphaned()
                 self._writers.newest = self._committed + 1
         self._await_open(until)
         return self.state()
@@ -346,7 +355,7 @@ class Coordinator(Committer):
         """
         until = time.monotonic() + timeout_s
         self._await_open(until)
-        self.newest(None, timeout_s, is_gone)
+        self.newest(None, timeout_s, is_gone, tells=False)
         with self._changed:
             checkpoint_id = self._committed
             if checkpoint_id >= 0:

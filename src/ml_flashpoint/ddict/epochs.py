@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
 
-ALL = 1 << 62
-"""A checkpoint above all others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Beginning:

@@ -109,6 +109,23 @@ class Handle:
             except StaleEpochError as error:
                 self._catch_up(epoch, until, error)
 
+    def in_one_epoch(self, make: Callable[[], _Result], until: float) -> _Result:
+        """Make several requests, all in one epoch: what they find is of one cut.
+
+        Args:
+            make: makes them; again, if an epoch began in their midst.
+
+        Raises:
+            DDictTimeoutError: epochs began all the time.
+        """
+        while True:
+            epoch = self.epoch
+            found = make()
+            if self.epoch == epoch:
+                return found
+            if time.monotonic() >= until:
+                raise DDictTimeoutError("epochs begin faster than all managers can be asked")
+
     def _catch_up(self, epoch: int, until: float, error: StaleEpochError) -> None:
         standing = self._standing
         if standing.epoch != epoch:
@@ -162,6 +179,8 @@ class Handle:
         def write(epoch: int) -> _Result:
             try:
                 result = send(epoch)
+                if not standing.joined:  # no commit waits for it, so this may be too late for one already
+                    self._note_state(epoch, until)
             except StaleEpochError:
                 raise
             except BaseException:
@@ -172,9 +191,13 @@ class Handle:
 
         result = self.in_epoch(write, until)
         standing.has_written = True
-        if not standing.joined:
-            standing.note(self.ask("state", {}, until))
         return result
+
+    def _note_state(self, epoch: int, until: float) -> None:
+        state = self.client.links.call(COORDINATOR, "state", {}, until=until).fields
+        if state["epoch"] != epoch:
+            raise StaleEpochError("another epoch has begun")
+        self._standing.note(state)
 
     def _join(self, until: float) -> None:
         with self._turn(until):

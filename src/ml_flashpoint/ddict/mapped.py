@@ -283,11 +283,15 @@ class Mapped(MutableMapping[Any, Any]):
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
         """All keys with their values at the checkpoint of this handle."""
-        return list(self._access.items(self._access.managers, until=self._handle.until()))
+        return self._access.items(self._access.managers, self._handle.until())
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
-        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers."""
-        return ((key, value) for key, value in self._access.items(self._access.managers) if wanted(key, value))
+        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers.
+
+        Raises:
+            DDictError: (while it is gone through) an epoch has begun since it began; retryable.
+        """
+        return ((key, value) for key, value in self._access.each_item(self._access.managers) if wanted(key, value))
 
     def clear(self) -> None:
         """Delete all keys at the checkpoint of this handle."""
@@ -307,7 +311,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def local_items(self) -> list[tuple[Any, Any]]:
         """Keys and values that managers on this node have."""
-        return list(self._access.items(self._access.local, until=self._handle.until()))
+        return self._access.items(self._access.local, self._handle.until())
 
     def local_length(self) -> int:
         """Number of keys that managers on this node have."""

@@ -29,12 +29,12 @@ from ml_flashpoint.core.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.facade.agreement import check_capacity, fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
-from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard

@@ -181,6 +181,14 @@ class DcpDoor(Door):
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
         self._under_way: tuple[int, Future[Any]] | None = None
 
+    def make(self, variant: int) -> None:
+        super().make(variant)
+        if self.holder.optimizer is not None:
+            self.door.writer.watch(self.holder.optimizer)
+
+    def before_change(self) -> None:
+        self.door.writer.before_update()
+
     def state(self) -> dict[str, Any]:
         tensors = {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in self.holder.tensors()}
         notes = {key: value for key, value in self.holder.notes.state.items() if key not in ("rank", "own")}
@@ -223,6 +231,7 @@ class DcpDoor(Door):
             self._end()
 
     def _failed(self, error: BaseException) -> None:
+        assert "was changed while it was copied" not in str(error), error
         self.failures.append(f"{type(error).__name__}: {error}")
 
     def _end(self) -> None:

@@ -180,7 +180,7 @@ def test_only_what_lies_within_the_memory_of_an_optimizers_tensor_is_copied_late
     whole = torch.zeros(8)
     state = {"a": whole, "b": torch.zeros(2), "c": whole[:4]}
     share, leaves = _share(state)
-    captured = share.capture(leaves, lambda: {state["c"].data_ptr(): 16, state["b"].data_ptr(): 8})
+    captured = share.capture(leaves, lambda: {state[key].data_ptr(): (state[key].nbytes, state[key]) for key in "cb"})
     assert [key for key, _ in captured.tensors] == ["a", "b", "c"]
     assert captured.late_from == 1
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.facade import overlap as overlap_module
-from ml_flashpoint.facade.overlap import Overlap
+from ml_flashpoint.core import overlap as overlap_module
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.staging import late_copy
 

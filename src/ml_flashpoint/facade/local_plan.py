@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
+from ml_flashpoint.core.overlap import Owned
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.staging.copy import view_identity
 from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
@@ -244,12 +245,12 @@ class Share:
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
 
-    def capture(self, leaves: Leaves, owned: Callable[[], Mapping[int, int]] = dict) -> Captured:
+    def capture(self, leaves: Leaves, owned: Callable[[], Mapping[int, Owned]] = dict) -> Captured:
         """Take what is to be written out of a state.
 
         Args:
-            owned: gives the addresses of tensors that may be copied late, and their bytes. Asked only for another
-                structure: which ones these are is taken to stay.
+            owned: gives the tensors that may be copied late; see `Overlap.owned`. Asked only for another structure:
+                which ones these are is taken to stay.
 
         Raises:
             NotStagedError: a tensor has no data.
@@ -282,7 +283,7 @@ class Share:
             view_identity(sources[a].tensor(values)) == view_identity(sources[b].tensor(values)) for a, b in self._ties
         )
 
-    def _sort(self, values: Sequence[Any], owned: Mapping[int, int]) -> None:
+    def _sort(self, values: Sequence[Any], owned: Mapping[int, Owned]) -> None:
         self._others, self._ties, self._sorted = [], [], False
         first_of: dict[int, int] = {}
         now: list[int] = []
@@ -303,8 +304,8 @@ class Share:
             if first != number:
                 self._ties.append((first, number))
             else:
-                is_owned = tensor.nbytes <= owned.get(tensor.data_ptr(), 0)
-                (late if is_owned else now).append(number)
+                is_late = tensor.data_ptr() in owned and tensor.nbytes <= owned[tensor.data_ptr()][0]
+                (late if is_late else now).append(number)
         taken, self._late_from = now + late, len(now)
         self._taken = [(self.keys[number], *_way_to(self._sources[number], values)) for number in taken]
         place = {number: index for index, number in enumerate(taken)}

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
-from ml_flashpoint.facade.background import BackgroundThread
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
-from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.facade.packed_state import item_bytes
 from ml_flashpoint.facade.save_exchange import SaveExchange
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
@@ -183,18 +183,19 @@ class SaveRunner:
         """Copy what this rank writes, or begin to."""
         share, save, overlap = self._share, under_way.save, self.overlap
         under_way.captured = captured = share.capture(leaves, overlap.owned)
-        how: dict[str, Any] = {"kind": captured.kind}
-        late = captured.tensors[captured.late_from :]
-        late_copies: list[torch.Tensor] = []
-        if overlap.allows(late, under_way.began):
-            how |= {"late_from": captured.late_from, "check": overlap.proof(late, captured.owners, late_copies)}
-        del late  # which is let go of as soon as it is copied
-        keys = [*share.byte_keys, METADATA_KEY]
-        copies = self._saver.stage(save, captured.tensors, base=under_way.version.parent, byte_keys=keys, **how)
+        copies = overlap.stage(
+            self._saver,
+            save,
+            captured.tensors,
+            captured.late_from,
+            captured.owners,
+            under_way.began,
+            kind=captured.kind,
+            base=under_way.version.parent,
+            byte_keys=[*share.byte_keys, METADATA_KEY],
+        )
         assert copies is not None  # the base container is known
-        late_copies += copies[captured.late_from :]
         under_way.copies, captured.tensors, captured.owners = copies, [], []
-        overlap.begin(save.staged.late if save.staged is not None else None)
 
     def _note_wait(self, seconds: float) -> None:
         self.blocked_s += seconds

@@ -26,8 +26,8 @@ from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_shard
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.schedule import passes_multiple
-from ml_flashpoint.facade.overlap import Overlap
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 from ml_flashpoint.format.manifest import Manifest
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
@@ -37,6 +38,7 @@ from ml_flashpoint.core.checkpoint_saver import (
     MLFlashpointCheckpointSaver,
 )
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -91,7 +93,7 @@ class MemoryStorageWriter(StorageWriter):
         InvalidArgumentError: ``checkpoint_saver`` is none.
     """
 
-    # torch's AsyncStager protocol, which it recognises by these names: staging is done when `stage` returns.
+    # torch's AsyncStager protocol, which it recognises by these names: nobody has to ask whether staging is done.
     should_synchronize_after_execute = False
     _synchronize_after_execute = False
 
@@ -118,6 +120,7 @@ class MemoryStorageWriter(StorageWriter):
         # Steps that other ranks were at or past when this one was behind them. Shared: another thread saves them.
         self._passed = range(0)
         self._omission = Omission()
+        self._overlap = Overlap()
         self._stager_thread: int | None = None
         self._in_flight: tuple[Save, weakref.ref[StagedStateDict]] | None = None
 
@@ -164,6 +167,7 @@ class MemoryStorageWriter(StorageWriter):
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
         self._stager_thread = threading.get_ident()
+        self._overlap.before_update()
         self._await_previous()
         save = saver.begin(exchanged=True)
         leaves, needed, copies = TensorLeaves({}), list[int](), list[torch.Tensor]()
@@ -209,8 +213,7 @@ class MemoryStorageWriter(StorageWriter):
         saver = self._saver
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
-        copies = saver.stage(save, tensors, base=base, byte_keys=byte_keys) if self._cache_staged else None
-        return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])
+        return self._copy(saver, save, tensors, base=base, byte_keys=byte_keys)
 
     def take_on(
         self,
@@ -250,17 +253,37 @@ class MemoryStorageWriter(StorageWriter):
             self._saver.fail(save, error)
 
     def _copy(
-        self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: list[TensorItem]
+        self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
     ) -> list[torch.Tensor]:
-        copies = saver.stage(save, tensors) if self._cache_staged else None
+        copies = self._overlap.stage_owned(saver, save, tensors, **how) if self._cache_staged else None
         # No base container is known to the first asynchronous save of a job: it clones, once.
         return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: :meth:`stage` returns when the copy is done."""
+        """Nothing to wait for: what is still being copied, :meth:`watch` has steps wait for."""
+
+    def watch(self, *optimizers: Optimizer) -> None:
+        """Have what these optimizers update, parameters and their own state, copied while training goes on: an
+        asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
+        else is copied before the save returns.
+
+        Raises:
+            InvalidArgumentError: one is none.
+        """
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise InvalidArgumentError("must be a torch optimizer", argument="optimizers", value=type(optimizer))
+            self._overlap.watch(optimizer)
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an
+        optimizer that is watched updates: else the save fails, and from then on saves return when all is copied."""
+        self._overlap.before_update()
 
     def close(self) -> None:
         """Let saves under way finish and stop the background work."""
+        self._overlap.before_update()
+        self._overlap.close()
         if isinstance(self._saver, DefaultMLFlashpointCheckpointSaver):
             self._saver.close()
 

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.knobs import seal_deadline_s
+
 if TYPE_CHECKING:
     from _collections_abc import dict_items
 
@@ -51,6 +54,18 @@ class StagedStateDict(dict[str, Any]):
         if self._save.offered or self._save.worker is None:
             self._save.worker = threading.current_thread()
         self._on_taken(self._save)
+        self._await_copies()
+
+    def _await_copies(self) -> None:
+        """Planners may read what was staged, and another process does: nobody gets it before it is there."""
+        staged = self._save.staged
+        if staged is None or staged.late is None or self._save.staging_error is not None:
+            return
+        try:
+            staged.late.wait(seal_deadline_s())
+        except SaveError as error:  # raised by the write, where DCP tells all ranks
+            self._save.staging_error = error
+            staged.discard()
 
     def may_be_taken_on(self) -> bool:
         """Whether a thread was started since that lives, and may be about to take it on."""

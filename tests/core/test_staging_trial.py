@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.facade.staging_trial import StagingTrial
+from ml_flashpoint.core.staging_trial import StagingTrial
 
 
 def _saves(trial: StagingTrial, count: int, overlapped_s: float, blocking_s: float) -> list[bool]:

@@ -21,9 +21,11 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ml_flashpoint.core.background import BackgroundThread
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import TensorItem
-from ml_flashpoint.facade.background import BackgroundThread
-from ml_flashpoint.facade.staging_trial import StagingTrial
+from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_copy import LateCopy
@@ -31,6 +33,9 @@ from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 from ml_flashpoint.staging.torch_dtypes import bytes_of
 
 _log = logging.getLogger(__name__)
+
+Owned = tuple[int, torch.Tensor]
+"""Bytes of a tensor on this rank, and the tensor, or the `DTensor` that it is the local part of."""
 
 _PROBE = 1 << 20
 """Bytes whose content is compared of one tensor of each save."""
@@ -91,22 +96,75 @@ class Overlap:
             self._hooks.append(optimizer.register_step_pre_hook(wait))
             self._optimizers.append(optimizer)
 
-    def owned(self) -> dict[int, int]:
-        """Addresses and bytes of the tensors that the watched optimizers update, on this rank."""
+    def owned(self) -> dict[int, Owned]:
+        """The tensors that the watched optimizers update, by their addresses on this rank; none while :attr:`active` is
+        not set."""
+        if not self.active:
+            return {}
         tensors = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 tensors += state.values() if isinstance(state, dict) else ()
-        local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
-        return {each.data_ptr(): each.nbytes for each in local if isinstance(each, torch.Tensor) and _can_wait(each)}
+        owned = {}
+        for each in tensors:
+            local = each._local_tensor if isinstance(each, DTensor) else each
+            if isinstance(local, torch.Tensor) and _can_wait(local):
+                owned[local.data_ptr()] = local.nbytes, each
+        return owned
 
-    def allows(self, tensors: Sequence[TensorItem], began: float) -> bool:
-        """Whether tensors that optimizers update are to be copied late this time. Those on a CUDA device may not if an
-        optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are.
+    def stage(
+        self,
+        saver: DefaultMLFlashpointCheckpointSaver,
+        save: Save,
+        tensors: Sequence[TensorItem],
+        late_from: int,
+        owners: Sequence[torch.Tensor],
+        began: float,
+        **how: Any,
+    ) -> list[Any] | None:
+        """Stage tensors; see the saver's ``stage``, which takes the other arguments. After the copy before is over.
 
         Args:
+            late_from: number of the first tensor that an optimizer updates: these may be copied while training goes on.
+            owners: for each of the latter, what counts its in-place operations: the tensor itself, or the `DTensor`
+                that it is the local part of, whose own counter stays as it is.
             began: when the save began, by the performance counter.
         """
+        late, copies_of_late = tensors[late_from:], list[torch.Tensor]()
+        if self._allows(late, began):
+            how |= {"late_from": late_from, "check": self.proof(late, owners, copies_of_late)}
+        copies = saver.stage(save, tensors, **how)
+        if copies is not None:
+            copies_of_late += copies[late_from:]
+            self._begin(save.staged.late if save.staged is not None else None)
+        return copies
+
+    def stage_owned(
+        self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
+    ) -> list[Any] | None:
+        """The same for those who do not know which tensors an optimizer updates."""
+        began = time.perf_counter()
+        self.before_update()
+        owned = self.owned()
+        now, late, owners = list[int](), list[int](), list[torch.Tensor]()
+        for number, (_, tensor) in enumerate(tensors):
+            nbytes, owner = owned.get(tensor.data_ptr(), (-1, tensor)) if owned else (-1, tensor)
+            if tensor.nbytes <= nbytes:
+                late.append(number)
+                owners.append(owner)
+            else:
+                now.append(number)
+        order = now + late
+        ordered = [tensors[number] for number in order] if late else tensors
+        copies = self.stage(saver, save, ordered, len(now), owners, began, **how)
+        if copies is None or not late:
+            return copies
+        place = {number: index for index, number in enumerate(order)}
+        return [copies[place[number]] for number in range(len(order))]
+
+    def _allows(self, tensors: Sequence[TensorItem], began: float) -> bool:
+        """Whether tensors that optimizers update are to be copied late this time. Those on a CUDA device may not if an
+        optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
         stepped, self._stepped = self._stepped, set()
         if not self.active or not tensors:
             return False
@@ -117,7 +175,7 @@ class Overlap:
         self._tried = (overlaps, began)
         return overlaps
 
-    def begin(self, late: LateCopy | LateDeviceCopy | None) -> None:
+    def _begin(self, late: LateCopy | LateDeviceCopy | None) -> None:
         """Copy in the background from now on what a save has left to be copied."""
         self._late = late
         if isinstance(late, LateDeviceCopy):
@@ -144,22 +202,17 @@ class Overlap:
         self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
-
-        Args:
-            owners: for each, what counts its in-place operations: the tensor itself, or the `DTensor` that it is the
-                local part of, whose own counter stays as it is.
-            copies: for each, its copy; they need not be there yet.
-        """
+        Copies need not be there yet, and those from devices may come after it was asked."""
         versions = [owner._version for owner in owners]
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
+        on_devices = cuda.are_on_devices(tensor for _, tensor in tensors)
         contents = {number: _content(tensors[number][1], most) for number in probed}
 
         def is_as_before(number: int, content: int | None) -> bool:
             tensor = tensors[number][1]
-            # What a device copies need not have arrived when it is asked whether the sources have changed.
-            there = [tensor] if tensor.is_cuda else [tensor, copies[number]]
+            there = [tensor] if on_devices else [tensor, copies[number]]
             return content is None or all(_content(each, most) == content for each in there)
 
         def check() -> None:

@@ -26,7 +26,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
-from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_copy import LateCopy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
@@ -78,7 +78,12 @@ class Overlap:
         Args:
             announced: whoever has it step calls :meth:`before_update` before it updates anything, and later than a hook
                 of its ``step()`` would: that may have forward and backward in it, as a closure.
+
+        Raises:
+            InvalidArgumentError: it is none.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidArgumentError("must be a torch optimizer", argument="optimizer", value=optimizer)
         if not self.active:
             return
         if announced:
@@ -230,7 +235,8 @@ class Overlap:
         return check
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Wait until nothing is copied any more, and take the hooks away."""
+        self.before_update()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.optim import Optimizer
+
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -126,6 +129,7 @@ class LocalCheckpointManager:
                 f"the folder cannot be used: {error}", rank=self.rank, node=self._ranks.node, path=self._base
             ) from error
         self._saver = self._engine.saver
+        self._overlap = Overlap()
         self._parts = PartLoader(self._engine.loader, self._ranks, self._types, self._meshes)
         _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
@@ -287,7 +291,7 @@ class LocalCheckpointManager:
                     self._saver.agree(save, version)
                 encoded = encode(state_dict, self._types, self._meshes)
                 if is_async:
-                    staged = self._saver.stage(save, encoded.tensors)
+                    staged = self._overlap.stage_owned(self._saver, save, encoded.tensors)
                     assert staged is not None
                     names = [name for name, _ in encoded.tensors]
                     tensors = list(zip(names, staged, strict=True))
@@ -304,6 +308,22 @@ class LocalCheckpointManager:
             return self._request(save, iteration, error)
         self._conclude(save, iteration, error)
         return None
+
+    def watch(self, *optimizers: Optimizer) -> None:
+        """Have what these optimizers update, parameters and their own state, copied while training goes on: an
+        asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
+        else is copied before the save returns.
+
+        Raises:
+            InvalidArgumentError: one is none.
+        """
+        for optimizer in optimizers:
+            self._overlap.watch(optimizer)
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an
+        optimizer that is watched updates: else the save fails, and from then on saves return when all is copied."""
+        self._overlap.before_update()
 
     def _fail_together(self, save: Save, iteration: int, error: Exception, is_async: bool) -> None:
         """Give up a save that was misused here. The other ranks may be saving: they learn by a save that fails."""
@@ -449,6 +469,7 @@ class LocalCheckpointManager:
         if self._closed:
             return
         self._closed = True
+        self._overlap.close()
         if _managers.get(self._key) is self:
             del _managers[self._key]
         self._engine.stop()

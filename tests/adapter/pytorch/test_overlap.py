@@ -166,6 +166,6 @@ def test_closing_ends_the_copy_and_takes_the_hooks_away(make_door: Callable[...,
 def test_bad_arguments(tmpfs: Path) -> None:
     with (
         Engine.open(tmpfs / "job") as engine,
-        pytest.raises(InvalidArgumentError, match=r"optimizers=.*Linear"),
+        pytest.raises(InvalidArgumentError, match=r"optimizer=.*Linear"),
     ):
         engine.writer.watch(torch.nn.Linear(1, 1))  # type: ignore[arg-type]

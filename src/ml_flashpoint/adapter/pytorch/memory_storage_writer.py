@@ -271,8 +271,6 @@ class MemoryStorageWriter(StorageWriter):
             InvalidArgumentError: one is none.
         """
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise InvalidArgumentError("must be a torch optimizer", argument="optimizers", value=type(optimizer))
             self._overlap.watch(optimizer)
 
     def before_update(self) -> None:
@@ -282,7 +280,6 @@ class MemoryStorageWriter(StorageWriter):
 
     def close(self) -> None:
         """Let saves under way finish and stop the background work."""
-        self._overlap.before_update()
         self._overlap.close()
         if isinstance(self._saver, DefaultMLFlashpointCheckpointSaver):
             self._saver.close()

@@ -212,6 +212,17 @@ def test_a_stuck_writer_holds_up_others_until_the_timeout_and_is_named(make: Cal
     assert d.wait_for_commit() == 1
 
 
+def test_a_manager_that_does_not_answer_is_named_in_time(make: Callable[..., DDict]) -> None:
+    d = make(timeout=2.0)
+    d["a"] = 0
+    with stopped(pid_of(d, 1)):
+        d.checkpoint()
+        for call in (d.wait_for_commit, d.sync_to_newest_checkpoint):
+            with pytest.raises(DDictTimeoutError, match="manager 1 has not answered 'prepare' yet"):
+                call()
+    assert d.wait_for_commit(timeout=DEADLINE_S) == 0
+
+
 def test_checkpoints_are_made_of_whole_steps_with_a_persister_too(tmp_path: Any) -> None:
     from ml_flashpoint.ddict import PosixCheckpointPersister
 

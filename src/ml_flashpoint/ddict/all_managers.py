@@ -32,6 +32,8 @@ class AllManagers:
         self._call = call
         self._count = count
         self._pool = self._threads("commit")
+        self.unanswered: dict[int, str] = {}
+        """Managers that commits wait for, and what they were asked."""
 
     def _threads(self, name: str) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
@@ -57,7 +59,8 @@ class AllManagers:
         fields: dict[str, Any],
         timeout_s: float,
     ) -> Found:
-        asked = [(each, pool.submit(self._call, each, operation, dict(fields), timeout_s)) for each in managers]
+        call = self._call_and_note if pool is self._pool else self._call
+        asked = [(each, pool.submit(call, each, operation, dict(fields), timeout_s)) for each in managers]
         found: Found = []
         for manager, answer in asked:
             try:
@@ -65,6 +68,13 @@ class AllManagers:
             except FlashpointError as error:
                 found.append((manager, error))
         return found
+
+    def _call_and_note(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.unanswered[manager] = operation
+        try:
+            return self._call(manager, operation, fields, timeout_s)
+        finally:
+            self.unanswered.pop(manager, None)
 
     def close(self) -> None:
         """Ask nothing more. Does not wait."""

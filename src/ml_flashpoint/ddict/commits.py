@@ -88,12 +88,16 @@ class Committer:
         """The number of the epoch."""
         return self._epochs.present
 
-    def _begin_epoch(self, beginning: Beginning) -> None:
-        """With the lock held. The coordinator's thread has managers begin it."""
+    def _begin_epoch(self, beginning: Beginning, need: int | None = None) -> None:
+        """With the lock held. The coordinator's thread has managers begin it.
+
+        Args:
+            need: the checkpoint whose commit covers what handles wrote whose end others are told of.
+        """
         _log.warning("epoch %d begins at checkpoint %d: %s", self.epoch + 1, beginning.base, beginning.why)
         self._epochs.begin(beginning)
         self._called_off = True
-        if self._writers.departed_need > beginning.kept:
+        if (self._writers.departed_need if need is None else need) > beginning.kept:
             self._orphaned = self._orphaned or beginning.error
         self._writers.send_back(beginning.base)
         self._discards.clear()  # it lies above
@@ -254,6 +258,8 @@ class Committer:
         reasons = self._writers.behind(checkpoint_id)
         died = sum(at <= checkpoint_id for at in self._writers.lost_at.values())
         reasons += [f"{died} process(es) were killed there, and others have not left that behind yet"] if died else []
+        unanswered = sorted(self._managers.unanswered.items())
+        reasons += [f"manager {manager} has not answered {asked!r} yet" for manager, asked in unanswered]
         reasons += [self._trouble] if self._trouble else []
         why = ": " + "; ".join(reasons) if reasons else ""
         return f"checkpoint {checkpoint_id} is not committed yet{why}"

@@ -295,7 +295,8 @@ class Coordinator(Committer):
             if not self._writers.live:
                 if self._writers.lost_at:
                     why = f"processes were killed, and all go on from checkpoint {self._committed}"
-                    self._begin_epoch(Beginning(self._committed, self._committed, why))
+                    # That processes were killed is known; but what handles have left counted so far.
+                    self._begin_epoch(Beginning(self._committed, self._committed, why), self._writers.left_need)
                     self._writers.lost_at.clear()
                     if tells:
                         self._raise_orphaned()

@@ -21,7 +21,7 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
 from ml_flashpoint.ddict.value_headers import inline_number, number_to_inline
-from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -141,7 +141,11 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
         _check_writable(manager, fields)
         manager.shard.check_readable(integer(fields, "c"))
         manager.make_room(size, until)
-        room = manager.arenas.allocate(size)
+        try:
+            room = manager.arenas.allocate(size)
+        except CapacityError as error:  # of the filesystem, although it is within the manager's share
+            told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
+            raise DDictFullError(error.message, manager=manager.number, **told) from error
     session.allocated.add(room.value_id)
     return {"v": room.value_id, "path": room.path, "size": room.size}, ()
 

@@ -49,7 +49,7 @@ class DDictTimeoutError(DDictError, DeadlineError):
 
 
 class DDictFullError(DDictError, CapacityError):
-    """The manager has no room for the value within its share of `total_mem`."""
+    """The manager has no room for the value within its share of `total_mem`, or the tmpfs that it is in has none."""
 
 
 class DDictReadOnlyError(DDictError):

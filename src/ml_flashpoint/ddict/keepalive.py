@@ -176,6 +176,7 @@ class Keepalive:
         self._lock = threading.Lock()
         self._attached = threading.Event()
         self._closed = threading.Event()
+        self._failure = "it does not answer"
         self._standings: dict[str, Standing] = {}
         self._gone: queue.SimpleQueue[Standing | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -185,11 +186,15 @@ class Keepalive:
         """Have a session.
 
         Raises:
-            DDictManagerLostError: the coordinator is not there.
+            DDictManagerLostError: the coordinator is not there, or has as many as it can take.
         """
         self._start()
         if not self._attached.wait(max(0.0, until - time.monotonic())):
-            raise DDictManagerLostError("the coordinator is not there", manager=COORDINATOR)
+            raise DDictManagerLostError(
+                f"the coordinator does not take this process as one that writes: {self._failure}",
+                manager=COORDINATOR,
+                hint="about 512 processes can write at a time; detach() handles that do not",
+            )
         if self._closed.is_set():
             raise DDictDestroyedError("the dictionary was destroyed")
 
@@ -266,7 +271,8 @@ class Keepalive:
                     link.connection.close()
             except DDictDestroyedError:
                 self.close()
-            except FlashpointError:
+            except FlashpointError as error:
+                self._failure = str(error)
                 self._closed.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             except Exception:  # without this thread, commits would go on without the handles of this process

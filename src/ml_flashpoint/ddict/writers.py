@@ -67,8 +67,10 @@ class Writers:
         """Those, until they come back: a connection can break without its process."""
         self._left: OrderedDict[str, None] = OrderedDict()  # so that what was under way does not bring them back
         self._departed = 0  # what those that are gone have moved past is whole
+        self.left_need = -1
+        """The checkpoint whose commit covers all that was written by handles that have left."""
         self.departed_need = -1
-        """The checkpoint whose commit covers all that was written by handles that are gone."""
+        """The same for all that are gone: of what killed ones wrote, but for what they had open."""
 
     # ---- coming and going ---------------------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class Writers:
         writer = self.live.pop(handle, None)
         if writer is not None:
             self._departed = max(self._departed, writer.position)
+        self.left_need = max(self.left_need, need)
         self.departed_need = max(self.departed_need, need)
 
     def kill(self, session: str, holder: object, fixed: int) -> dict[str, int]:
@@ -165,7 +168,7 @@ class Writers:
             writer.moving_to = -1
         self.lost_at = {handle: at for handle, at in self.lost_at.items() if at <= base}
         self._departed = min(self._departed, base + 1)
-        self.departed_need = -1
+        self.departed_need = self.left_need = -1
 
     def begin_at(self, base: int) -> None:
         """A checkpoint was restored: everybody begins there."""

@@ -259,7 +259,9 @@ class RequestServer:
         try:
             if admitted.refused:
                 channel.receive(request=True, idle_s=self._handshake_deadline_s)
-                error = self._dialect.failure("serves as many connections as it may, try again later")
+                error = self._dialect.failure(
+                    f"serves as many connections as it may, {self._max_connections}: try again later"
+                )
                 channel.send(self._dialect.describe(error), {})
                 return
             session = self._handler.open(peer)

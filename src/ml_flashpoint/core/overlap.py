@@ -3,13 +3,14 @@
 Parameters of an optimizer, and its state, change in its ``step()``. Until then they can be copied while the next
 forward and backward run; a hook has each ``step()`` wait for what is left of the copy, and help. Everything else is
 copied before a save returns. Owns the hooks, the thread that copies, and the proof that nothing has changed meanwhile:
-version counters of all that is copied late, and the content of one tensor and of its copy, another one each time. Where
-it fails, the save fails, and from then on all is copied before a save returns. On the CPU, it is done where it pays:
-see `staging_trial`.
+version counters of all that is copied late, samples of its content throughout, and all of one tensor's, another one
+each time. Where it fails, the save fails, and from then on all is copied before a save returns. On the CPU, it is done
+where it pays: see `staging_trial`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.late_copy import LateCopy
+from ml_flashpoint.staging.late_copy import SLICE, LateCopy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 from ml_flashpoint.staging.torch_dtypes import bytes_of
 
@@ -39,6 +40,10 @@ Owned = tuple[int, torch.Tensor]
 
 _PROBE = 1 << 20
 """Bytes whose content is compared of one tensor of each save."""
+
+_SAMPLE, _MOST_SAMPLES, _SHIFT = 64, 512, 8191
+"""Bytes that are compared of each slice of what is copied late; of how many tensors, and slices of each, at most; and
+how much farther on in their slices they are the next time."""
 
 
 class Overlap:
@@ -68,7 +73,7 @@ class Overlap:
         self._optimizers: list[Optimizer] = []
         self._hooks: list[Any] = []
         self._late: LateCopy | LateDeviceCopy | None = None
-        self._probe = 0
+        self._probe = self._proofs = 0
         self._announced = self._captured = False
         self._stepped: set[int] = set()
 
@@ -106,7 +111,9 @@ class Overlap:
         not set."""
         if not self.active:
             return {}
-        tensors = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        given = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        # Of those that have no gradients, optimizers change none; something else may, in forward: an average, say.
+        tensors = [parameter for parameter in given if parameter.requires_grad]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 tensors += state.values() if isinstance(state, dict) else ()
@@ -193,11 +200,13 @@ class Overlap:
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more, and help."""
-        late, self._late = self._late, None
+        late = self._late
         if late is not None and not late.over:
             began = time.perf_counter()
             with self.deferred():
                 late.finish()
+            if self._late is late:  # and no earlier: optimizers may step in several threads
+                self._late = None
             self.on_waited(time.perf_counter() - began)
         tried, self._tried = self._tried, None
         if tried is not None:
@@ -214,6 +223,9 @@ class Overlap:
         most = None if self._verify else _PROBE
         on_devices = cuda.are_on_devices(tensor for _, tensor in tensors)
         contents = {number: _content(tensors[number][1], most) for number in probed}
+        self._proofs += 1
+        sampled = not on_devices and not self._verify
+        samples = _samples([tensor for _, tensor in tensors], self._proofs) if sampled else []
 
         def is_as_before(number: int, content: int | None) -> bool:
             tensor = tensors[number][1]
@@ -224,6 +236,8 @@ class Overlap:
             changed = next((i for i, owner in enumerate(owners) if owner._version != versions[i]), None)
             if changed is None:
                 changed = next((i for i, content in contents.items() if not is_as_before(i, content)), None)
+            if changed is None:
+                changed = next((i for i, at, was in samples if _bytes_at(copies[i], at, len(was)) != was), None)
             if changed is not None:
                 self.active = False
                 raise SaveError(
@@ -246,7 +260,27 @@ class Overlap:
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Whether it can be told that a tensor has not changed, and it has memory that can be copied by slices."""
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
-    return plain and not tensor.is_inference() and tensor.numel() > 0
+    lazy = tensor.is_conj() or tensor.is_neg()  # its bytes are not those of a copy
+    return plain and not lazy and not tensor.is_inference() and tensor.numel() > 0
+
+
+def _samples(tensors: Sequence[torch.Tensor], number: int) -> list[tuple[int, int, bytes]]:
+    """Of each slice of tensors on the CPU a few bytes, others for each ``number``: tensor, offset and content. Of each
+    tensor, where there are not too many."""
+    samples: list[tuple[int, int, bytes]] = []
+    every = 1 + len(tensors) // _MOST_SAMPLES
+    for index in range(number % every, len(tensors), every):
+        tensor, nbytes = tensors[index], tensors[index].nbytes
+        if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+            continue  # its bytes are not there, or not those of a copy
+        for begin in range(0, nbytes, max(SLICE, nbytes // _MOST_SAMPLES)):
+            at = begin + number * _SHIFT % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
+            samples.append((index, at, _bytes_at(tensor, at, min(nbytes - at, _SAMPLE))))
+    return samples
+
+
+def _bytes_at(tensor: torch.Tensor, offset: int, nbytes: int) -> bytes:
+    return ctypes.string_at(tensor.data_ptr() + offset, nbytes)
 
 
 def _content(tensor: torch.Tensor, most: int | None) -> int | None:

@@ -1,0 +1,129 @@
+"""Loops that do more than forward, backward and step: versions are what the state was, and can be loaded again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.staging import late_copy
+
+WIDTH = 16
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
+
+
+def _layers(count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies gets no processor time before it is asked for."""
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_other_weights_for_a_while_are_noticed_wherever_the_copy_is_then(
+    base: Path, nobody_copies: None, part: int
+) -> None:
+    """As an average of the weights is put in their place for an evaluation, and they are put back afterwards."""
+    model = _layers(20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Flashpoint(base) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(2):
+            _step(model, optimizer)
+            fp.step()
+        late = fp._saves.overlap._late
+        assert late is not None
+        some = list(model.parameters())[part * 10 : part * 10 + 10]
+        before = [parameter.detach().clone() for parameter in some]
+        for parameter in some:
+            parameter.data.copy_(torch.ones_like(parameter))
+        late.copy()
+        for parameter, was in zip(some, before, strict=True):
+            parameter.data.copy_(was)
+        assert fp.wait()
+        assert "was changed while it was copied" in str(fp.health.last_error)
+        assert fp.last_saved == 1
+
+
+class Teacher(nn.Module):
+    """A model with an average of itself that has no gradients, and is brought up to date in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = _layers(), _layers().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            one.data.mul_(0.5).add_(other.data, alpha=0.5)
+        out: torch.Tensor = self.student(x) - self.teacher(x)
+        return out
+
+
+def test_what_an_optimizer_has_and_does_not_update_is_copied_at_once(base: Path, nobody_copies: None) -> None:
+    model = Teacher()
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved: dict[str, torch.Tensor] = {}
+    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(3):
+            _step(model, optimizer)
+            saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            fp.step()
+        _step(model, optimizer)
+    again = Teacher()
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 3
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
+
+
+def test_steps_in_several_threads_all_wait(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+    models = [_layers() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    copying, go_on = threading.Event(), threading.Event()
+    copied = late_copy.copy_all
+
+    def slow(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *rest: Any) -> None:
+        copying.set()
+        assert go_on.wait(30)
+        copied(targets, sources, *rest)
+
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(**{f"model{i}": model for i, model in enumerate(models)})
+        fp.track(**{f"optimizer{i}": optimizer for i, optimizer in enumerate(optimizers)}).resume()
+        for _ in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                _step(model, optimizer)
+            fp.step()
+        monkeypatch.setattr(late_copy, "copy_all", slow)
+        threads = [threading.Thread(target=optimizer.step) for optimizer in optimizers]
+        threads[0].start()
+        assert copying.wait(30)
+        threads[1].start()
+        threads[1].join(0.2)
+        assert threads[1].is_alive()
+        go_on.set()
+        for thread in threads:
+            thread.join(30)
+        assert fp.wait()
+        assert fp.last_saved == 2

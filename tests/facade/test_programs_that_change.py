@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.overlap import Overlap
@@ -31,6 +32,47 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.randn(4, WIDTH)).square().mean().backward()
     optimizer.step()
+
+
+def _prune(model: nn.Sequential) -> None:
+    prune.identity(model[0], "weight")  # type: ignore[no-untyped-call]
+
+
+def _parametrize(model: nn.Sequential) -> None:
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+
+
+def _wrap(model: nn.Sequential) -> None:
+    model[0] = nn.Sequential(model[0])
+
+
+@pytest.mark.parametrize("change", [_prune, _parametrize, _wrap])
+def test_parameters_that_get_other_names_keep_their_optimizer_state(
+    base: Path, change: Callable[[nn.Sequential], None]
+) -> None:
+    model = _layers()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(3):
+            _step(model, optimizer)
+            fp.step()
+        fp.before_update()  # parametrizing writes to a parameter what it had
+        change(model)
+        _step(model, optimizer)
+        fp.step()
+    again = _layers()
+    parameters_again = list(again.parameters())
+    change(again)
+    optimizer_again = torch.optim.AdamW(parameters_again)
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=optimizer_again).resume() == 4
+    for one, other in zip(parameters, parameters_again, strict=True):
+        assert torch.equal(one, other)
+        assert optimizer.state[one].keys() == optimizer_again.state[other].keys()
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, optimizer_again.state[other][key])
 
 
 @pytest.fixture

@@ -37,8 +37,9 @@ class OptimizerState:
         self.optimizer = optimizer
         self._name = name
         self._modules = modules
-        # What was found out about these parameters, and holds until they change.
+        # What was found out about these parameters in modules of these names, and holds until one of them changes.
         self._examined: list[torch.Tensor] = []
+        self._modules_had: list[list[str]] = []
         self._root: nn.Module | None = None
         self._nameable = False
         self._names: list[str] | None = None
@@ -46,18 +47,21 @@ class OptimizerState:
         self._absent: dict[str, _State] = {}
         self._parameters: dict[str, torch.Tensor] = {}
 
-    def to_save(self) -> _State | None:
+    def to_save(self, names: list[list[str]]) -> _State | None:
         """The state by parameter names: references, not copies. None if it has to be saved whole.
 
         An optimizer that has not stepped yet is saved whole too: torch's function would make it step.
+
+        Args:
+            names: of all that is saved of each tracked module: parameters may get other names and stay what they are.
         """
         if not self.optimizer.state:
             return None
         parameters = _parameters(self.optimizer)
-        if len(parameters) != len(self._examined) or any(
-            a is not b for a, b in zip(parameters, self._examined, strict=True)
-        ):
+        same = len(parameters) == len(self._examined) and names == self._modules_had
+        if not same or any(a is not b for a, b in zip(parameters, self._examined, strict=True)):
             self._examine(parameters)
+            self._modules_had = names
         if not self._nameable:
             return None
         assert self._root is not None

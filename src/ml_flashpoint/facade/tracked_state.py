@@ -188,8 +188,9 @@ class TrackedState:
         for name, module in self._module_states.items():
             if tensors := module.to_save():
                 state[name] = tensors
+        names = [list(tensors) for tensors in state.values()]
         for name, optimizer in self._optimizers.items():
-            structured = optimizer.to_save()
+            structured = optimizer.to_save(names)
             if structured is not None:
                 state[name] = structured
             else:

@@ -124,14 +124,18 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     # ---- the calls of one save ----------------------------------------------------------------------------
 
-    def begin(self, *, exchanged: bool = False) -> Save:
-        """Start a save; see the base class."""
+    def begin(self, *, exchanged: bool = False, here: bool = False) -> Save:
+        """Start a save; see the base class. One ``here`` is given up when this thread begins another one, or waits,
+        until it has another worker: an interrupt may have kept the thread from even learning of it."""
         with self._lock:
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
             mine = self._numbering.begin()
             self._begun += 1
             save = Save(mine, number=self._begun, exchanged=exchanged and self._group.distributed)
+            if here:
+                self._desert_own()
+                save.worker = threading.current_thread()
             self._saves = [*(s for s in self._saves if not s.finished.is_set() or self._holds_arena(s)), save]
             self._commits.submit(save)
         return save
@@ -443,15 +447,14 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         return True
 
     def _fail_deserted(self) -> bool:
-        """The same for all saves of this process, without waiting for the queue to come to them. Returns whether
-        there were any."""
+        """The same for all saves of this process, without waiting for the queue. Returns whether there were any."""
         with self._lock:
             undecided = [s for s in self._saves if not s.decided.is_set() and s.key not in self._handed_off]
         return any(self._fail_if_deserted(save) for save in undecided)
 
     def _desert_own(self) -> None:
-        """Take note that the calling thread goes on with no save: it is here instead. A synchronous ``dcp.save`` that
-        failed on another rank leaves the coordinator's save uncommitted, and does not say so."""
+        """Take note that the calling thread goes on with no save. A ``dcp.save`` that failed on another rank leaves the
+        coordinator's save uncommitted, and does not say so."""
         with self._lock:
             for save in self._saves:
                 if save.worker is threading.current_thread():

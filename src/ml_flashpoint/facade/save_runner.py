@@ -139,7 +139,7 @@ class SaveRunner:
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
         try:
-            save = self._saver.begin(exchanged=True)
+            save = self._saver.begin(exchanged=True, here=True)
         except Exception as error:
             self._give_up(None, version, partial(self._exchange.refuse, error, version.step or 0))
             return
@@ -147,6 +147,8 @@ class SaveRunner:
             self._begin_with(save, version, began)
         except BaseException as error:  # the program is being interrupted: nobody goes on with it
             self._saver.fail(save, error)
+            if (current := self._current) is not None and current.save is save:
+                self._background.run(partial(self._go_on, current))  # which may have been given it, or not
             raise
 
     def _begin_with(self, save: Save, version: CheckpointContainerId, began: float) -> None:
@@ -162,7 +164,7 @@ class SaveRunner:
             self._stage(under_way, leaves)
         except Exception as error:
             under_way.error = error
-        self._current = under_way
+        self._current, save.worker = under_way, None
         self._background.run(partial(self._go_on, under_way))
 
     def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
@@ -212,6 +214,8 @@ class SaveRunner:
     def _go_on(self, under_way: _UnderWay) -> None:
         """Carry a save out that was staged, or could not be. On the background's thread."""
         error: BaseException | None = None
+        if under_way.ended.is_set():
+            return
         try:
             self._carry_out(under_way)
         except BaseException as caught:  # whatever it is, nobody else would take note

@@ -86,6 +86,8 @@ VALUES: dict[str, Any] = {
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.ones(1).expand(5),
         torch.zeros(0, 3),
+        torch.zeros(0, 3)[:, 1],  # a view that begins behind its storage, in which it has nothing
+        torch.zeros(3, 0)[2:],
         torch.ones(2, dtype=torch.uint16),
         torch.ones(2, dtype=torch.float8_e4m3fn),
         torch.empty(3, device="meta"),
@@ -95,6 +97,7 @@ VALUES: dict[str, Any] = {
         torch.eye(3).to_sparse(),
         torch.eye(3).to_sparse_csr(),
         torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.quint8),
+        torch.quantize_per_tensor(torch.ones(0, 3), 0.5, 1, torch.quint8)[:, 1],
         torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8),
     ],
     "nested": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 4)]),

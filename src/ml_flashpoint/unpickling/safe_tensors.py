@@ -54,10 +54,13 @@ def storage(data: memoryview, dtype: torch.dtype, numel: Any, device: torch.devi
     return torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _checked(held: Any, offset: Any, size: Any, stride: Any, itemsize: int) -> None:
+def _checked(held: Any, offset: Any, size: Any, stride: Any, itemsize: int) -> Any:
+    """Where in its storage a tensor begins. Views of nothing may begin anywhere, also behind it: here at 0."""
     if not isinstance(held, torch.storage.TypedStorage):
         raise TypeError("a tensor without a storage")
+    offset = offset if all(size) else 0
     _check_bounds(offset, size, stride, itemsize, held._untyped_storage.nbytes())
+    return offset
 
 
 def _check_bounds(offset: Any, size: Any, stride: Any, itemsize: int, nbytes: int) -> None:
@@ -74,7 +77,7 @@ def _tensor(held: Any, offset: Any, size: Any, stride: Any) -> torch.Tensor:
 
 
 def _view(held: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    _checked(held, offset, size, stride, dtype.itemsize)
+    offset = _checked(held, offset, size, stride, dtype.itemsize)
     untyped = held._untyped_storage
     return torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, tuple(size), tuple(stride))
 
@@ -121,7 +124,7 @@ def parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
 def _quantized(
     held: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any, hooks: Any
 ) -> torch.Tensor:
-    _checked(held, offset, size, stride, held.dtype.itemsize)
+    offset = _checked(held, offset, size, stride, held.dtype.itemsize)
     if len(quantizer) == 4:
         _, scales, zero_points, axis = quantizer
         expected = (size[axis],) if type(axis) is int and 0 <= axis < len(size) else None

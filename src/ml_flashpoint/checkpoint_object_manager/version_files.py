@@ -41,6 +41,7 @@ from ml_flashpoint.format.private_folders import make_tree, open_folder
 
 _TRIES = 8
 _INDEX = ".companions"
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, and not waiting at a FIFO
 
 
 def list_versions(base: Path) -> list[str]:
@@ -136,27 +137,36 @@ def _is_of_a_part(name: str) -> bool:
 def remove_version_folder(directory: Path, names: Collection[str] = ()) -> None:
     """Remove a version's directory with its sidecar files, unless there is still something of a part in it.
 
-    What neither :func:`write_sidecars` has written nor ``names`` has stays, and so does the directory then.
+    What neither :func:`write_sidecars` has written nor ``names`` has stays, and so does the directory then. What a link
+    leads to stays as it is.
     """
     with contextlib.suppress(OSError):
         directory.rmdir()
         return
-    with contextlib.suppress(OSError):
-        found = {name: _without_temporary(name) for name in os.listdir(directory)}
-        if any(map(_is_of_a_part, found.values())):
-            return
-        ours = {_INDEX, *_indexed(directory), *names}
-        for name, meant in found.items():
-            if meant in ours:
-                (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError, UnsafePathError):
+        folder = open_folder(directory)
+        try:
+            found = {name: _without_temporary(name) for name in os.listdir(folder)}
+            if any(map(_is_of_a_part, found.values())):
+                return
+            ours = {_INDEX, *_indexed(folder), *names}
+            for name, meant in found.items():
+                if meant in ours:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
         directory.rmdir()
 
 
-def _indexed(directory: Path) -> list[str]:
+def _indexed(folder: int) -> list[str]:
     try:
-        return (directory / _INDEX).read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
+        with open(os.open(_INDEX, _TO_READ, dir_fd=folder), errors="replace") as file:
+            return file.read().splitlines()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return []
+        raise
 
 
 def _without_temporary(name: str) -> str:
@@ -192,11 +202,9 @@ def _write_into(directory: Path, files: Mapping[str, bytes]) -> None:
         # First of all, so that they are known for ours when they are to go.
         _replace(folder, _INDEX, "\n".join(files).encode())
         for name, content in files.items():
-            with contextlib.suppress(OSError):
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                with open(os.open(name, flags, dir_fd=folder), "rb") as file:
-                    if file.read(len(content) + 1) == content:
-                        continue
+            with contextlib.suppress(OSError), open(os.open(name, _TO_READ, dir_fd=folder), "rb") as file:
+                if file.read(len(content) + 1) == content:
+                    continue
             _replace(folder, name, content)
     finally:
         os.close(folder)
@@ -226,7 +234,7 @@ def map_object(base: Path, version: str, name: str) -> Iterator[memoryview]:
     """
     path = base / validate_segment(version) / validate_segment(name)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, _TO_READ)
     except OSError as error:
         gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
         kind = ObjectNotFoundError if gone else UnreadableError

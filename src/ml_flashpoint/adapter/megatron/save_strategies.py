@@ -45,6 +45,7 @@ from ml_flashpoint.format.errors import (
     UnsafeContentError,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.format.private_folders import make_tree
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized
@@ -232,8 +233,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         if self._group.rank == 0:
             # `dist_checkpointing.save` is about to write a file there.
             try:
-                os.makedirs(str(writing.version), mode=0o700, exist_ok=True)
-            except OSError as refused:
+                make_tree(Path(str(writing.version.parent)), Path(str(writing.version)))
+            except (FlashpointError, OSError) as refused:
                 _log.error("the folder of the failed save cannot be made: %s", refused)
 
 

@@ -1,0 +1,113 @@
+"""Links planted where megatron-core's saves write: nothing behind them is written or deleted, and training goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from ml_flashpoint.format.errors import UnsafePathError
+from tests.support.megatron import Door, without_cuda
+
+without_cuda()
+NAMES = ("common.pt", "metadata.json", ".companions", "precious")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
+
+
+@pytest.fixture
+def victim(tmpfs: Path) -> Iterator[Path]:
+    """A long-term checkpoint of this user, which is as it was in the end."""
+    folder = tmpfs / "iter_1"
+    folder.mkdir(mode=0o700)
+    for name in NAMES:
+        (folder / name).write_bytes(b"precious\ncommon.pt\n")
+    yield folder
+    assert {each.name: each.read_bytes() for each in folder.iterdir()} == dict.fromkeys(NAMES, b"precious\ncommon.pt\n")
+
+
+def state(step: int) -> dict[str, object]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((3, 700), float(step))), "step": step}
+
+
+def check_newest(base: Path, step: int) -> None:
+    door = Door(base)
+    found = door.load_megatron({"w": state(0)["w"]}, step)
+    assert (found["step"], found["w"].unique().tolist()) == (step, [step])
+    door.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_version_that_is_a_link_fails_and_the_next_save_is_good(base: Path, victim: Path, asynchronous: bool) -> None:
+    door = Door(base)
+    door.save_megatron(state(1), 1)
+    (base / "step-2_ckpt").symlink_to(victim)
+    door.save_megatron(state(2), 2, asynchronous=asynchronous)
+    assert "cannot be used as a folder" in str(door.save_strategy.last_error)
+    door.save_megatron(state(3), 3, asynchronous=asynchronous)
+    assert door.save_strategy.last_error is None
+    door.close()
+    check_newest(base, 3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", ".companions"])
+def test_a_file_that_is_a_link_is_replaced(base: Path, victim: Path, name: str, asynchronous: bool) -> None:
+    planted = base / "step-1_ckpt" / name
+    planted.parent.mkdir(parents=True, mode=0o700)
+    base.chmod(0o700)
+    planted.symlink_to(victim / name)
+    door = Door(base)
+    door.latest()
+    door.save_megatron(state(1), 1, asynchronous=asynchronous)
+    assert door.save_strategy.last_error is None
+    door.close()
+    assert not planted.is_symlink()
+    planted.unlink()
+    planted.symlink_to(victim / name)
+    check_newest(base, 1)
+    assert name == ".companions" or not planted.is_symlink()
+
+
+@as_root
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["", ".flashpoint", ".flashpoint/rank-00000"])
+def test_a_folder_that_is_somebody_elses_link_is_refused(
+    base: Path, victim: Path, name: str, asynchronous: bool
+) -> None:
+    planted = base / name
+    planted.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    planted.symlink_to(victim)
+    os.lchown(planted, 54321, 54321)
+    door = Door(base)
+    door.save_megatron(state(1), 1, asynchronous=asynchronous)
+    assert door.save_strategy.last_error is not None
+    assert str(planted) in str(door.save_strategy.last_error)
+    door.save_megatron(state(2), 2, asynchronous=asynchronous)
+    if not name:
+        with pytest.raises(UnsafePathError):
+            door.latest()
+    planted.unlink()
+    door.save_megatron(state(3), 3, asynchronous=asynchronous)
+    assert door.save_strategy.last_error is None
+    door.close()
+    check_newest(base, 3)

@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, Topology
 from tests.crucible.ranks import DEADLINE_S, Order, serve
-from tests.crucible.scenarios import BLOCK, Life, Scenario
+from tests.crucible.scenarios import BLOCK, HAS_MEGATRON, Life, Scenario
 from tests.crucible.states import MOMENTS, Spec
 from tests.support.forked import Child, preload
 from tests.support.part_checker import PartChecker
 
 preload("tests.crucible.ranks")
+if HAS_MEGATRON:
+    preload("tests.crucible.megatron_door")
 preload("torch._dynamo")  # imported by what is done with DTensors, for seconds
 
 _LIFE_S = 150.0

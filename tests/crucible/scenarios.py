@@ -6,6 +6,7 @@ ends or is killed; between lives a node may be lost. `repr` of a scenario is wha
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,14 @@ from tests.crucible.ranks import Save
 from tests.crucible.states import STORED, TRAINABLE, Leaf, Spec
 from tests.support.injector import Fault
 
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 BLOCK = 4096
 _SIZES = (0, 1, 8, 120, BLOCK - 8, BLOCK, BLOCK + 8, 2 * BLOCK - 16, 2 * BLOCK, 2 * BLOCK + 16, 20_000, 70_000)
 _ITEM = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "bfloat16": 2, "float16": 2}
 _PLACEMENTS = ((0, 1), (0, 1), (0, 1), (0,), (0, 0), (0, 0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 0, 1))
 _DOORS = ("facade", "facade", "dcp", "dcp", "local")
 _SHARDINGS = ("none", "ddp", "ddp", "fsdp2", "hsdp", "tp", "mixed")
+_MEGATRON = 0.4  # of the DCP door's rounds: they are megatron-core's instead, where that is installed
 _IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
 _MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
 _POINTS_OF_SAVES = (
@@ -76,7 +79,10 @@ def draw(seed: int, doors: tuple[str, ...] = _DOORS) -> Scenario:
         lives.append(_life(rng, door, placement, last=number == count - 1))
         if door != "local" and rng.random() < 0.15:
             placement = rng.choice([each for each in _PLACEMENTS if len(each) > 1 or spec.sharding in ("none", "ddp")])
-    return _enriched(random.Random(f"more of {seed}"), Scenario(door, spec, tuple(lives)))
+    scenario = _enriched(random.Random(f"more of {seed}"), Scenario(door, spec, tuple(lives)))
+    if doors is _DOORS and door == "dcp" and HAS_MEGATRON and random.Random(f"door of {seed}").random() < _MEGATRON:
+        scenario = replace(scenario, door="megatron")
+    return scenario
 
 
 def _enriched(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -90,7 +96,9 @@ def _enriched(rng: random.Random, scenario: Scenario) -> Scenario:
         for leaf in scenario.spec.grown
     )
     lives = scenario.lives
-    if scenario.door == "dcp" and rng.random() < _IN_PROCESSES:
+    if (scenario.door == "dcp" and rng.random() < _IN_PROCESSES) or (
+        scenario.door == "megatron" and rng.random() < 0.3
+    ):
         lives = tuple(
             replace(life, saves=tuple(replace(save, mode=rng.choice(_MODES_WITH_PROCESSES)) for save in life.saves))
             for life in lives

@@ -125,6 +125,38 @@ def copy(
 
 
 @app.command()
+def export(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE[@STEP]...",
+            help="A job's base container, or those of several nodes; the newest version, or that STEP.",
+        ),
+    ],
+    to: Annotated[str, typer.Option(metavar="DEST", help="What to make: a folder, or for torch a file.")],
+    format: Annotated[str, typer.Option(help="dcp, safetensors or torch.")] = "dcp",
+    prefix: Annotated[str, typer.Option(help="Only names that start so, and without it: model. for a model.")] = "",
+    json: _Json = False,
+) -> None:
+    """Write a version as files that other tools read. A running job may be using SOURCE.
+
+    **dcp**: a directory for `dcp.load` with torch's `FileSystemReader`.
+
+    **safetensors**: the tensors, in files named as Hugging Face does, with an index if there are several.
+
+    **torch**: one file, a nested dict, for `torch.load`.
+
+    What is read is compared with its digests, and the result appears whole or not at all. SOURCE has to have the parts
+    of all ranks: with pairs of nodes, both have, or give the base containers of several nodes.
+
+    Exit code: 0 if it was exported, 1 if it could not be, 2 if there is no such version or an argument is wrong.
+    """
+    from ml_flashpoint.cli.export import export as export_out
+
+    raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, as_json=json))
+
+
+@app.command()
 def demo(
     json: _Json = False,
     steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 40,

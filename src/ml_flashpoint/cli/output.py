@@ -5,10 +5,13 @@ Owns nothing else; in particular no text of a subcommand.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from ml_flashpoint.format.errors import FlashpointError
 
@@ -27,9 +30,25 @@ def is_terminal(*, stderr: bool = False) -> bool:
     return (sys.stderr if stderr else sys.stdout).isatty()
 
 
-def fail(error: FlashpointError, *, base: str, as_json: bool) -> int:
-    """Report that there is nothing to look at, and returns the exit code for it."""
+def split_source(source: str) -> tuple[str, int | None]:
+    """A base container and a step, of ``BASE@STEP``; or the base container alone."""
+    base, at, text = source.rpartition("@")
+    return (base, int(text)) if at and text.isascii() and text.isdecimal() else (source, None)
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, if people watch: to be called with bytes done, and bytes in all."""
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    shown = is_terminal(stderr=True)
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def fail(error: FlashpointError, *, base: str, as_json: bool, code: int = USAGE) -> int:
+    """Report why nothing was done, and return the exit code for it: by default that there is nothing to look at."""
     if as_json:
         print(json.dumps({"base": base, "error": str(error)}, indent=2))
     print(f"flashpoint: {error}", file=sys.stderr)
-    return USAGE
+    return code

@@ -186,7 +186,8 @@ class OpenVersion(HeldVersion):
         self._readers: dict[int, ObjectReader] = {}
         super().__init__(base, manifests)
 
-    def _reader(self, rank: int) -> ObjectReader:
+    def reader(self, rank: int) -> ObjectReader:
+        """The part of a rank, compared with its digests."""
         if rank not in self._readers:
             if rank not in self.manifests:
                 raise ObjectNotFoundError("this node has no part of it", step=self.step, rank=rank, path=self.path)
@@ -203,19 +204,19 @@ class OpenVersion(HeldVersion):
 
     def keys(self, rank: int) -> Iterator[str]:
         """Names of the items in the part of a rank; those that hold bytes are in it, too."""
-        return iter(self._reader(rank).layout.by_key)
+        return iter(self.reader(rank).layout.by_key)
 
     def tensor(self, rank: int, key: str) -> Any:
         """A tensor of the part of a rank, as a ``torch.Tensor``."""
-        return self._reader(rank).tensor(key)
+        return self.reader(rank).tensor(key)
 
     def numpy(self, rank: int, key: str) -> Any:
         """A tensor of the part of a rank, as an array. Raises TypeError for dtypes that NumPy does not have."""
-        return self._reader(rank).tensor(key).numpy()
+        return self.reader(rank).tensor(key).numpy()
 
     def bytes(self, rank: int, key: str) -> bytes:
         """An item of the part of a rank, as bytes."""
-        return bytes(self._reader(rank).bytes_of(key))
+        return bytes(self.reader(rank).bytes_of(key))
 
     def close(self) -> None:
         """Let go of all parts. Views that are left are of no use any more."""

@@ -1,0 +1,300 @@
+"""Exports are the version, bit for bit, to tools that know nothing of this package; or they are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.adapter.pytorch import export
+from ml_flashpoint.adapter.pytorch.export import Exported, export_version
+from ml_flashpoint.cli.export import export as export_command
+from ml_flashpoint.core.copy_version import copy_version
+from ml_flashpoint.format.errors import (
+    DigestMismatchError,
+    FlashpointError,
+    InvalidArgumentError,
+    LoadError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+    UnsafeContentError,
+)
+from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from tests.support.dcp import Door
+from tests.support.forked import call_team
+from tests.support.sharded import full_state
+from tests.support.tensors import assert_same, blank
+from tests.workers import exporting
+
+pytestmark = pytest.mark.slow
+
+FORMATS = ("dcp", "safetensors", "torch")
+_READ = """
+import sys
+import torch, torch.distributed.checkpoint as dcp, safetensors.torch
+state = torch.load(sys.argv[1], weights_only=True)
+again = {"sharded": {name: torch.zeros_like(t) for name, t in state["sharded"].items()}}
+dcp.load(again, checkpoint_id=sys.argv[2])
+files = safetensors.torch.load_file(sys.argv[3] + "/model.safetensors")
+for name, tensor in state["sharded"].items():
+    assert torch.equal(again["sharded"][name], tensor), name
+    assert torch.equal(files["sharded." + name], tensor), name
+assert not any(name.startswith("ml_flashpoint") for name in sys.modules)
+print(sum(float(tensor.sum()) for tensor in state["sharded"].values()))
+"""
+
+
+def _flat(state: Any, name: str = "") -> dict[str, Any]:
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        path = f"{name}{key}"
+        nested = isinstance(value, dict) or (isinstance(value, list) and any(torch.is_tensor(v) for v in value))
+        found |= _flat(value, f"{path}.") if nested else {path: value}
+    return found
+
+
+def _check(made: Exported, format: str, expected: dict[str, Any]) -> None:
+    if format == "torch":
+        assert_same(torch.load(made.path, weights_only=True), expected)
+    elif format == "dcp":
+        found = blank(expected)
+        dcp.load(found, storage_reader=dcp.FileSystemReader(made.path))  # type: ignore[attr-defined]
+        assert_same(found, expected)
+    else:
+        flat = _flat(expected)
+        tensors = {name: value for name, value in flat.items() if torch.is_tensor(value)}
+        assert_same(_files(made.path), _sorted(tensors))
+        assert sorted(made.left_out) == sorted(flat.keys() - tensors.keys())
+
+
+def _files(folder: Path) -> dict[str, torch.Tensor]:
+    files = map(safetensors.torch.load_file, folder.glob("*.safetensors"))
+    return _sorted({name: tensor for file in files for name, tensor in file.items()})
+
+
+def _sorted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensors[name] for name in sorted(tensors)}
+
+
+def _hidden(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("placement", "replication"), [((0, 0), "none"), ((0, 1), "pairwise"), ((0, 1, 2, 0), "none")])
+def test_what_several_ranks_hold_is_put_together(
+    tmpfs: Path, tmp_path: Path, placement: tuple[int, ...], replication: str, format: str
+) -> None:
+    call_team(exporting.save, tmpfs, len(placement), len(placement), [1, 2], replication, placement=placement)
+    bases = [tmpfs / f"node-{node}" / "job" for node in sorted(set(placement))]
+    sources = bases[1:] if replication == "pairwise" else bases  # each of a pair has it all
+    made = export_version(sources, tmp_path / "out" / "step", format=format)
+    assert made.step == 2
+    _check(made, format, full_state(2))
+    assert not _hidden(made.path.parent)
+    if replication == "none" and len(bases) > 1:
+        with pytest.raises(ObjectNotFoundError, match="no version is whole on this node"):
+            export_version(bases[0], tmp_path / "of one", format=format)
+        with pytest.raises(ObjectNotFoundError, match="whose parts are all there"):
+            export_version(bases[:2], tmp_path / "of two", format=format)
+        for number, base in enumerate(bases):
+            copy_version(base, tmp_path / f"of-node-{number}", partial=True)
+        copies = [tmp_path / f"of-node-{number}" for number in range(len(bases))]
+        _check(export_version(copies, tmp_path / "of copies", format=format), format, full_state(2))
+
+
+def test_other_programs_read_it(tmpfs: Path, tmp_path: Path) -> None:
+    call_team(exporting.save, tmpfs, 2, 2, [3], "none", placement=(0, 0))
+    paths = [str(tmp_path / format) for format in ("torch", "dcp", "safetensors")]
+    for path in paths:
+        export_version(tmpfs / "node-0" / "job", path, format=Path(path).name)
+    done = subprocess.run([sys.executable, "-c", _READ, *paths], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == sum(float(t.sum()) for t in full_state(3)["sharded"].values())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.last.weight = self.first.weight
+        self.register_buffer("bits", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.ones(0, 3))
+        self.register_buffer("scalar", torch.tensor(3))
+
+
+@pytest.fixture
+def trained(tmpfs: Path) -> tuple[Path, Net, torch.optim.Optimizer]:
+    """A job of the façade that has ended."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(2):
+            model.last(model.first(torch.randn(2, 40))).sum().backward()
+            optimizer.step()
+            fp.step()
+    return tmpfs / "job", model, optimizer
+
+
+def test_the_state_of_a_model_under_its_own_names(
+    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    base, model, _ = trained
+    made = export_version(base, tmp_path / "hf", format="safetensors", prefix="model.")
+    assert_same(_files(made.path), _sorted(model.state_dict()))
+    assert os.listdir(made.path) == ["model.safetensors"]
+    made = export_version(base, tmp_path / "model.pt", format="torch", prefix="model.")
+    again = Net()
+    again.load_state_dict(torch.load(made.path, weights_only=True))
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+    made = export_version(base, tmp_path / "sharded", format="safetensors", prefix="model.", shard_bytes=7000)
+    index = json.loads((made.path / "model.safetensors.index.json").read_text())
+    assert sorted(os.listdir(made.path)) == [
+        *(f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)),
+        "model.safetensors.index.json",
+    ]
+    assert index["metadata"] == {"total_size": made.nbytes}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(safetensors.torch.load_file(made.path / file)[name], model.state_dict()[name])
+    assert index["weight_map"].keys() == model.state_dict().keys()
+
+
+def test_a_job_of_the_facade_as_a_dcp_directory(
+    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    base, model, _ = trained
+    made = export_version(base, tmp_path / "dcp", 2)
+    state = {"model": blank(dict(model.state_dict()))}
+    dcp.load(state, checkpoint_id=made.path)
+    assert_same(state["model"], dict(model.state_dict()))
+    with pytest.raises(InvalidArgumentError, match=r"prefix='model\.'"):
+        export_version(base, tmp_path / "other", prefix="model.")
+
+
+def test_every_kind_of_item(door: Door, tmp_path: Path) -> None:
+    state = {
+        "sparse": torch.eye(3).to_sparse(),
+        "complex": torch.randn(3, dtype=torch.complex128),
+        "tied": [torch.ones(4)] * 2,
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "text": "t",
+        "numbers": [1, 2.5, None],
+    }
+    door.save(state, 1)
+    _check(export_version(door.base, tmp_path / "torch", format="torch"), "torch", state)
+    for format, first in (("dcp", "sparse"), ("safetensors", "sparse")):
+        with pytest.raises(LoadError, match=f"{format} has no place for '{first}'"):
+            export_version(door.base, tmp_path / format, format=format)
+    del state["sparse"]
+    door.save(state, 2)
+    _check(export_version(door.base, tmp_path / "dcp"), "dcp", state)
+    with pytest.raises(LoadError, match=r"safetensors has no place for 'complex' \(.*complex128"):
+        export_version(door.base, tmp_path / "safetensors", format="safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["dcp", "torch"]
+
+
+class Config:
+    def __init__(self) -> None:
+        self.width = 3
+
+
+def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) -> None:
+    door = make_door(safe_globals=[Config])
+    door.save({"config": Config(), "w": torch.ones(3)}, 1)
+    with pytest.raises(UnsafeContentError, match="Config"):
+        export_version(door.base, tmp_path / "torch", format="torch")
+    made = export_version(door.base, tmp_path / "dcp")
+    state = {"w": torch.zeros(3), "config": None}
+    with torch.serialization.safe_globals([Config]):
+        dcp.load(state, checkpoint_id=made.path)
+    assert state["config"].width == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_is_left_of_what_went_or_is_damaged(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    door.save({"w": torch.ones(100_000)}, 1)
+    door.save({"w": torch.full((100_000,), 2.0)}, 2)
+    door.settle()
+
+    def pruned(self: Any) -> None:
+        raise PrunedError("the version was pruned while it was read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export._Version, "check", pruned)
+        with pytest.raises(PrunedError):
+            export_version(door.base, tmp_path / "out", format=format)
+    assert not os.listdir(tmp_path)
+    with open(door.object_path(2), "r+b") as file:
+        file.seek(200_000)
+        file.write(b"\x55" * 8)
+    with pytest.raises(DigestMismatchError):
+        export_version(door.base, tmp_path / "out", format=format)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_destination_that_cannot_be(door: Door, tmp_path: Path, format: str) -> None:
+    door.save({"w": torch.ones(10)}, 1)
+    (tmp_path / "there").symlink_to("nowhere")
+    with pytest.raises(SaveError, match="it is there already"):
+        export_version(door.base, tmp_path / "there", format=format)
+    (tmp_path / "file").write_text("")
+    with pytest.raises((SaveError, FlashpointError)):
+        export_version(door.base, tmp_path / "file" / "out", format=format)
+    assert sorted(os.listdir(tmp_path)) == ["file", "there"]
+
+
+def test_bad_arguments(door: Door, tmpfs: Path, tmp_path: Path) -> None:
+    door.save({"w": torch.ones(10)}, 1)
+    with pytest.raises(InvalidArgumentError, match="format='zip'"):
+        export_version(door.base, tmp_path / "out", format="zip")
+    with pytest.raises(InvalidArgumentError, match="prefix='modell'"):
+        export_version(door.base, tmp_path / "out", format="torch", prefix="modell")
+    with pytest.raises(ObjectNotFoundError, match="version of step 7"):
+        export_version(door.base, tmp_path / "out", 7)
+    manager = LocalCheckpointManager(tmpfs, "local")
+    manager.save(BasicTensorAwareStateDict({"a": torch.ones(3)}), 1)
+    with pytest.raises(LoadError, match="was not saved through DCP"):
+        export_version(manager.local_ckpt_dir, tmp_path / "out")
+    manager.close()
+
+
+def test_the_command(
+    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, model, _ = trained
+    to = ["--to", str(tmp_path / "hf"), "--format", "safetensors", "--prefix", "model."]
+    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "export", f"{base}@2", *to]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"exported step 2 to {tmp_path / 'hf'}: 7 tensors\n"), done.stderr
+    assert_same(_files(tmp_path / "hf"), _sorted(model.state_dict()))
+
+    def exported(*sources: str, as_json: bool = False) -> int:
+        return export_command(list(sources), str(tmp_path / "dcp"), format="dcp", prefix="", as_json=as_json)
+
+    assert exported(str(base), as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["export"], told["step"], told["left_out"]) == (str(tmp_path / "dcp"), 2, [])
+    assert exported(str(base)) == 1
+    assert "it is there already" in capsys.readouterr().err
+    assert exported(f"{base}@1") == 2
+    assert "no version of step 1" in capsys.readouterr().err
+    assert exported(f"{base}@1", f"{base}@2") == 2
+    assert "these are different steps" in capsys.readouterr().err

@@ -41,6 +41,14 @@ class MegatronDoor(Door):
         self.door = megatron.Door(order.base, child=child)  # type: ignore[arg-type]
         self._under_way: int | None = None
 
+    def make(self, variant: int) -> None:
+        super().make(variant)
+        if self.holder.optimizer is not None:
+            self.door.writer.watch(self.holder.optimizer)
+
+    def before_change(self) -> None:
+        self.door.writer.before_update()
+
     # ---- the holder as megatron-core sees it -------------------------------------------------------------
 
     def state(self, saved_by: int | None = None) -> dict[str, Any]:
@@ -147,6 +155,7 @@ class MegatronDoor(Door):
         if error is None:
             self.committed = step
         else:
+            assert "was changed while it was copied" not in str(error), error
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def settle(self) -> bool:

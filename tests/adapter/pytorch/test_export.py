@@ -224,6 +224,27 @@ def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) 
     assert state["config"].width == 3  # type: ignore[union-attr]
 
 
+def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_READER_HOLD_S", "1e-9")
+    door.save({"w": torch.ones(1000)}, 1)
+    steps = iter((2, 3))
+
+    def save_more(done: int, total: int) -> None:
+        for step in steps:
+            door.save({"w": torch.full((1000,), float(step))}, step)
+        door.settle()
+
+    with pytest.raises(PrunedError):
+        export_version(door.base, tmp_path / "out", 1, progress=save_more)
+    assert not os.listdir(tmp_path)
+    steps = iter((4, 5))
+    made = export_version(door.base, tmp_path / "out", progress=save_more)
+    assert made.step == 5
+    _check(made, "dcp", {"w": torch.full((1000,), 5.0)})
+
+
 @pytest.mark.damages_on_purpose
 @pytest.mark.parametrize("format", FORMATS)
 def test_nothing_is_left_of_what_went_or_is_damaged(

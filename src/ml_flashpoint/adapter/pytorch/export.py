@@ -15,6 +15,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -28,11 +29,11 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.arguments import checked_choice
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.open_version import OpenVersion, open_version
+from ml_flashpoint.core.open_version import TRIES, OpenVersion, open_version
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.dtypes import stored_tensor
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError, PrunedError, SaveError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, sync_directory
 from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.format.object_layout import plan_layout
@@ -83,7 +84,7 @@ def export_version(
         sources: the base container, or those of several nodes, which together have the parts of all ranks. Jobs may be
             using them.
         destination: what to make: a folder, or for ``"torch"`` a file. It must not be there.
-        step: which version; by default the newest that is whole.
+        step: which version; by default the newest that is whole, and if that goes meanwhile, the newest then.
         format: ``"dcp"`` (``dcp.load`` with a ``FileSystemReader`` reads it), ``"safetensors"`` (tensors only, in files
             named as Hugging Face does, with an index) or ``"torch"`` (a nested dict, by ``torch.save``).
         prefix: only names that start so, without it: ``"model."``, for a model's own names. Not for ``"dcp"``; for
@@ -104,26 +105,38 @@ def export_version(
         raise InvalidArgumentError("the names of a DCP checkpoint stay as they are", argument="prefix", value=prefix)
     if isinstance(sources, (str, os.PathLike)):
         sources = [sources]
-    target = Path(os.path.abspath(destination))
-    with contextlib.ExitStack() as stack:
-        version = _Version(_whole(stack, [Path(source) for source in sources], step), prefix, progress)
-        hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    target, bases = Path(os.path.abspath(destination)), [Path(source) for source in sources]
+    for tries_left in reversed(range(TRIES)):
         try:
-            if os.path.lexists(target):
-                raise SaveError("it is there already", path=target, hint="remove it first")
-            check_unplanted(target.parent)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            hidden.mkdir(mode=0o700)
-            try:
-                made, left_out = _WRITERS[format](version, hidden, shard_bytes)
-                version.check()
-                os.rename(made, target)
-                sync_directory(target.parent)
-            finally:
-                shutil.rmtree(hidden, ignore_errors=True)
-        except OSError as error:
-            raise SaveError(f"the export cannot be written: {error.strerror or error}", path=target) from error
-        return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
+            with contextlib.ExitStack() as stack:
+                version = _Version(_whole(stack, bases, step), prefix, progress)
+                left_out = _write(version, target, partial(_WRITERS[format], shard_bytes=shard_bytes))
+            return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
+        except PrunedError:
+            if not tries_left or step is not None:
+                raise
+    raise AssertionError
+
+
+def _write(version: _Version, target: Path, write: Callable[[_Version, Path], tuple[Path, list[str]]]) -> list[str]:
+    hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        if os.path.lexists(target):
+            raise SaveError("it is there already", path=target, hint="remove it first")
+        check_unplanted(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_unplanted(target.parent)  # nobody else can be there first any more
+        hidden.mkdir(mode=0o700)
+        try:
+            made, left_out = write(version, hidden)
+            version.check()
+            os.rename(made, target)
+            sync_directory(target.parent)
+            return left_out
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    except OSError as error:
+        raise SaveError(f"the export cannot be written: {error.strerror or error}", path=target) from error
 
 
 # ---- what is read ---------------------------------------------------------------------------------------------------
@@ -390,7 +403,7 @@ def _no_place(format: str, fqn: str, kind: str) -> LoadError:
     return LoadError(f"{format} has no place for {fqn!r} ({kind})", hint="export to torch")
 
 
-_WRITERS: Final[Mapping[str, Callable[[_Version, Path, int], tuple[Path, list[str]]]]] = {
+_WRITERS: Final[Mapping[str, Callable[..., tuple[Path, list[str]]]]] = {
     "dcp": _write_dcp,
     "safetensors": _write_safetensors,
     "torch": _write_torch,

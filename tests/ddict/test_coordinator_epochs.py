@@ -265,3 +265,24 @@ def test_a_commit_of_what_is_gone_back_to_is_called_off(make: Make) -> None:
     assert play.newest() == 0
     play.move("a", 2)
     assert play.newest() == 1
+
+
+def test_a_killed_handle_had_nothing_below_where_it_began(make: Make) -> None:
+    play = make()
+    committed_up_to(play, 0, "a")
+    play.attach("b")
+    play.join("b", 2)
+    play.kill("b")
+    play.lose(0)
+    assert play.catch_up("a", 1)["lost"] is None
+    play.move("a", 2)
+    assert play.newest() == 1
+
+
+def test_where_a_handle_stood_before_it_went_back_does_not_count(make: Make) -> None:
+    play = make()
+    committed_up_to(play, 1, "a")
+    play.rollback("a", 0)
+    play.lose(0)
+    play.coordinator.catch_up("a", 2, -1, 0, DEADLINE_S)  # sent before it went back
+    assert play.newest() == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.ddict import persisting
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictManagerLostError,
@@ -47,6 +48,62 @@ def test_what_prevents_persisting_is_raised_and_it_can_be_tried_again(make: Make
         play.coordinator.persist_newest(DEADLINE_S)
 
     assert play.coordinator.persist_newest(DEADLINE_S) == 0
+
+
+def fail(play: Play, *checkpoint_ids: int) -> list[int]:
+    """Have these fail to be persisted, each time that is asked for. Returns which was, of all."""
+    tried: list[int] = []
+
+    def refuse(manager: int, fields: dict[str, Any]) -> DDictPersistError | None:
+        if manager == 0:
+            tried.append(fields["checkpoint_id"])
+        return DDictPersistError("the disk is full") if fields["checkpoint_id"] in checkpoint_ids else None
+
+    play.managers.refusals["persist"] = refuse
+    return tried
+
+
+def test_what_was_due_is_tried_again_until_that_works(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persisting, "_FIRST_RETRY_S", 0.01)
+    play = make(persist_freq=1)
+    tried = fail(play, 0)
+    play.join("a")
+    play.move("a", 1)
+    await_that(lambda: tried == [0] * 4)
+    state = play.coordinator.persisting_state()
+    assert (state["persisted"], "the disk is full" in state["persist_error"]) == (-1, True)
+    with pytest.raises(DDictPersistError, match="the disk is full"):
+        play.coordinator.persist_newest(DEADLINE_S)
+
+    fail(play)
+    await_that(lambda: play.managers.persisted == [0])
+    await_that(lambda: play.coordinator.persisting_state() == {"persisted": 0, "persist_error": None})
+
+
+def test_what_is_due_next_takes_the_place_of_what_could_not_be_persisted(make: Make) -> None:
+    play = make(persist_freq=2)
+    tried = fail(play, 1)
+    play.join("a")
+    play.move("a", 2)
+    await_that(lambda: tried == [1])
+    await_that(lambda: play.coordinator.persisting_state()["persist_error"] is not None)
+    play.move("a", 3)
+    play.move("a", 4)
+    await_that(lambda: play.managers.persisted == [3])
+    assert play.newest() == 3
+    play.move("a", 5)
+    await_that(lambda: play.managers.of("settle")[-1]["pinned"] == [])  # its values can be let go of
+
+
+def test_what_could_not_be_persisted_holds_up_no_restore(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = make(persist_freq=1)
+    tried = fail(play, 0)
+    play.join("a")
+    play.move("a", 1)
+    await_that(lambda: tried == [0] and play.coordinator.persisting_state()["persist_error"] is not None)
+    restore(play, 7)
+    assert play.coordinator.persisting_state()["persisted"] == 7
+    assert play.newest() == 7
 
 
 def test_persisting_takes_no_longer_than_the_time_given(make: Make) -> None:
@@ -209,7 +266,7 @@ def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None
     play.rollback("a", 3)
     play.move("a", 5)
     assert play.newest() == 4
-    await_that(lambda: not play.coordinator._persisting.waiting)
+    await_that(lambda: play.coordinator.persisting_state()["persist_error"] is not None)
     is_away.clear()
 
     assert play.coordinator.persist_newest(DEADLINE_S) == 4
@@ -232,4 +289,14 @@ def test_what_is_lost_is_not_told_to_who_persists(make: Make) -> None:
     assert play.coordinator.persist_newest(DEADLINE_S) == 0
     with pytest.raises(DDictWritesLostError):
         play.newest()
+    assert play.newest() == 0
+
+
+def test_who_restores_is_where_that_is_whatever_was_on_its_way(make: Make) -> None:
+    play = make()
+    play.join("a")
+    play.move("a", 2)
+    assert play.newest() == 1
+    play.coordinator.restore(0, {"checkpoint_id": 0}, DEADLINE_S, lambda: None, by="a")
+    play.catch_up("a", 2)  # its process heard of the epoch before the handle knew that it is restored
     assert play.newest() == 0

@@ -212,7 +212,7 @@ class Committer:
             self._trouble, self._restored = "", None
             self._sealed.append(checkpoint_id)
             if self._rules.is_due(checkpoint_id):
-                self._persisting.add(checkpoint_id)
+                self._persisting.add(checkpoint_id, due=True)
             self._changed.notify_all()
         self._settle()
 
@@ -279,6 +279,11 @@ class Committer:
             "oldest": self._oldest(),
             "writers": len(self._writers.live),
         }
+
+    def persisting_state(self) -> dict[str, Any]:
+        """See `Persisting.state`."""
+        with self._changed:
+            return self._persisting.state()
 
     def _write_parts(self, checkpoint_id: int) -> list[str]:
         written = self._managers.ask_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())

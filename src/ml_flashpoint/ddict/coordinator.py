@@ -234,9 +234,9 @@ class Coordinator(Committer):
             if handle in self._writers.killed:
                 why, base = "the connection of its process broke: what it had open was taken for lost", self._committed
             if writer is not None and writer.epoch < self.epoch:
-                writer.epoch = self.epoch
-                if not why:
+                if not why and epoch >= writer.epoch:  # else this was sent before it went elsewhere
                     writer.position = position
+                writer.epoch = self.epoch
             if why:
                 self._orphaned = None  # one is enough
             self._changed.notify_all()
@@ -394,6 +394,8 @@ class Coordinator(Committer):
                 why = f"checkpoint {checkpoint_id} was restored"
                 self._begin_epoch(Beginning(checkpoint_id, self._committed, why, by=by))
                 self._writers.begin_at(checkpoint_id)
+                if by in self._writers.live:  # it goes there: what its process says of where it stood comes too late
+                    self._writers.live[by].epoch = self.epoch
                 self._committed = -1 if self._rules.snapshots else checkpoint_id
                 self._restored = (checkpoint_id, checkpoint)
                 self._sealed, self._oldest_told, self._orphaned = [], checkpoint_id, None

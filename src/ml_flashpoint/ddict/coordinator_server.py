@@ -220,7 +220,7 @@ def _await_commit(server: CoordinatorServer, session: _Session, fields: Fields) 
 
 @_operation
 def _state(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return {**server.coordinator.state(), "frozen": server.frozen}
+    return {**server.coordinator.state(), **server.coordinator.persisting_state(), "frozen": server.frozen}
 
 
 @_operation

@@ -277,8 +277,10 @@ class DDict(Mapped):
     def stats(self) -> list[ManagerStats]:
         """What each manager has."""
         until = self._handle.until()
+        state = self._access.ask_main("state", until=until)
+        told = {name: state[name] for name in ("persisted", "persist_error")}
         return [
-            ManagerStats.from_fields(self._access.client.links.call(each, "stats", {}, until=until).fields)
+            ManagerStats.from_fields({**self._access.client.links.call(each, "stats", {}, until=until).fields, **told})
             for each in range(self._configuration.managers)
         ]
 

@@ -10,11 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 
 
 class Persisting:
@@ -40,6 +43,9 @@ class Persisting:
         self._complete = complete
         self._remove_above = remove_above
         self._waiting: list[int] = []
+        self._due: set[int] = set()  # those that are tried again when that fails
+        self._failed: int | None = None  # the one that waits for that
+        self._retry_at = self._retry_s = 0.0
         self._current = -1
         self._called_off = False  # the current one was rolled back
         self._done: set[int] = set()
@@ -56,16 +62,31 @@ class Persisting:
         """Checkpoints that managers must keep until they are persisted. With the lock held."""
         return list(self._waiting)
 
-    def add(self, checkpoint_id: int) -> None:
-        """Have a committed checkpoint persisted, unless it is. With the lock held."""
-        if checkpoint_id not in self._done and checkpoint_id not in self._waiting:
+    def add(self, checkpoint_id: int, *, due: bool = False) -> None:
+        """Have a committed checkpoint persisted, unless it is. With the lock held.
+
+        Args:
+            due: if it fails, try again until that works, or the next one is due.
+        """
+        if checkpoint_id == self._failed:
+            self._failed = None  # somebody waits
+        elif checkpoint_id not in self._done and checkpoint_id not in self._waiting:
             self._waiting.append(checkpoint_id)
-            self._changed.notify_all()
+        if due:
+            self._due.add(checkpoint_id)
+        self._changed.notify_all()
+
+    def state(self) -> dict[str, Any]:
+        """The newest checkpoint that is ``persisted`` (-1: none), and the ``persist_error`` of the last that could not
+        be, unless a later one was. With the lock held."""
+        error = None if self._error is None else str(self._error)
+        return {"persisted": max(self._done, default=-1), "persist_error": error}
 
     def take_back(self, to: int) -> None:
         """Checkpoints above this one are committed no more. With the lock held."""
         self._done = {each for each in self._done if each <= to}
         self._waiting = [each for each in self._waiting if each <= to]
+        self._give_up(lambda failed: failed > to)
         self._called_off = self._called_off or self._current > to
         self._error = None
 
@@ -77,6 +98,11 @@ class Persisting:
         """This persisted checkpoint is held, and nothing else. With the lock held."""
         self._done = {checkpoint_id}
         self._rolled_back_above = None
+
+    def _give_up(self, wanted: Callable[[int], bool] = lambda failed: True) -> None:
+        if self._failed is not None and wanted(self._failed):
+            self._waiting = [each for each in self._waiting if each != self._failed]
+            self._failed = None
 
     # ---- without it ---------------------------------------------------------------------------------------
 
@@ -100,7 +126,7 @@ class Persisting:
             FlashpointError: it could not be persisted.
         """
         with self._changed:
-            while checkpoint_id in self._waiting:
+            while checkpoint_id in self._waiting and checkpoint_id != self._failed:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
@@ -109,17 +135,19 @@ class Persisting:
                 raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
 
     def await_idle(self, until: float) -> None:
-        """Wait until nothing is to be persisted.
+        """Wait until nothing is to be persisted. What could not be is given up.
 
         Raises:
             DDictTimeoutError: not in time.
         """
         with self._changed:
             while self._waiting or self._current >= 0:
+                self._give_up()
                 left = until - time.monotonic()
                 if left <= 0:
                     raise DDictTimeoutError("checkpoints are still being persisted")
-                self._changed.wait(left)
+                if self._waiting or self._current >= 0:
+                    self._changed.wait(left)
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -133,11 +161,11 @@ class Persisting:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closing and not self._waiting:
-                    self._changed.wait()
-                if self._closing:
+                while not self._closing and (found := self._next()) is None:
+                    self._changed.wait(None if self._failed is None else max(0.0, self._retry_at - time.monotonic()))
+                if self._closing or found is None:
                     return
-                checkpoint_id = self._current = self._waiting[0]
+                checkpoint_id = self._current = found
                 self._called_off = False
             failure = self._try(checkpoint_id)
             with self._changed:
@@ -145,15 +173,30 @@ class Persisting:
                 # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
                 if not taken_back:
                     self._current = -1
-                    self._waiting.remove(checkpoint_id)
-                    self._error = failure
-                    if failure is None:
-                        self._done.add(checkpoint_id)
+                    self._note(checkpoint_id, failure)
                 self._changed.notify_all()
             if taken_back:
                 self._remove(checkpoint_id)
             elif failure is not None:
                 _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
+
+    def _next(self) -> int | None:
+        fresh = [each for each in self._waiting if each != self._failed]
+        return fresh[0] if fresh else self._failed if time.monotonic() >= self._retry_at else None
+
+    def _note(self, checkpoint_id: int, failure: FlashpointError | None) -> None:
+        self._error = failure
+        before, self._failed = self._failed, None
+        if before is not None and before != checkpoint_id:  # a later one takes its place
+            self._waiting.remove(before)
+        if failure is not None and checkpoint_id in self._due and checkpoint_id in self._waiting:
+            again = before == checkpoint_id
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S) if again else _FIRST_RETRY_S
+            self._failed, self._retry_at = checkpoint_id, time.monotonic() + self._retry_s
+            return
+        self._waiting = [each for each in self._waiting if each != checkpoint_id]
+        if failure is None:
+            self._done.add(checkpoint_id)
 
     def _try(self, checkpoint_id: int) -> FlashpointError | None:
         try:

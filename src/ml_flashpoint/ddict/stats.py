@@ -20,6 +20,8 @@ class ManagerStats:
         oldest: oldest checkpoint of the working set.
         sealed: checkpoints that it could be recovered at.
         frozen: whether it refuses writes.
+        persisted: newest checkpoint of the whole dictionary that this run has persisted, or has begun with; -1: none.
+        persist_error: why the last one that was due, or asked for, could not be; None: it could.
     """
 
     manager: int
@@ -30,6 +32,8 @@ class ManagerStats:
     oldest: int
     sealed: tuple[int, ...]
     frozen: bool
+    persisted: int
+    persist_error: str | None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ManagerStats:

@@ -24,12 +24,14 @@ class Writer:
         position: the checkpoint that it is at, and may write to.
         session: that keeps it alive.
         epoch: the one that it was last heard of in.
+        began: it has written nothing below.
         moving_to: where it will be as soon as it may; it writes nothing more where it is.
     """
 
     position: int
     session: str
     epoch: int
+    began: int
     moving_to: int = -1
 
 
@@ -80,8 +82,9 @@ class Writers:
 
     def place(self, handle: str, session: str, position: int, epoch: int) -> Writer:
         """A handle is there now."""
-        writer = self.live.setdefault(handle, Writer(position, session, epoch))
+        writer = self.live.setdefault(handle, Writer(position, session, epoch, position))
         writer.position, writer.session, writer.epoch, writer.moving_to = position, session, epoch, -1
+        writer.began = min(writer.began, position)
         self.newest = max(self.newest, position)
         self.lost_at.pop(handle, None)
         self.killed.pop(handle, None)
@@ -110,6 +113,7 @@ class Writers:
         if its is None or its.holder is not holder:
             return {}
         del self.sessions[session]
+        began = {handle: writer.began for handle, writer in self.live.items()}
         killed = {handle: writer.position for handle, writer in self.live.items() if writer.session == session}
         for handle, position in killed.items():
             del self.live[handle]
@@ -117,7 +121,8 @@ class Writers:
             if position > fixed:
                 self.lost_at[handle] = position
             self._departed = max(self._departed, position)
-            self.departed_need = max(self.departed_need, position - 1)
+            if position > began[handle]:
+                self.departed_need = max(self.departed_need, position - 1)
         return killed
 
     def gone_sessions(self) -> list[tuple[str, object]]:

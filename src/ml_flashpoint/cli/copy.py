@@ -9,18 +9,12 @@ import json
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.core.copy_version import copy_version
-from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 
 
-def copy(source: str, destination: str, *, as_json: bool = False, partial: bool = False) -> int:
-    """Copies a version; returns the exit code of the command."""
+@output.command
+def copy(source: str, destination: str, *, as_json: bool = False, partial: bool = False) -> None:
+    """Copies a version."""
     base, step = output.split_source(source)
-    try:
-        with output.progress("copying") as progress:
-            copied = copy_version(base, destination, step, partial=partial, progress=progress)
-    except ObjectNotFoundError as error:
-        return output.fail(error, base=base, as_json=as_json)
-    except FlashpointError as error:
-        return output.fail(error, base=base, as_json=as_json, code=output.DAMAGE)
+    with output.progress("copying") as progress:
+        copied = copy_version(base, destination, step, partial=partial, progress=progress)
     print(json.dumps({"base": base, "copy": str(copied)}, indent=2) if as_json else f"copied to {copied}")
-    return output.OK

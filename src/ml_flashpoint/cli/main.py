@@ -26,6 +26,9 @@ app = typer.Typer(
 _Base = Annotated[
     str, typer.Argument(metavar="BASE", help="A job's base container, on the node whose memory it is in.")
 ]
+_Source = Annotated[
+    str, typer.Argument(metavar="SOURCE[@STEP]", help="A job's base container; the newest version, or that STEP.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
@@ -104,9 +107,7 @@ def verify(
 
 @app.command()
 def copy(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE[@STEP]", help="A job's base container; the newest version, or that STEP.")
-    ],
+    source: _Source,
     destination: Annotated[str, typer.Argument(metavar="DEST", help="Folder in which the version gets its own.")],
     json: _Json = False,
     partial: Annotated[bool, typer.Option("--partial", help="Also a version that is not whole on this node.")] = False,
@@ -154,6 +155,35 @@ def export(
     from ml_flashpoint.cli.export import export as export_out
 
     raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, as_json=json))
+
+
+_Prefix = Annotated[str, typer.Option(help="Only names that start so.")]
+
+
+@app.command()
+def inspect(source: _Source, prefix: _Prefix = "", json: _Json = False) -> None:
+    """List what is in a version: names, dtypes, shapes, bytes, and the ranks that have saved it.
+
+    The parts of all ranks must be on this node. The job may be running.
+
+    Exit code: 0 if it could be read, 1 if it is damaged or went meanwhile, 2 if there is no such version.
+    """
+    from ml_flashpoint.cli.inspect import inspect as list_items
+
+    raise typer.Exit(list_items(source, prefix=prefix, as_json=json))
+
+
+@app.command()
+def diff(one: _Source, other: _Source, prefix: _Prefix = "", json: _Json = False) -> None:
+    """Tell which tensors of two versions differ, in how many elements, and by how much at most.
+
+    Compared are bits: a NaN is the same as itself, and 0.0 is not -0.0. The parts of all ranks must be on this node.
+
+    Exit code: 0 if nothing differs, 1 if something does or could not be read, 2 if there is no such version.
+    """
+    from ml_flashpoint.cli.inspect import diff as compare
+
+    raise typer.Exit(compare(one, other, prefix=prefix, as_json=json))
 
 
 @app.command()

@@ -6,14 +6,18 @@ Owns nothing else; in particular no text of a subcommand.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, ObjectNotFoundError
+
+_P = ParamSpec("_P")
 
 OK = 0
 DAMAGE = 1
@@ -44,6 +48,23 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def command(function: Callable[_P, int | None]) -> Callable[_P, int]:
+    """Has what carries a command out return an exit code, and report what fails. Its first argument says what is looked
+    at, and it may have ``as_json``."""
+
+    @functools.wraps(function)
+    def coded(*args: _P.args, **options: _P.kwargs) -> int:
+        try:
+            return function(*args, **options) or OK
+        except FlashpointError as error:
+            source: Any = args[0]
+            base = split_source(source)[0] if isinstance(source, str) else ", ".join(source)
+            code = USAGE if isinstance(error, (ObjectNotFoundError, InvalidArgumentError)) else DAMAGE
+            return fail(error, base=base, as_json=bool(options.get("as_json")), code=code)
+
+    return coded
 
 
 def fail(error: FlashpointError, *, base: str, as_json: bool, code: int = USAGE) -> int:

@@ -258,7 +258,7 @@ def test_nothing_is_left_of_what_went_or_is_damaged(
         raise PrunedError("the version was pruned while it was read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(export._Version, "check", pruned)
+        patched.setattr(export.VersionItems, "check", pruned)
         with pytest.raises(PrunedError):
             export_version(door.base, tmp_path / "out", format=format)
     assert not os.listdir(tmp_path)

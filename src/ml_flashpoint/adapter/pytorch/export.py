@@ -17,36 +17,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.adapter.pytorch.version_items import Progress, VersionItems, open_items
 from ml_flashpoint.core.arguments import checked_choice
-from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.open_version import TRIES, OpenVersion, open_version
-from ml_flashpoint.core.part_reader import ObjectReader
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.core.open_version import TRIES
 from ml_flashpoint.format.dtypes import stored_tensor
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError, PrunedError, SaveError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, sync_directory
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, PrunedError, SaveError
+from ml_flashpoint.format.manifest import sync_directory
 from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.format.object_layout import plan_layout
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.staging.copy import typed_view
 from ml_flashpoint.staging.torch_dtypes import bytes_of, dtype_name
-from ml_flashpoint.unpickling.safe_archive import load_archive
 
 FORMATS: Final = ("dcp", "safetensors", "torch")
 SHARD_BYTES: Final = 4 << 30
 """Bytes of a safetensors file, about."""
-
-Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ def export_version(
     for tries_left in reversed(range(TRIES)):
         try:
             with contextlib.ExitStack() as stack:
-                version = _Version(_whole(stack, bases, step), prefix, progress)
+                version = open_items(stack, bases, step, prefix=prefix, progress=progress)
                 left_out = _write(version, target, partial(_WRITERS[format], shard_bytes=shard_bytes))
             return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
         except PrunedError:
@@ -118,7 +110,9 @@ def export_version(
     raise AssertionError
 
 
-def _write(version: _Version, target: Path, write: Callable[[_Version, Path], tuple[Path, list[str]]]) -> list[str]:
+def _write(
+    version: VersionItems, target: Path, write: Callable[[VersionItems, Path], tuple[Path, list[str]]]
+) -> list[str]:
     hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         if os.path.lexists(target):
@@ -139,162 +133,13 @@ def _write(version: _Version, target: Path, write: Callable[[_Version, Path], tu
         raise SaveError(f"the export cannot be written: {error.strerror or error}", path=target) from error
 
 
-# ---- what is read ---------------------------------------------------------------------------------------------------
-
-
-def _whole(stack: contextlib.ExitStack, bases: Sequence[Path], step: int | None) -> dict[int, OpenVersion]:
-    """For each rank, what to read its part from."""
-    if len(bases) == 1:
-        version = stack.enter_context(open_version(bases[0], step))
-        return dict.fromkeys(version.manifests, version)
-    opened = [stack.enter_context(open_version(base, step, partial=True)) for base in bases]
-    saves = {(each.step, manifest.save_id) for each in opened for manifest in each.manifests.values()}
-    for wanted in sorted(saves, reverse=True):
-        parts = {
-            rank: each
-            for each in opened
-            for rank, manifest in each.manifests.items()
-            if (each.step, manifest.save_id) == wanted
-        }
-        if parts and len(parts) == next(iter(parts.values())).world_size:
-            return parts
-    raise ObjectNotFoundError(
-        "the folders have no version whose parts are all there",
-        path=", ".join(map(str, bases)),
-        hint="give the step that all have, as the newest may differ: flashpoint ls shows what there is",
-    )
-
-
-class _HeldLoader(MLFlashpointCheckpointLoader):
-    """Reads what is held, for the reader of DCP checkpoints."""
-
-    def __init__(self, parts: Mapping[int, OpenVersion]) -> None:
-        self._parts = parts
-
-    def get_latest_complete_checkpoint(
-        self, checkpoint_base_container: str | os.PathLike[str]
-    ) -> CheckpointContainerId | None:
-        raise NotImplementedError
-
-    def discard(self, version: CheckpointContainerId) -> NoReturn:
-        raise NotImplementedError
-
-    def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
-        if rank not in self._parts:
-            raise ObjectNotFoundError("there is no such part", rank=rank, path=str(version))
-        return self._parts[rank].manifests[rank]
-
-    def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
-        return self._parts[manifest.rank].reader(manifest.rank)
-
-    def release(self) -> None:
-        """They are held until all is read."""
-
-
-class _Version:
-    """The items of a version.
-
-    Attributes:
-        names: of all that is exported, in order.
-        tensors, others: of these, what is said of the tensors, and the names of everything else.
-    """
-
-    def __init__(self, parts: Mapping[int, OpenVersion], prefix: str, progress: Progress) -> None:
-        any_part = next(iter(parts.values()))
-        self.step, self._parts, self._progress, self._done = any_part.step, parts, progress, 0
-        self._loader = _HeldLoader(parts)
-        reader = MemoryStorageReader(any_part.path, self._loader, trust_bytes=True)
-        self.metadata: Metadata = reader.read_metadata()
-        reader.set_up_storage_reader(self.metadata, True)
-        self.items: dict[MetadataIndex, ItemPlace] = self.metadata.storage_data
-        self._prefix = prefix
-        described = self.metadata.state_dict_metadata
-        self._paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
-        # As the state was nested, as far as that is known.
-        order = dict.fromkeys([*(fqn for fqn in self._paths if fqn in described), *described])
-        named = {fqn: described[fqn] for fqn in order if fqn.startswith(prefix)}
-        if prefix and not named:
-            raise InvalidArgumentError("no name in the checkpoint starts so", argument="prefix", value=prefix)
-        self.names = list(named)
-        self.tensors = {fqn: each for fqn, each in named.items() if isinstance(each, TensorStorageMetadata)}
-        self.others = [fqn for fqn in named if fqn not in self.tensors]
-        self.nbytes = sum(each.size.numel() * each.properties.dtype.itemsize for each in self.tensors.values())
-
-    def check(self) -> None:
-        """Check that all that was read is what was saved."""
-        for part in set(self._parts.values()):
-            part.check()
-
-    def short(self, fqn: str) -> str:
-        """A name without the prefix."""
-        return fqn[len(self._prefix) :]
-
-    def path_of(self, fqn: str) -> tuple[str | int, ...]:
-        """Where it is in the nested state; with a prefix, names are all that is left of that."""
-        return (self.short(fqn),) if self._prefix else self._paths.get(fqn, (fqn,))
-
-    def written(self, nbytes: int) -> None:
-        """Take note that so many bytes of tensors are written."""
-        self._done += nbytes
-        self._progress(self._done, self.nbytes)
-
-    def value(self, fqn: str) -> Any:
-        """What is no tensor, unpickled if that is safe."""
-        reader, key = self._find(MetadataIndex(fqn))
-        return load_archive(reader.bytes_of(key), fqn, path=reader.path)
-
-    def octets(self, index: MetadataIndex) -> io.BytesIO:
-        """The same as it was saved."""
-        reader, key = self._find(index)
-        return io.BytesIO(reader.bytes_of(key))
-
-    def stored(self, index: MetadataIndex) -> torch.Tensor:
-        """What one rank has saved of a tensor; with a storage of its own, so that ``torch.save`` writes no more."""
-        reader, key = self._find(index)
-        entry = reader.entry(key)
-        if entry.kind == "bytes":  # more than its memory
-            found = load_archive(reader.bytes_of(key), index.fqn, path=reader.path)
-            assert isinstance(found, torch.Tensor)
-            return found
-        plain = reader.tensor(key)
-        if not plain.numel():
-            return plain.clone()
-        octets = torch.frombuffer(reader.bytes_of(key), dtype=torch.uint8)
-        return typed_view(octets, 0, entry.nbytes, plain.dtype, plain.shape)
-
-    def tensor(self, fqn: str, scratch: Path) -> torch.Tensor:
-        """A whole tensor. One of several parts is put together in a file, not in memory."""
-        wanted = self.tensors[fqn]
-        chunks = [(index, self.stored(index)) for index in self.items if index.fqn == fqn]
-        if len(chunks) == 1 and chunks[0][1].shape == wanted.size:
-            return chunks[0][1]
-        dtype, size = wanted.properties.dtype, wanted.size
-        nbytes = size.numel() * dtype.itemsize
-        if not nbytes:
-            return torch.empty(size, dtype=dtype)
-        path = scratch / secrets.token_hex(8)
-        flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        path.unlink()
-        whole = typed_view(flat, 0, nbytes, dtype, size)
-        for index, chunk in chunks:
-            box = tuple(slice(at, at + n) for at, n in zip(index.offset or (), chunk.shape, strict=True))
-            whole[box].copy_(chunk)
-        return whole
-
-    def _find(self, index: MetadataIndex) -> tuple[ObjectReader, str]:
-        place = self.items.get(index)
-        if place is None or place.rank not in self._parts:
-            raise ObjectNotFoundError(f"the checkpoint has no {index}")
-        return self._parts[place.rank].reader(place.rank), place.key
-
-
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
 class _Planner:
     """Gives a DCP writer the data of its items."""
 
-    def __init__(self, version: _Version) -> None:
+    def __init__(self, version: VersionItems) -> None:
         self._version = version
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -305,7 +150,7 @@ class _Planner:
         return found
 
 
-def _write_dcp(version: _Version, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
+def _write_dcp(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
     """The version as torch's own writer writes it, with the parts of tensors as ranks have saved them."""
     described = version.metadata.state_dict_metadata
     items = []
@@ -330,7 +175,7 @@ def _write_dcp(version: _Version, folder: Path, shard_bytes: int) -> tuple[Path,
     return made, []
 
 
-def _write_safetensors(version: _Version, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
+def _write_safetensors(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
     """Tensors in files as Hugging Face names them."""
     made, scratch = folder / "made", folder / "scratch"
     made.mkdir(mode=0o755)
@@ -348,7 +193,7 @@ def _write_safetensors(version: _Version, folder: Path, shard_bytes: int) -> tup
     return made, [version.short(fqn) for fqn in version.others]
 
 
-def _shards(version: _Version, shard_bytes: int) -> Iterator[list[str]]:
+def _shards(version: VersionItems, shard_bytes: int) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for fqn, of in version.tensors.items():
@@ -361,7 +206,7 @@ def _shards(version: _Version, shard_bytes: int) -> Iterator[list[str]]:
     yield shard
 
 
-def _write_shard(version: _Version, path: Path, fqns: Sequence[str], scratch: Path) -> None:
+def _write_shard(version: VersionItems, path: Path, fqns: Sequence[str], scratch: Path) -> None:
     described = []
     for fqn in fqns:
         of = version.tensors[fqn]
@@ -383,7 +228,7 @@ def _write_shard(version: _Version, path: Path, fqns: Sequence[str], scratch: Pa
         os.fsync(file.fileno())
 
 
-def _write_torch(version: _Version, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
+def _write_torch(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
     """A nested dict, as it was saved."""
     made, scratch = folder / "made", folder / "scratch"
     scratch.mkdir()

@@ -1,0 +1,207 @@
+"""The items of a version on this node, by their names in DCP: what is read from outside of a job.
+
+Owns putting them together from the parts of several ranks, whose holds are `core.open_version`'s. Not collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
+from ml_flashpoint.core.open_version import OpenVersion, open_version
+from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.staging.copy import typed_view
+from ml_flashpoint.unpickling.safe_archive import load_archive
+
+Progress = Callable[[int, int], object]
+
+
+def open_items(
+    stack: contextlib.ExitStack,
+    bases: Sequence[Path],
+    step: int | None = None,
+    *,
+    prefix: str = "",
+    progress: Progress = lambda done, total: None,
+) -> VersionItems:
+    """Open a version that was saved through DCP, `Flashpoint` or Lightning.
+
+    Args:
+        stack: what closes it.
+        bases: the base container, or those of several nodes, which together have the parts of all ranks.
+        step: which version; by default the newest that is whole.
+        prefix: only names that start so.
+        progress: called with how many bytes of tensors were used, of how many.
+
+    Raises:
+        ObjectNotFoundError: there is no such version, or not all of it.
+        LoadError: it was not saved through DCP.
+        PrunedError, DamagedError, DigestMismatchError: it went, or is not what was saved.
+        InvalidArgumentError: no name has the prefix.
+    """
+    return VersionItems(_whole(stack, bases, step), prefix, progress)
+
+
+def _whole(stack: contextlib.ExitStack, bases: Sequence[Path], step: int | None) -> dict[int, OpenVersion]:
+    """For each rank, what to read its part from."""
+    if len(bases) == 1:
+        version = stack.enter_context(open_version(bases[0], step))
+        return dict.fromkeys(version.manifests, version)
+    opened = [stack.enter_context(open_version(base, step, partial=True)) for base in bases]
+    saves = {(each.step, manifest.save_id) for each in opened for manifest in each.manifests.values()}
+    for wanted in sorted(saves, reverse=True):
+        parts = {
+            rank: each
+            for each in opened
+            for rank, manifest in each.manifests.items()
+            if (each.step, manifest.save_id) == wanted
+        }
+        if parts and len(parts) == next(iter(parts.values())).world_size:
+            return parts
+    raise ObjectNotFoundError(
+        "the folders have no version whose parts are all there",
+        path=", ".join(map(str, bases)),
+        hint="give the step that all have, as the newest may differ: flashpoint ls shows what there is",
+    )
+
+
+class _HeldLoader(MLFlashpointCheckpointLoader):
+    """Reads what is held, for the reader of DCP checkpoints."""
+
+    def __init__(self, parts: Mapping[int, OpenVersion]) -> None:
+        self._parts = parts
+
+    def get_latest_complete_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str]
+    ) -> CheckpointContainerId | None:
+        raise NotImplementedError
+
+    def discard(self, version: CheckpointContainerId) -> NoReturn:
+        raise NotImplementedError
+
+    def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
+        if rank not in self._parts:
+            raise ObjectNotFoundError("there is no such part", rank=rank, path=str(version))
+        return self._parts[rank].manifests[rank]
+
+    def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
+        return self._parts[manifest.rank].reader(manifest.rank)
+
+    def release(self) -> None:
+        """They are held until all is read."""
+
+
+class VersionItems:
+    """The items of a version.
+
+    Attributes:
+        step: of the version.
+        items, places: where each item lies, and which items there are of each name.
+        names: of all that has the prefix, in order.
+        tensors, others: of these, what is said of the tensors, and the names of everything else.
+    """
+
+    def __init__(self, parts: Mapping[int, OpenVersion], prefix: str, progress: Progress) -> None:
+        any_part = next(iter(parts.values()))
+        self.step, self._parts, self._progress, self._done = any_part.step, parts, progress, 0
+        self._loader = _HeldLoader(parts)
+        reader = MemoryStorageReader(any_part.path, self._loader, trust_bytes=True)
+        self.metadata: Metadata = reader.read_metadata()
+        reader.set_up_storage_reader(self.metadata, True)
+        self.items: dict[MetadataIndex, ItemPlace] = self.metadata.storage_data
+        self.places: dict[str, list[MetadataIndex]] = {}
+        for index in self.items:
+            self.places.setdefault(index.fqn, []).append(index)
+        self._prefix = prefix
+        described = self.metadata.state_dict_metadata
+        self._paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
+        # As the state was nested, as far as that is known.
+        order = dict.fromkeys([*(fqn for fqn in self._paths if fqn in described), *described])
+        named = {fqn: described[fqn] for fqn in order if fqn.startswith(prefix)}
+        if prefix and not named:
+            raise InvalidArgumentError("no name in the checkpoint starts so", argument="prefix", value=prefix)
+        self.names = list(named)
+        self.tensors = {fqn: each for fqn, each in named.items() if isinstance(each, TensorStorageMetadata)}
+        self.others = [fqn for fqn in named if fqn not in self.tensors]
+        self.nbytes = sum(each.size.numel() * each.properties.dtype.itemsize for each in self.tensors.values())
+
+    def check(self) -> None:
+        """Check that all that was read is what was saved."""
+        for part in set(self._parts.values()):
+            part.check()
+
+    def short(self, fqn: str) -> str:
+        """A name without the prefix."""
+        return fqn[len(self._prefix) :]
+
+    def path_of(self, fqn: str) -> tuple[str | int, ...]:
+        """Where it is in the nested state; with a prefix, names are all that is left of that."""
+        return (self.short(fqn),) if self._prefix else self._paths.get(fqn, (fqn,))
+
+    def written(self, nbytes: int) -> None:
+        """Take note that so many bytes of tensors are written."""
+        self._done += nbytes
+        self._progress(self._done, self.nbytes)
+
+    def value(self, fqn: str) -> Any:
+        """What is no tensor, unpickled if that is safe."""
+        reader, key = self._find(MetadataIndex(fqn))
+        return load_archive(reader.bytes_of(key), fqn, path=reader.path)
+
+    def octets(self, index: MetadataIndex) -> io.BytesIO:
+        """The same as it was saved."""
+        reader, key = self._find(index)
+        return io.BytesIO(reader.bytes_of(key))
+
+    def stored(self, index: MetadataIndex) -> torch.Tensor:
+        """What one rank has saved of a tensor; with a storage of its own, so that ``torch.save`` writes no more."""
+        reader, key = self._find(index)
+        entry = reader.entry(key)
+        if entry.kind == "bytes":  # more than its memory
+            found = load_archive(reader.bytes_of(key), index.fqn, path=reader.path)
+            assert isinstance(found, torch.Tensor)
+            return found
+        plain = reader.tensor(key)
+        if not plain.numel():
+            return plain.clone()
+        octets = torch.frombuffer(reader.bytes_of(key), dtype=torch.uint8)
+        return typed_view(octets, 0, entry.nbytes, plain.dtype, plain.shape)
+
+    def tensor(self, fqn: str, scratch: Path) -> torch.Tensor:
+        """A whole tensor. One of several parts is put together in a file, not in memory."""
+        wanted = self.tensors[fqn]
+        chunks = [(index, self.stored(index)) for index in self.places[fqn]]
+        if len(chunks) == 1 and chunks[0][1].shape == wanted.size:
+            return chunks[0][1]
+        dtype, size = wanted.properties.dtype, wanted.size
+        nbytes = size.numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(size, dtype=dtype)
+        path = scratch / secrets.token_hex(8)
+        flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        path.unlink()
+        whole = typed_view(flat, 0, nbytes, dtype, size)
+        for index, chunk in chunks:
+            box = tuple(slice(at, at + n) for at, n in zip(index.offset or (), chunk.shape, strict=True))
+            whole[box].copy_(chunk)
+        return whole
+
+    def _find(self, index: MetadataIndex) -> tuple[ObjectReader, str]:
+        place = self.items.get(index)
+        if place is None or place.rank not in self._parts:
+            raise ObjectNotFoundError(f"the checkpoint has no {index}")
+        return self._parts[place.rank].reader(place.rank), place.key

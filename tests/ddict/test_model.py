@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import multiprocessing
 import os
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,12 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictKeyError, DDictWritesLostError
 from ml_flashpoint.ddict.supervisor import MOST_DEATHS
+from ml_flashpoint.format.errors import FlashpointError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.dictionaries import DEADLINE_S, await_copies, await_that, kill_manager
 
 EXAMPLES = "FLASHPOINT_TEST_MODEL_EXAMPLES"
 HANDLES = 3
 WORKING_SET = 3
+_FORK = multiprocessing.get_context("fork")
 BIG = 70_000  # elements of a float32 tensor that is an object of its own
 
 Content = dict[str, int]
@@ -43,6 +48,7 @@ class Model:
     Attributes:
         snapshots: for each checkpoint that was committed by itself, the writes that were seen there then.
         needs: for each handle and checkpoint that it wrote at, the one whose commit covers that.
+        open: where processes were killed: not whole, until that has left the working set.
     """
 
     def __init__(self) -> None:
@@ -54,6 +60,7 @@ class Model:
         self.snapshots: dict[int, dict[str, Write]] = {}
         self.persisted: dict[int, Content] = {}
         self.needs: list[dict[int, int]] = [{} for _ in range(HANDLES)]
+        self.open: list[int] = []
 
     def seen(self, checkpoint_id: int) -> dict[str, Write]:
         """The write of each key that is seen at a checkpoint."""
@@ -88,7 +95,8 @@ class Model:
 
     def target(self) -> int:
         """The newest checkpoint that every handle has moved past."""
-        return max(self.committed, min(self.positions) - 1)
+        self.open = [at for at in self.open if at > self.newest - WORKING_SET]
+        return max(self.committed, min(self.positions + self.open) - 1)
 
     def commit(self, checkpoint_id: int) -> None:
         if checkpoint_id > self.committed:
@@ -117,6 +125,7 @@ class Model:
         self.snapshots = {each: seen for each, seen in self.snapshots.items() if each <= base}
         self.persisted = {each: content for each, content in self.persisted.items() if each <= base}
         self.needs = [{} for _ in range(HANDLES)]
+        self.open = [at for at in self.open if at <= base]
         self.writes = []
         present: dict[str, Write] = {}
         for checkpoint_id, seen in sorted(self.snapshots.items()):
@@ -124,6 +133,13 @@ class Model:
                 self.writes += [Write(key, checkpoint_id, -1, None) for key in present.keys() - seen.keys()]
                 self.writes += [write for key, write in seen.items() if present.get(key) != write]
                 present = seen
+
+
+def write_and_be_killed(handle: DDict, keys: list[str], big: bool, pipe: Connection) -> None:
+    for key in keys:
+        handle[key] = torch.full((BIG,), -1.0) if big else -1
+    pipe.send("written")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _content(seen: dict[str, Write]) -> Content:
@@ -331,6 +347,52 @@ class DictionaryModel(RuleBasedStateMachine):
             self.checkpoint(handle)
         self.check(handle)
 
+    @rule(back=st.integers(0, WORKING_SET - 1), keys=st.sets(KEYS, min_size=1), big=st.booleans())
+    def kill_a_writer(self, back: int, keys: set[str], big: bool) -> None:
+        """A process is killed in the midst of a step: what it wrote at it is gone."""
+        assert self.dictionary is not None
+        model = self.model
+        at = model.newest - back
+        if at <= model.committed or at < model.oldest:
+            return
+        handle = copy.copy(self.handles[0])
+        handle.checkpoint_id = at
+        ours, theirs = _FORK.Pipe(duplex=False)
+        child = _FORK.Process(target=write_and_be_killed, args=(handle, sorted(keys), big, theirs))
+        child.start()
+        theirs.close()
+        child.join(DEADLINE_S)
+        assert child.exitcode == -signal.SIGKILL
+        assert ours.poll()
+        assert ours.recv() == "written"
+        handle.detach()
+        await_that(lambda: self.dictionary._access.ask_main("state")["writers"] == HANDLES)  # type: ignore[union-attr]
+        model.newest = max(model.newest, at)
+        model.open.append(at)
+        event("a writer is killed")
+        self.let_commit()
+        coordinator = self.dictionary._coordinator.coordinator  # type: ignore[union-attr]
+        await_that(lambda: not coordinator._discards)
+        for each in range(HANDLES):
+            self.check(each)
+
+    @rule()
+    def persist_where_storage_is_away(self) -> None:
+        """What cannot be persisted now can be later; what was before is still there."""
+        if self.model.committed < 0 or self.model.committed in self.model.persisted:
+            return
+        away = self.folder.with_name(f"{self.folder.name}-away")
+        self.folder.rename(away)
+        self.folder.write_text("no folder")
+        try:
+            with pytest.raises(FlashpointError):
+                self.handles[0].persist()
+        finally:
+            self.folder.unlink()
+            away.rename(self.folder)
+        event("storage fails")
+        assert self.handles[0].persisted_ids() == sorted(self.model.persisted)
+
     # ---- what must hold -----------------------------------------------------------------------------------
 
     def read(self, handle: int) -> Content:
@@ -355,8 +417,7 @@ class DictionaryModel(RuleBasedStateMachine):
     @rule(checkpoint_id=st.integers(0, 12))
     def read_elsewhere(self, checkpoint_id: int) -> None:
         """Wherever a reader stands, it sees what is seen there, or is told that nothing is."""
-        assert self.dictionary is not None
-        reader = copy.copy(self.dictionary)
+        reader = copy.copy(self.handles[0])  # which has heard of all epochs: it would be told of what was taken back
         reader.checkpoint_id = checkpoint_id
         if self.model.may_go_back(checkpoint_id):
             assert set(reader) == self.model.content(checkpoint_id).keys()
@@ -383,8 +444,7 @@ def test_a_dictionary_is_what_a_model_says() -> None:
     _run(15, 20)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.skipif(EXAMPLES not in os.environ, reason=f"takes long; set {EXAMPLES} to the number of examples")
-def test_a_dictionary_is_what_a_model_says_for_long() -> None:
-    _run(int(os.environ[EXAMPLES]), 40)
+def test_a_dictionary_is_what_a_model_says_for_10_000_steps() -> None:
+    _run(int(os.environ.get(EXAMPLES, "200")), 50)

@@ -38,6 +38,7 @@ CASES = [
     "common_state_that_cannot_be_saved",
     "a_load_that_fails_on_one_rank",
     "objects_that_could_run_code_are_refused",
+    "cut_connections",
 ]
 # On two nodes; four ranks under torchrun, as megatron-core is started.
 RUNS = {2: CASES + ON_TWO, 4: CASES + ON_FOUR}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support import megatron_save_cases  # noqa: F401 (its cases are among CASES)
 from tests.support.cases import go_through
+from tests.support.cuts import cut_in_the_midst
 from tests.support.megatron import Door, TorchDist, load_from, without_cuda
 from tests.support.megatron_cases import CASES, case, check_load, expected, some_layout
 from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, plain, sharded_state
@@ -327,6 +329,33 @@ def load_from_others(root: Path, saved_by: list[Layout]) -> None:
         door.settle()
         dist.barrier()
         door.close()
+
+
+@case
+def cut_connections(door: Door, other: TorchDist) -> None:
+    """Each rank's copy breaks off in its midst, and then what is sent to ranks whose node has lost its memory."""
+    layout, base = LAYOUTS[world_size()][0], base_path() / "cut"
+    door = Door(base)
+    door.latest()
+    for step in (1, 2):
+        with cut_in_the_midst() as cuts:
+            door.save_megatron(sharded_state(layout, step), step, asynchronous=step == 2)
+            door.settle()
+            dist.barrier()
+        assert door.save_strategy.last_error is None
+        assert (door.saver.stats.last_verified, len(cuts)) == (step, 1)
+    door.close()
+    dist.barrier()
+    lost = os.environ["FLASHPOINT_NODE_ID"] == "node-1"
+    if lost and int(os.environ["LOCAL_RANK"]) == 0:
+        shutil.rmtree(base)
+    dist.barrier()
+    door = Door(base)
+    with cut_in_the_midst() as cuts:
+        check_load(door, layout, 2)
+        dist.barrier()
+    assert sum(map(len, _gathered(cuts))) > 0
+    door.close()
 
 
 # Not below: the process of a persistent caller imports this, too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ CASES = [
     "auto_resume",
     "forgetting_to_ask",
     "context",
+    "planted_links",
     "wrapping_twice",
     "disabled",
     "refusals",
@@ -34,6 +36,8 @@ CASES = [
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_nodes(case_runs: CaseRuns, name: str) -> None:
     """One job for all of them: NeMo takes longest to import."""
+    if name == "planted_links" and os.geteuid() != 0:
+        pytest.skip("only root can make links of another user")
 
     def make(root: Path) -> Cluster:
         return Cluster(root, "nemo_cases", nodes=2, args=CASES, torchrun=True, preload=warm.NEMO)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import shutil
 import sys
 import warnings
@@ -37,7 +38,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError, UnsafePathError
 from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.cases import go_through
 from tests.support.megatron import load_from
@@ -345,6 +346,43 @@ def context(base: Path) -> None:
     path = resume.get_context_path()
     assert path is not None
     assert (path / "io.json").is_file()
+    # What lies in its place is removed, if it is a link, and what that leads to is left alone.
+    victim = base.parent / "victim"
+    victim.mkdir()
+    (victim / "io.json").write_text("precious")
+    shutil.rmtree(path)
+    path.symlink_to(victim)
+    assert resume.get_context_path() == path
+    assert not path.is_symlink()
+    assert (path / "model.yaml").is_file()
+    assert [each.read_text() for each in victim.iterdir()] == ["precious"]
+    finish(trainer)
+
+
+def planted_links(base: Path) -> None:
+    """Wrapping refuses links of somebody else's, saves fail at a version that is one, and what they lead to is left."""
+    victim = base.parent / "precious"
+    victim.mkdir(mode=0o700)
+    (victim / "common.pt").write_text("precious")
+    trainer = trainer_of(base)
+    for planted in (base, base / ".flashpoint", base / ".flashpoint" / f"rank-{rank():05d}"):
+        planted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        planted.symlink_to(victim)
+        os.lchown(planted, 54321, 54321)
+        with pytest.raises(UnsafePathError):
+            wrap(trainer, str(base), async_save=True)
+        planted.unlink()
+    resume = wrap(trainer, str(base), async_save=True)
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    version(base, 1).symlink_to(victim)
+    for step in (1, 2):
+        save(trainer, version(base, step), step)
+        trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+        assert ("cannot be used as a folder" in str(io.parts.save_strategy.last_error)) == (step == 1)
+    settle(trainer)
+    assert resume.get_trainer_ckpt_path() == version(base, 2)
+    assert [each.read_text() for each in victim.iterdir()] == ["precious"]
     finish(trainer)
 
 
@@ -486,6 +524,7 @@ CASES = {
         auto_resume,
         forgetting_to_ask,
         context,
+        planted_links,
         wrapping_twice,
         disabled,
         refusals,

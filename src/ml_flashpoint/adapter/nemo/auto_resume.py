@@ -13,7 +13,8 @@ from nemo.lightning.resume import AutoResume, _try_restore_tokenizer
 
 from ml_flashpoint.adapter.nemo.checkpoint_io import CONTEXT_FILE
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.format.errors import NothingLoadableError
+from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
+from ml_flashpoint.format.private_folders import make_private
 from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
@@ -94,10 +95,13 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
         ok = True
         if ranks.is_node_leader and archive.is_file():
             try:
+                if folder.is_symlink():  # what it leads to is left alone
+                    folder.unlink()
                 shutil.rmtree(folder, ignore_errors=True)
+                make_private(folder)
                 with zipfile.ZipFile(archive) as packed:
                     packed.extractall(folder)
-            except (OSError, zipfile.BadZipFile) as error:
+            except (OSError, FlashpointError, zipfile.BadZipFile) as error:
                 _log.error("the context of %s cannot be unpacked: %s", version.name, error)
                 ok = False
         ok = ranks.all_ok(ok)

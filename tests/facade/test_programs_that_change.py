@@ -169,3 +169,40 @@ def test_steps_in_several_threads_all_wait(base: Path, monkeypatch: pytest.Monke
             thread.join(30)
         assert fp.wait()
         assert fp.last_saved == 2
+
+
+def test_parameters_without_state_are_none_to_a_second_resume(base: Path) -> None:
+    model = _layers()
+    optimizer = torch.optim.AdamW([*model.parameters(), *(unused := nn.Linear(2, 2)).parameters()])
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(model=model, unused=unused, optimizer=optimizer).resume()
+        _step(model, optimizer)
+        fp.step()
+        fp.wait()
+        _step(model, optimizer)
+        assert fp.resume() == 1
+        assert all(values["step"] == 1 for values in optimizer.state.values())
+        assert len(optimizer.state) == 4
+
+
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_parameters_that_were_frozen_keep_their_optimizer_state(base: Path, frozen: int) -> None:
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        _step(model, optimizer)
+        fp.step()
+    again = _layers()
+    for layer in again[:frozen]:
+        layer.requires_grad_(False)
+    optimizer_again = torch.optim.AdamW(again.parameters())
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=optimizer_again).resume() == 1
+    assert [parameter.requires_grad for parameter in again.parameters()] == [False] * 2 * frozen + [True] * (
+        4 - 2 * frozen
+    )
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert optimizer.state[one].keys() == optimizer_again.state[other].keys()
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, optimizer_again.state[other][key])

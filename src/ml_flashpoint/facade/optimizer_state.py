@@ -7,8 +7,9 @@ parameter. An optimizer that they cannot name is saved whole, by each rank for i
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ class OptimizerState:
         if not self.optimizer.state:
             # Torch makes the state by a step without effect, which it does not dare to while there are gradients.
             self.optimizer.zero_grad(set_to_none=True)
-        state = _by_torch(root, self.optimizer)
+        with _not_frozen(parameters):
+            state = _by_torch(root, self.optimizer)
         names = _names_in(state)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         self._absent = {}
@@ -135,10 +137,12 @@ class OptimizerState:
         assert self._root is not None
         loaded: dict[str, _State] = state["state"]
         # Torch insists on state for every parameter. What the checkpoint lacks goes in, and is removed again.
-        names = dict.fromkeys([*loaded, *self._absent])
+        without = [name for name, parameter in self._parameters.items() if parameter not in self.optimizer.state]
+        names = dict.fromkeys([*loaded, *self._absent, *without])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
         complete: Any = {"state": filled, "param_groups": state["param_groups"]}
-        set_optimizer_state_dict(self._root, self.optimizer, complete)
+        with _not_frozen(self._parameters[name] for name in filled if name in self._parameters):
+            set_optimizer_state_dict(self._root, self.optimizer, complete)
         for name, values in filled.items():
             if (parameter := self._parameters.get(name)) is None:
                 continue
@@ -178,6 +182,19 @@ class OptimizerState:
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Torch neither makes nor loads the state of parameters without gradients: they may have been frozen with it."""
+    frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:

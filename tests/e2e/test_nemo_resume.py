@@ -22,15 +22,17 @@ def last(reports: list[dict[str, Any]], name: str) -> Any:
     return [each[name] for each in reports if name in each][-1]
 
 
-def check(reports: list[dict[str, Any]], but: frozenset[str] | set[str] = frozenset()) -> list[Path | None]:
+def check(
+    reports: list[dict[str, Any]], but: frozenset[str] | set[str] = frozenset(), steps: int = 14
+) -> list[Path | None]:
     """That the run which was killed came to what the other did; what its lives have gone on from."""
     resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
     for name in undisturbed.keys() - but:
         assert resumed[name] == undisturbed[name], name
     ended = next(number for number, each in enumerate(reports) if "resumed" in each)
-    steps = [{each["step"]: each for each in part if "step" in each} for part in (reports[:ended], reports[ended:])]
-    assert list(steps[1]) == list(range(1, 15))
-    assert dict(sorted(steps[0].items())) == steps[1], "batches and losses of all steps, in their last life"
+    told = [{each["step"]: each for each in part if "step" in each} for part in (reports[:ended], reports[ended:])]
+    assert list(told[1]) == list(range(1, steps + 1))
+    assert dict(sorted(told[0].items())) == told[1], "batches and losses of all steps, in their last life"
     paths = [each["resumes"] for each in reports[:ended] if "resumes" in each]
     return [None if path is None else Path(path) for path in paths]
 
@@ -63,6 +65,26 @@ def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -
             assert check(cluster.reports(rank)) == [None, cluster.base_of(rank) / "step-8_ckpt"]
             assert {"io.json", "model.yaml"} <= set(last(cluster.reports(rank), "context"))
             assert last(cluster.reports(rank), "committed") == 2, "after steps 10 and 14"
+
+
+@pytest.mark.timeout(600)
+def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_path: Path) -> None:
+    """256 MiB a rank, in blocks of 16 MiB. The first copy breaks off in its midst, and so does the recovery."""
+    with Cluster(
+        tmpfs,
+        "nemo_training",
+        nodes=2,
+        args=["real", tmp_path, "--kill", 2, "--lose", "1:1", "--cut"],
+        env={"FLASHPOINT_TEST_BLOCK_BYTES": str(16 << 20)},
+        torchrun=True,
+        max_restarts=1,
+        preload=warm.NEMO,
+    ) as cluster:
+        cluster.wait(timeout_s=500)
+        for rank in range(2):
+            assert check(cluster.reports(rank), steps=3) == [None, cluster.base_of(rank) / "step-2_ckpt"]
+            assert last(cluster.reports(rank), "bytes") > 256 << 20
+            assert last(cluster.reports(rank), "cuts")
 
 
 @pytest.mark.timeout(600)

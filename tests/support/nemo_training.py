@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,29 @@ from torch.utils.data import DataLoader, Dataset
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint
 from tests.support.state_digest import digest
-from tests.support.worker import base_path, report, world_size
+from tests.support.worker import base_path, rank, report, world_size
 
-STEPS, EVERY, LONG_TERM_EVERY = 14, 2, 6
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained, and when it is saved, by whom."""
+
+    distributed: bool = True
+    hidden: int = 32
+    ffn: int = 64
+    steps: int = 14
+    every: int = 2
+    long_term_every: int = 6
+
+
+KINDS = {
+    "plain": Kind(distributed=False),
+    "distributed": Kind(),
+    # Of two ranks each has 3 × 4 bytes / 2 of each of 2 × 2 × 512 × 23,000 parameters and more: 270 MiB.
+    "real": Kind(hidden=512, ffn=23_000, steps=3, every=1, long_term_every=100),
+}
 
 
 class Samples(Dataset):  # type: ignore[type-arg]
@@ -116,15 +136,15 @@ class KillAt(Callback):  # type: ignore[misc]
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str, Any]:
+def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str, Any]:
     """Train, and tell what came of it."""
-    distributed = kind == "distributed"
+    kind = KINDS[name]
     data, tokenizer = Data(), ByteLevelTokenizer(vocab_size=256)
     model = llm.GPTModel(
         llm.GPTConfig(
             num_layers=2,
-            hidden_size=32,
-            ffn_hidden_size=64,
+            hidden_size=kind.hidden,
+            ffn_hidden_size=kind.ffn,
             num_attention_heads=4,
             seq_length=LENGTH,
             # Its random numbers are in no checkpoint of NeMo's.
@@ -136,24 +156,26 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
         tokenizer=tokenizer,
     )
     optimizer = nl.MegatronOptimizerModule(
-        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=distributed),
+        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=kind.distributed),
         lr_scheduler=nl.lr_scheduler.CosineAnnealingScheduler(warmup_steps=3, constant_steps=0, min_lr=1e-3),
     )
     tally = Tally()
     callbacks: list[Callback] = [tally, KillAt(kill_at)]
     if ours:
         # In front, from where it has to move behind the others.
-        callbacks.insert(0, MLFlashpointCheckpointCallback(base_path(), EVERY, skip_every_n_steps=LONG_TERM_EVERY))
+        callbacks.insert(
+            0, MLFlashpointCheckpointCallback(base_path(), kind.every, skip_every_n_steps=kind.long_term_every)
+        )
     trainer = nl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=world_size() // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=nl.MegatronStrategy(
-            ddp=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
-            ckpt_async_save=distributed,
+            ddp=DistributedDataParallelConfig(use_distributed_optimizer=kind.distributed),
+            ckpt_async_save=kind.distributed,
             process_group_backend="gloo",
         ),
-        max_steps=STEPS,
+        max_steps=kind.steps,
         limit_val_batches=0,
         callbacks=callbacks,
         logger=False,
@@ -162,7 +184,7 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
     log = nl.NeMoLogger(
         log_dir=str(folder),
         ckpt=nl.ModelCheckpoint(
-            every_n_train_steps=LONG_TERM_EVERY, monitor="step", save_top_k=-1, save_last=True, filename="{step}"
+            every_n_train_steps=kind.long_term_every, monitor="step", save_top_k=-1, save_last=True, filename="{step}"
         ),
         use_datetime_version=False,
     )
@@ -172,7 +194,7 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
         resume = wrap_trainer_and_auto_resume_with_mlflashpoint(
             trainer=trainer,
             flashpoint_base_container=base_path(),
-            async_save=distributed,
+            async_save=kind.distributed,
             default_auto_resume=resume,
             always_save_context=True,
         )
@@ -190,6 +212,8 @@ def train(kind: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
         context = resume.get_context_path()
         assert io.parts.engine.saver.wait(60)
         report(committed=io.parts.engine.saver.stats.committed)
+        objects = [each.stat().st_size for each in base_path().glob(f"step-*/rank-{rank():05d}-*.safetensors")]
+        report(bytes=max(objects))
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)
     inner = trainer.optimizers[0].mcore_optimizer
     adams = [each.optimizer for each in getattr(inner, "chained_optimizers", [inner])]

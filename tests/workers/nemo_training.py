@@ -7,6 +7,7 @@ last one also trains without any of ours, from the beginning, and tells what bot
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import warnings
@@ -22,14 +23,16 @@ def main() -> None:
     import torch
     from nemo.utils import AppState
 
+    from tests.support.cuts import cut_in_the_midst
     from tests.support.nemo_cpu import play_cuda
     from tests.support.nemo_training import train
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["plain", "distributed"])
+    parser.add_argument("kind", choices=["plain", "distributed", "real"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill", type=int, nargs="*", default=[], help="at these steps, one in each life")
     parser.add_argument("--lose", nargs="*", default=[], help="LIFE:RANK or LIFE:all, whose memory is gone before it")
+    parser.add_argument("--cut", action="store_true", help="in each life, the first connection that carries anything")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     play_cuda()
@@ -37,7 +40,9 @@ def main() -> None:
     if {f"{life}:{rank()}", f"{life}:all"} & set(arguments.lose):
         shutil.rmtree(base_path())
     kill_at = arguments.kill[life] if life < len(arguments.kill) else -1
-    report(resumed=train(arguments.kind, arguments.folder / "resumed", ours=True, kill_at=kill_at))
+    with cut_in_the_midst() if arguments.cut else contextlib.nullcontext([]) as cuts:
+        report(resumed=train(arguments.kind, arguments.folder / "resumed", ours=True, kill_at=kill_at))
+    report(cuts=cuts)
     AppState().log_dir = None
     report(undisturbed=train(arguments.kind, arguments.folder / "undisturbed", ours=False))
     leave()

@@ -53,5 +53,6 @@ def test_a_lightning_job_on_two_nodes_is_the_undisturbed_job(tmpfs: Path) -> Non
         resumes = [[each["resumes"] for each in cluster.reports(rank) if "resumes" in each] for rank in range(2)]
     # The agents may have swapped the ranks.
     assert [[each and Path(each).name for each in told] for told in resumes] == [[None, "step-2_ckpt", None]] * 2
+    assert all(each["cuts"] for each in found)
     assert found[0]["bytes"] + found[1]["bytes"] > 256 << 20
     assert [each["resumed"] for each in found] == [each["undisturbed"] for each in found]

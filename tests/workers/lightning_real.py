@@ -1,9 +1,11 @@
-"""A Lightning DDP job of 256 MiB a rank on two nodes, one of which is killed by its rank at a step, once; then it says
-what it came to, and what an undisturbed run of the same process comes to."""
+"""A Lightning DDP job of 256 MiB a rank on two nodes. Its ranks kill themselves at a step, once, and one node loses its
+memory then. It says what it came to, and what an undisturbed run of the same process comes to. In each life, the first
+connection that carries anything from a rank breaks in its midst."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from tests.support.cuts import cut_in_the_midst
 from tests.support.state_digest import digest
 from tests.support.worker import base_path, report
 
@@ -94,10 +97,13 @@ def train(ours: FlashpointCallback | None) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" and os.environ["FLASHPOINT_NODE_ID"] == "node-1":
+        shutil.rmtree(base_path())
     ours = FlashpointCallback(base_path(), 1, strict=True, deadline_s=120)
-    resumed = train(ours)
+    with cut_in_the_midst() as cuts:
+        resumed = train(ours)
     assert ours.flashpoint is not None
-    report(resumed=resumed, bytes=ours.flashpoint.health.bytes)
+    report(resumed=resumed, bytes=ours.flashpoint.health.bytes, cuts=cuts)
     report(undisturbed=train(None))
     dist.destroy_process_group()
 

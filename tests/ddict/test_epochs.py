@@ -8,12 +8,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict import DDict, links
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
@@ -21,6 +21,7 @@ from ml_flashpoint.ddict.errors import (
     DDictWritesLostError,
 )
 from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
+from ml_flashpoint.net.client import Connection
 from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
 
 pytestmark = pytest.mark.slow
@@ -223,6 +224,30 @@ def test_a_manager_that_does_not_answer_is_named_in_time(make: Callable[..., DDi
     assert d.wait_for_commit(timeout=DEADLINE_S) == 0
 
 
+def test_a_manager_that_is_stopped_for_a_while_is_waited_for(
+    make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = make()
+    key, pid = key_of(d, 1), pid_of(d, 1)
+    d[key] = 1
+    tries = 0
+
+    class Tried(Connection):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 3:
+                os.kill(pid, signal.SIGCONT)
+            super().__init__(*args, **named)
+
+    monkeypatch.setattr(links, "Connection", Tried)
+    monkeypatch.setattr(links, "_CONNECT_S", 0.2)
+    d._handle.client.links._drop_idle(1)
+    with stopped(pid):
+        assert d[key] == 1
+    assert tries >= 3
+
+
 def test_checkpoints_are_made_of_whole_steps_with_a_persister_too(tmp_path: Any) -> None:
     from ml_flashpoint.ddict import PosixCheckpointPersister
 
@@ -235,7 +260,7 @@ def test_checkpoints_are_made_of_whole_steps_with_a_persister_too(tmp_path: Any)
         stuck.detach()
 
 
-def _write(dictionary: DDict, pipe: Connection, how: str) -> None:
+def _write(dictionary: DDict, pipe: Pipe, how: str) -> None:
     dictionary["done"] = 1
     dictionary.checkpoint()
     dictionary["open"] = 1

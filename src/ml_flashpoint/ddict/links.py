@@ -48,6 +48,7 @@ GRACE_S = 0.5
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 _KEPT_IDLE = 8
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +195,10 @@ class Links:
             raise ConnectionLostError(f"manager {manager} is not anywhere")
         left = max(until - time.monotonic(), 0.05)
         try:
-            connection = Connection(address, self._secret, REQUESTS, connect_timeout_s=min(left, 10.0))
+            connection = Connection(address, self._secret, REQUESTS, connect_timeout_s=min(left, _CONNECT_S))
         except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
-            if address[0] == "tcp" and time.monotonic() < until:
-                # The machine may be gone, or the port somebody else's by now.
+            if (address[0] == "tcp" or isinstance(error, DDictTimeoutError)) and time.monotonic() < until:
+                # It may be stopped for a while; the machine may be gone, or the port somebody else's by now.
                 raise ConnectionLostError(f"manager {manager} is not at its address any more: {error}") from error
             if isinstance(error, AuthenticationError):
                 raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error

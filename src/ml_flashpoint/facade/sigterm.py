@@ -1,4 +1,5 @@
-"""SIGTERM: time for the save in flight to be committed, then whatever would have happened anyway.
+"""SIGTERM: time for the save in flight to be committed, then whatever would have happened anyway. SIGINT: not in the
+midst of a save.
 
 Owns the handler, its chaining and its removal. What there is to wait for is the façade's to say.
 
@@ -126,13 +127,14 @@ class TerminationGuard:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """While a save is being begun: a signal that comes now is acted on when it has begun."""
+        """While a save is being begun: a signal that comes now is acted on when it has begun, the first SIGINT, too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         self._busy = True
         try:
-            yield
+            with _interrupt_held():
+                yield
         finally:
             self._busy = False
             if self._pending is not None:
@@ -205,6 +207,29 @@ class TerminationGuard:
                 _log.warning("SIGTERM: the main thread hangs in native code, ending the process")
                 _take_default_action()
         _responded.clear()
+
+
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Have the first Ctrl-C interrupt what comes after this. Python raises KeyboardInterrupt between any two
+    instructions, also where a lock was taken and nobody knows of it yet, who would give it back."""
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever insists is not held up
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is hold:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if held:
+            raise KeyboardInterrupt
 
 
 def _take_default_action() -> None:

@@ -257,6 +257,28 @@ class Overlap:
         self._thread.close()
 
 
+class OverlappingDoor:
+    """What doors with asynchronous saves offer whose users make the steps."""
+
+    _overlap: Overlap
+
+    def watch(self, *optimizers: Optimizer) -> None:
+        """Have what these optimizers update, parameters and their own state, copied while training goes on: an
+        asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
+        else is copied before the save returns.
+
+        Raises:
+            InvalidArgumentError: one is none.
+        """
+        for optimizer in optimizers:
+            self._overlap.watch(optimizer)
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an
+        optimizer that is watched updates: else the save fails, and from then on saves return when all is copied."""
+        self._overlap.before_update()
+
+
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Whether it can be told that a tensor has not changed, and it has memory that can be copied by slices."""
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")

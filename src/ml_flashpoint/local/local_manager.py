@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.optim import Optimizer
-
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -69,7 +67,7 @@ class CheckpointId(NamedTuple):
     session_id: str
 
 
-class LocalCheckpointManager:
+class LocalCheckpointManager(OverlappingDoor):
     """Local checkpoints of a job: one part a rank, in the memory of its node, and copies as a strategy says.
 
     Construct it on all ranks, after ``init_process_group`` if there is one. Constructing it and calling
@@ -308,22 +306,6 @@ class LocalCheckpointManager:
             return self._request(save, iteration, error)
         self._conclude(save, iteration, error)
         return None
-
-    def watch(self, *optimizers: Optimizer) -> None:
-        """Have what these optimizers update, parameters and their own state, copied while training goes on: an
-        asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
-        else is copied before the save returns.
-
-        Raises:
-            InvalidArgumentError: one is none.
-        """
-        for optimizer in optimizers:
-            self._overlap.watch(optimizer)
-
-    def before_update(self) -> None:
-        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an
-        optimizer that is watched updates: else the save fails, and from then on saves return when all is copied."""
-        self._overlap.before_update()
 
     def _fail_together(self, save: Save, iteration: int, error: Exception, is_async: bool) -> None:
         """Give up a save that was misused here. The other ranks may be saving: they learn by a save that fails."""

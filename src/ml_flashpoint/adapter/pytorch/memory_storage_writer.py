@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
-from torch.optim import Optimizer
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
@@ -38,7 +37,7 @@ from ml_flashpoint.core.checkpoint_saver import (
     MLFlashpointCheckpointSaver,
 )
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -76,7 +75,7 @@ class _Call(threading.local):
     save_id: str | None = None
 
 
-class MemoryStorageWriter(StorageWriter):
+class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     """Saves DCP checkpoints into memory. Use one writer for all saves of a job: it holds the arenas.
 
     Args:
@@ -261,22 +260,6 @@ class MemoryStorageWriter(StorageWriter):
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: what is still being copied, :meth:`watch` has steps wait for."""
-
-    def watch(self, *optimizers: Optimizer) -> None:
-        """Have what these optimizers update, parameters and their own state, copied while training goes on: an
-        asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
-        else is copied before the save returns.
-
-        Raises:
-            InvalidArgumentError: one is none.
-        """
-        for optimizer in optimizers:
-            self._overlap.watch(optimizer)
-
-    def before_update(self) -> None:
-        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an
-        optimizer that is watched updates: else the save fails, and from then on saves return when all is copied."""
-        self._overlap.before_update()
 
     def close(self) -> None:
         """Let saves under way finish and stop the background work."""

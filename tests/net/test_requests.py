@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
@@ -608,6 +608,7 @@ def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> N
 
 
 @given(st.dictionaries(st.sampled_from(["error", "message", "manager", "path", "value", "hint", "x"]), _JSON))
+@example({"message": ""})
 def test_any_description_is_an_error(described: dict[str, object]) -> None:
     error = REQUESTS.rebuild(described)
     assert isinstance(error, FlashpointError)

@@ -155,7 +155,9 @@ class Dialect:
         """The error that a reply describes; `failure` if its type is not known here."""
         name, message = described.get("error"), described.get("message")
         kind = self.errors.get(name) if isinstance(name, str) else None
-        error = (kind or self.failure)(message if isinstance(message, str) else "the other side gave no reason")
+        error = (kind or self.failure)(
+            message if isinstance(message, str) and message else "the other side gave no reason"
+        )
         for attribute in _ATTRIBUTES:
             value = described.get(attribute)
             if isinstance(value, (str, int)) and hasattr(error, attribute):

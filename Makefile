@@ -26,7 +26,8 @@ STAMP := .venv/.setup-stamp
 # network of its own, with loopback only, where it may (as root; see tests/conftest.py): in `make check` and the unit tests
 # too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests run in the machine's network.
 # A worker that a test has killed is not replaced: that would run the test again, and then wait for ever.
-TWO_AT_A_TIME ?= -n 2 --dist loadfile --max-worker-restart=0
+# Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
+TWO_AT_A_TIME ?= -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 .PHONY: setup lint format check test test-units test-nemo soak demo bench test-cuda bench-cuda clean distclean
 

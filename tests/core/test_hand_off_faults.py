@@ -291,3 +291,31 @@ def test_a_shortage_while_what_a_dead_process_left_is_removed_costs_no_arena(
     for step in range(3, 6):
         assert save_elsewhere(saver, tmpfs, step).state is SaveState.VERIFIED
     assert len(arenas(tmpfs)) <= 2
+
+
+def test_a_save_that_is_being_handed_off_while_it_is_looked_at_is_not_given_up(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's thread has seen that nobody was handed it, and is then held up."""
+    looked, go_on, main = threading.Event(), threading.Event(), threading.current_thread()
+    begin, is_worked_on = saver.begin, saver._is_worked_on
+
+    def begin_and_wait(**how: Any) -> Any:
+        begun = begin(**how)
+        assert looked.wait(20)
+        return begun
+
+    def held(save: Any) -> bool:
+        if threading.current_thread() is not main and not looked.is_set():
+            looked.set()
+            assert go_on.wait(20)
+        return is_worked_on(save)
+
+    monkeypatch.setattr(saver, "_is_worked_on", held)
+    monkeypatch.setattr(saver, "begin", begin_and_wait)
+    saves = [saver.hand_off(), saver.hand_off()]
+    go_on.set()
+    for step, each in enumerate(saves, 1):
+        pickle.loads(pickle.dumps(each)).save(version(tmpfs, step), TENSORS)
+        assert each.save.finished.wait(20)
+    assert [each.save.state for each in saves] == [SaveState.VERIFIED] * 2

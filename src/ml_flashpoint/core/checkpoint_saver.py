@@ -441,16 +441,15 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def _fail_if_deserted(self, save: Save) -> bool:
         """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""
-        if self._is_worked_on(save) and not save.deserted:
+        # Asked last: it may have been handed off meanwhile, and its thread have gone on to another one.
+        if (self._is_worked_on(save) and not save.deserted) or save.key in self._handed_off:
             return False
         self.fail(save, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
         return True
 
     def _fail_deserted(self) -> bool:
         """The same for all saves of this process, without waiting for the queue. Returns whether there were any."""
-        with self._lock:
-            undecided = [s for s in self._saves if not s.decided.is_set() and s.key not in self._handed_off]
-        return any(self._fail_if_deserted(save) for save in undecided)
+        return any(self._fail_if_deserted(save) for save in self._saves if not save.decided.is_set())
 
     def _desert_own(self) -> None:
         """Take note that the calling thread goes on with no save. A ``dcp.save`` that failed on another rank leaves the

@@ -19,6 +19,7 @@ from torch import nn
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.adapter.pytorch import export
 from ml_flashpoint.adapter.pytorch.export import Exported, export_version
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.cli.export import export as export_command
 from ml_flashpoint.core.copy_version import copy_version
 from ml_flashpoint.format.errors import (
@@ -319,3 +320,22 @@ def test_the_command(
     assert "no version of step 1" in capsys.readouterr().err
     assert exported(f"{base}@1", f"{base}@2") == 2
     assert "these are different steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_part_that_nobody_has_saved_is_not_made_up(
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    call_team(exporting.save, tmpfs, 2, 2, [1], "none", placement=(0, 0))
+    read = MemoryStorageReader.read_metadata
+
+    def lacking(self: MemoryStorageReader) -> Any:
+        metadata = read(self)
+        last = [index for index in metadata.storage_data if index.fqn == "sharded.rows"][-1]
+        del metadata.storage_data[last]
+        return metadata
+
+    monkeypatch.setattr(MemoryStorageReader, "read_metadata", lacking)
+    with pytest.raises(LoadError, match=r"where all of 'sharded\.rows' is"):
+        export_version(tmpfs / "node-0" / "job", tmp_path / "out", format=format)
+    assert not os.listdir(tmp_path)

@@ -22,7 +22,7 @@ from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.open_version import OpenVersion, open_version
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.staging.copy import typed_view
 from ml_flashpoint.unpickling.safe_archive import load_archive
@@ -137,7 +137,18 @@ class VersionItems:
         self.names = list(named)
         self.tensors = {fqn: each for fqn, each in named.items() if isinstance(each, TensorStorageMetadata)}
         self.others = [fqn for fqn in named if fqn not in self.tensors]
+        for fqn in named:
+            self._check_whole(fqn)
         self.nbytes = sum(each.size.numel() * each.properties.dtype.itemsize for each in self.tensors.values())
+
+    def _check_whole(self, fqn: str) -> None:
+        found, of = self.places.get(fqn, []), self.tensors.get(fqn)
+        whole = bool(found)
+        if of is not None and whole:
+            begins = {of.chunks[0].offsets if index.offset is None else index.offset for index in found}
+            whole = all(chunk.offsets in begins for chunk in of.chunks if chunk.sizes.numel())
+        if not whole:
+            raise LoadError(f"the checkpoint does not say where all of {fqn!r} is", step=self.step)
 
     def check(self) -> None:
         """Check that all that was read is what was saved."""

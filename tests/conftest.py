@@ -51,7 +51,11 @@ def _leftovers_are_swept() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _sigterm_is_left_as_it_was() -> Iterator[None]:
-    """Fails if a test leaves a handler of ours behind, which ends the process: so would a later test that sends one."""
+    """Fails if a test leaves a handler of ours behind, which ends the process: so would a later test that sends one.
+
+    Every test finds the default action, whatever ran before it: `ray.init` leaves a handler that exits.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     before = signal.getsignal(signal.SIGTERM)
     yield
     after = signal.getsignal(signal.SIGTERM)

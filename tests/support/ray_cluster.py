@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -41,6 +42,8 @@ class RayCluster:
 
     def __init__(self, nodes: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="mlf-ray-", dir=os.environ.get("RAY_TMPDIR")))  # short, for sockets
+        # Ray notes its address there, and makes the folder only for clusters that have their files in it.
+        Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
         self._size = nodes
         self._cluster = Cluster()
         try:

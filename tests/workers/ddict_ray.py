@@ -120,6 +120,26 @@ class _Writer:
                 self._report.longest_s = max(self._report.longest_s, time.monotonic() - began)
 
 
+PARTS = 4
+PART_BYTES = 16 << 20
+
+
+def part_of(rank: int, epoch: int) -> torch.Tensor:
+    return torch.arange(PART_BYTES // 4, dtype=torch.float32) + (rank * 1000 + epoch)
+
+
+def write_parts(d: DDict, rank: int, writers: int) -> Report:
+    """Write one of several large values at each epoch, in turn, until there is a key ``stop``."""
+    return _PartsWriter(d, rank).run(writers, None)
+
+
+class _PartsWriter(_Writer):
+    def _write(self, epoch: int) -> None:
+        self._d[self._rank, "part", epoch % PARTS] = part_of(self._rank, epoch)
+        self._d.update({(self._rank, "small", number): epoch for number in range(100)})
+        self._d["last", self._rank] = epoch
+
+
 def create_and_wait(address: str) -> None:
     """A driver that makes a dictionary and is killed. Prints the process ids of the actors' nodes' folders."""
     import ray

@@ -385,6 +385,7 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
+        self._engine.saver.owner.check(self._ranks.rank)
         settled = self._saves.settle(deadline_s)
         self._raise_failure()
         return settled
@@ -437,6 +438,7 @@ class Flashpoint:
     def _check_open(self) -> None:
         if self._closed:
             raise FlashpointError("this Flashpoint is closed", rank=self._ranks.rank)
+        self._engine.saver.owner.check(self._ranks.rank)
         if _default_group() is not self._world:
             raise FlashpointError(
                 "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
@@ -460,7 +462,7 @@ class Flashpoint:
         self._raise_failure()
 
     def _close(self, deadline_s: float) -> None:
-        if self._closed:
+        if self._closed or self._engine.saver.owner.forked:
             return
         self._closed = True
         committed = self._saves.help_and_await(deadline_s)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_stages import StagedObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
+from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
@@ -115,7 +115,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         )
         self._lock = threading.RLock()
         self._begun = 0
-        self._process = os.getpid()
+        self.owner = OwningProcess()
         self._saves: list[Save] = []  # under way or held, oldest first
         self._taking: set[Save] = set()  # about to take an arena
         self._largest = 0
@@ -127,6 +127,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def begin(self, *, exchanged: bool = False, here: bool = False) -> Save:
         """Start a save; see the base class. One ``here`` is given up when this thread begins another one, or waits,
         until it has another worker: an interrupt may have kept the thread from even learning of it."""
+        self.owner.check(self.rank)
         with self._lock:
             if self._closed:
                 raise SaveError("the saver is closed", rank=self.rank)
@@ -468,13 +469,14 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until every save begun so far is finished: verified everywhere, or lost. Returns whether in time."""
+        self.owner.check(self.rank)
         self._desert_own()
         return self._commits.wait_for_change(lambda: self._commits.idle, deadline_s or seal_deadline_s())
 
     def close(self, deadline_s: float | None = None) -> None:
         """Let saves under way finish, within a deadline, and stop the background work. Idempotent."""
-        if os.getpid() != self._process:
-            return  # a forked child: it has none of the threads, and its parent's locks as they happened to be
+        if self.owner.forked:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -496,4 +498,3 @@ def _close_savers() -> None:
 
 
 atexit.register(_close_savers)
-os.register_at_fork(after_in_child=_live_savers.clear)  # a child has none of their threads, and they are its parent's

@@ -110,6 +110,7 @@ class CheckpointEngine:
             NothingLoadableError: there are versions, and none can be loaded.
             FlashpointError: ranks lost each other.
         """
+        self.saver.owner.check(self.ranks.rank)
         self.loader.reconsider()
         version = self.loader.get_latest_complete_checkpoint(self.base)
         self.unasked = False
@@ -131,7 +132,7 @@ class CheckpointEngine:
     def stop(self) -> None:
         """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way. Arenas stay mapped, for
         whoever may still write to them. Idempotent."""
-        if not self._stopped:
+        if not self._stopped and not self.saver.owner.forked:
             self._stopped = True
             self.saver.close(exit_deadline_s())
             self.replication.close()
@@ -140,7 +141,7 @@ class CheckpointEngine:
     def close(self) -> None:
         """End everything, and let go of the base container. Versions stay. Idempotent."""
         self.stop()
-        if not self._closed:
+        if not self._closed and not self.saver.owner.forked:
             self._closed = True
             self.objects.close()
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import TensorItem
+from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
@@ -76,6 +77,7 @@ class Overlap:
         self._probe = self._proofs = 0
         self._announced = self._captured = False
         self._stepped: set[int] = set()
+        self._owner = OwningProcess()
 
     def watch(self, optimizer: Optimizer, *, announced: bool = False) -> None:
         """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks.
@@ -201,7 +203,7 @@ class Overlap:
     def before_update(self) -> None:
         """Wait until nothing is copied any more, and help."""
         late = self._late
-        if late is not None and not late.over:
+        if late is not None and not late.over and not self._owner.forked:
             began = time.perf_counter()
             with self.deferred():
                 late.finish()

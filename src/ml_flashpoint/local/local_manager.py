@@ -150,6 +150,7 @@ class LocalCheckpointManager(OverlappingDoor):
     def _check_open(self) -> None:
         if self._closed:
             raise CallOrderError("the manager is closed", rank=self.rank, path=self._base)
+        self._saver.owner.check(self.rank)
 
     # ---- finding and loading ------------------------------------------------------------------------------
 
@@ -448,7 +449,7 @@ class LocalCheckpointManager(OverlappingDoor):
 
         Idempotent. A process that just ends need not call it.
         """
-        if self._closed:
+        if self._closed or self._saver.owner.forked:
             return
         self._closed = True
         self._overlap.close()

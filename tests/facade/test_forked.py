@@ -1,0 +1,138 @@
+"""A forked child shares the memory that checkpoints are in: whatever it calls, they stay what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.format.errors import JobInUseError
+from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from tests.facade.test_overlap import Job
+
+_DEADLINE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there is a copy under way whenever somebody forks."""
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+
+
+class Child:
+    """A forked child, which calls a function once it is told to, and must end with it."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        told, self._tell = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(_DEADLINE_S)
+                os.read(told, 1)
+                function()
+                code = 0
+            finally:
+                os._exit(code)
+
+    def run(self) -> None:
+        os.write(self._tell, b"!")
+        _, status = os.waitpid(self._pid, 0)
+        assert status == 0, f"the child ended with {os.waitstatus_to_exitcode(status)}"
+
+
+def _train(fp: Flashpoint, job: Job, steps: int) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for _ in range(steps):
+        job.step()
+        state = job.state()
+        fp.step()
+    return state
+
+
+def _refused(call: Callable[[], object]) -> None:
+    with pytest.raises(JobInUseError, match="was forked from"):
+        call()
+
+
+def _train_alone(fp: Flashpoint, job: Job) -> None:
+    job.optimizer.step()
+
+
+def _close(fp: Flashpoint, job: Job) -> None:
+    fp.close()
+
+
+def _use(fp: Flashpoint, job: Job) -> None:
+    for call in (fp.step, fp.save, fp.wait, fp.resume):
+        _refused(call)
+
+
+@pytest.mark.parametrize("with_lock", [False, True], ids=["", "while a lock was held"])
+@pytest.mark.parametrize("does", [_train_alone, _close, _use])
+def test_versions_of_the_parent_stay_as_they_are(
+    tmpfs: Path, does: Callable[[Flashpoint, Job], None], with_lock: bool
+) -> None:
+    job = Job()
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(**job.tracked).resume()
+        _train(fp, job, 2)
+        late = fp._saves.overlap._late
+        assert late is not None
+        assert not late.over
+        with late._changed if with_lock else contextlib.nullcontext():
+            child = Child(lambda: does(fp, job))
+        saved = _train(fp, job, 5)  # into the same memory
+        fp.before_update()
+        assert fp.wait()
+        child.run()
+        assert fp.health.failures == 0
+    again = Job()
+    with Flashpoint(tmpfs / "job") as fp:
+        assert fp.track(**again.tracked).resume() == 7
+        found = again.state()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+@pytest.fixture
+def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
+    manager = LocalCheckpointManager(tmpfs / "local")
+    yield manager
+    manager.close()
+
+
+def test_a_local_manager_of_the_parent_is_not_to_be_used(manager: LocalCheckpointManager) -> None:
+    state = BasicTensorAwareStateDict({"t": torch.arange(5000.0)})
+    manager.save(state, 1)
+
+    def use() -> None:
+        _refused(lambda: manager.save(state, 2))
+        _refused(manager.find_latest)
+        manager.close()
+
+    Child(use).run()
+    assert manager.find_latest() == 1
+    manager.save(state, 2)
+    assert manager.find_latest() == 2
+
+
+def test_an_engine_of_the_parent_is_not_to_be_used(tmpfs: Path) -> None:
+    with CheckpointEngine(tmpfs / "job") as engine:
+
+        def use() -> None:
+            _refused(engine.latest)
+            _refused(engine.saver.begin)
+            _refused(engine.saver.wait)
+            engine.close()
+
+        Child(use).run()
+        assert engine.latest() is None

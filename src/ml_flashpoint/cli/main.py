@@ -189,7 +189,7 @@ def diff(one: _Source, other: _Source, prefix: _Prefix = "", json: _Json = False
 @app.command()
 def demo(
     json: _Json = False,
-    steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 40,
+    steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Decides on weights, data, victims and moments.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave checkpoints and output behind, and say where.")] = False,
 ) -> None:

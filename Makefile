@@ -22,12 +22,12 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 
-# Most tests wait for processes more than they compute. A file's tests stay together, in their order. Each worker has a
-# network of its own, with loopback only, where it may (as root; see tests/conftest.py): in `make check` and the unit tests
-# too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests run in the machine's network.
-# A worker that a test has killed is not replaced: that would run the test again, and then wait for ever.
-# Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
-TWO_AT_A_TIME ?= -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# Most tests wait for processes more than they compute: two cores take three at a time. A file's tests stay together, in
+# their order. Each worker has a network of its own, with loopback only, where it may (as root; see tests/conftest.py): in
+# `make check` and the unit tests too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests
+# run in the machine's network. A worker that a test has killed is not replaced: that would run the test again, and then
+# wait for ever. Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
+SEVERAL_AT_A_TIME ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 .PHONY: setup lint format check test test-units test-nemo soak demo bench test-cuda bench-cuda clean distclean
 
@@ -52,20 +52,19 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 check: lint
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not e2e and not cuda and not soak" $(PYTEST_ARGS)
+	$(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not slow and not e2e and not cuda and not soak" $(PYTEST_ARGS)
 
-# Jobs run two at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
+# Jobs run several at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
 # seconds before the job listens there, and another job's many gloo groups, which listen at any port that is free,
-# would sooner or later be at that one. NeMo's environment is made while tests run that are no jobs.
-JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(TWO_AT_A_TIME)")
+# would sooner or later be at that one. NeMo's environment is made, and its tests run, beside those that are no jobs.
+JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(SEVERAL_AT_A_TIME)")
 
 test: lint
-	$(MAKE) -j2 test-units $(NEMO_STAMP)
+	$(MAKE) -j2 test-units test-nemo
 	$(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
-	$(MAKE) test-nemo
 
 test-units: setup
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not e2e and not soak" $(PYTEST_ARGS)
+	$(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not e2e and not soak" $(PYTEST_ARGS)
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
 # `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), what writes its context (nemo-run),
@@ -91,7 +90,7 @@ test-nemo: setup $(NEMO_STAMP)
 
 soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)
-	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(TWO_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
+	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
 	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
 
 demo: setup
@@ -109,7 +108,7 @@ test-cuda:
 	$(WITH_TREE) -m pytest tests/cuda $(PYTEST_ARGS)
 	@$(HAS_CUDA) || echo "skipped: the other tests on a device, of which there is none here"
 	! $(HAS_CUDA) || $(WITH_TREE) -m pytest -m cuda $$(grep -rl "mark\.cuda" tests --include="test_*.py" --exclude-dir=cuda) $(PYTEST_ARGS)
-	! $(HAS_CUDA) || $(WITH_TREE) -m pytest $(TWO_AT_A_TIME) --ignore=tests/e2e --ignore=tests/cuda \
+	! $(HAS_CUDA) || $(WITH_TREE) -m pytest $(SEVERAL_AT_A_TIME) --ignore=tests/e2e --ignore=tests/cuda \
 	    -m "not slow and not e2e and not cuda and not soak" $(PYTEST_ARGS)
 
 bench-cuda:

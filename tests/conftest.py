@@ -126,7 +126,7 @@ def _can_make_netns() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what lies in tests/e2e, skips what this machine cannot do, and puts files with slow tests first, so that
-    neither of two workers has a long one left when the other is done."""
+    no worker has a long one left when the others are done."""
     end_to_end = config.rootpath / "tests" / "e2e"
     for item in items:
         if item.path.is_relative_to(end_to_end):

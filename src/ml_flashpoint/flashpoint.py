@@ -19,11 +19,12 @@ from typing import Literal
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ml_flashpoint import events
 from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
+    checked_callable,
     checked_choice,
-    checked_fallback,
     checked_globals,
     checked_integer,
     checked_seconds,
@@ -103,6 +104,7 @@ class Flashpoint:
         overlap: copy parameters and optimizer state while training goes on, where that takes less of the loop than
             waiting until all is copied. Off, the loop always waits.
         verify_staging: fail saves in which something changed while it was copied, by comparing all content. Slow.
+        on_event: called with each `events.Event` of this base container, on a thread of its own.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -129,6 +131,7 @@ class Flashpoint:
         on_world_size_change: str = "raise",
         overlap: bool = True,
         verify_staging: bool = False,
+        on_event: Callable[[events.Event], object] | None = None,
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -141,6 +144,8 @@ class Flashpoint:
         discard_existing = checked_bool("discard_existing", discard_existing)
         overlap, verify_staging = checked_bool("overlap", overlap), checked_bool("verify_staging", verify_staging)
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
+
+        on_event = checked_callable("on_event", on_event, "of one event")
 
         self._world = _default_group()
         self._open(strategy, discard_existing, verify_saves, every_n_steps=self._every, on_world_size_change=change)
@@ -171,6 +176,9 @@ class Flashpoint:
         self._part_bytes = 0
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
+        self._unsubscribe = (
+            None if on_event is None else events.add_subscriber(on_event, self._base, argument="on_event")
+        )
         warn_of_shared_store(self._ranks.rank)
         if handle_sigterm:
             self._guard.install()
@@ -266,7 +274,7 @@ class Flashpoint:
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
             Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
-        fallback = checked_fallback(fallback)
+        fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         self._check_usable()
         began = time.perf_counter()
         if not self._saves.help_and_await(self._deadline_s):
@@ -286,18 +294,9 @@ class Flashpoint:
         self._engine.unasked = False
         self._saves.align()
         self._check_capacity()
-        self._last_recovery = Recovery(
-            step=step,
-            source=source,
-            version=None if outcome.version is None else outcome.version.name,
-            detect_s=outcome.detect_s,
-            plan_s=outcome.plan_s,
-            fetch_s=outcome.fetch_s,
-            load_s=outcome.load_s,
-            total_s=time.perf_counter() - began,
-            fetched_bytes=outcome.fetched_bytes,
-            discarded=outcome.discarded,
-        )
+        self._last_recovery = outcome.recovery(step, source, time.perf_counter() - began)
+        seconds = self._last_recovery.total_s
+        events.emit(events.Resumed, self._ranks, self._base, step, source=source, seconds=seconds)
         tell(_log, self._ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
         return step
 
@@ -477,6 +476,8 @@ class Flashpoint:
                 self._group.close()
         self._saves.close()
         self._guard.remove()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
         release(self, self._key)
 
     def __enter__(self) -> Flashpoint:

@@ -50,7 +50,7 @@ def test_a_rank_votes_whatever_goes_wrong_before() -> None:
     assert [vote[:2] for vote in group.votes] == [(0, 1)]
     assert isinstance(broken.error, OSError)
 
-    part = SimpleNamespace(doomed=False)
+    part = SimpleNamespace(doomed=False, size=0)
     store = SimpleNamespace(base="/job", advance=lambda save_id: None, pinned=lambda part: nullcontext(True))
     later = Save(SaveIdentity("a", 2))
     later.version = CheckpointContainerId("/job/step-2_ckpt")

@@ -1,6 +1,6 @@
 """`HeldPart`: a committed part in a store, be it this rank's own or a copy of another's.
 
-Owns no behaviour: `rank_store` makes, keeps and drops them.
+Owns nothing else: `rank_store` makes, keeps and drops them.
 """
 
 from __future__ import annotations
@@ -32,3 +32,8 @@ class HeldPart:
     pins: int = 0
     doomed: bool = False
     names: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its objects; 0 without a manifest."""
+        return 0 if self.manifest is None else self.manifest.total_size

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 def checked_base(base: str | os.PathLike[str], argument: str = "base") -> CheckpointContainerId:
@@ -19,14 +22,14 @@ def checked_base(base: str | os.PathLike[str], argument: str = "base") -> Checkp
         raise InvalidArgumentError(f"must be an absolute path: {error}", argument=argument, value=base) from error
 
 
-def checked_fallback(value: Callable[[], int | None] | None) -> Callable[[], int | None] | None:
-    """Something to call, or None."""
+def checked_callable(argument: str, value: _F | None, what: str) -> _F | None:
+    """Something to call, or None.
+
+    Args:
+        what: what it takes and does, after "must be a function".
+    """
     if value is not None and not callable(value):
-        raise InvalidArgumentError(
-            "must be a function without arguments that loads the state from elsewhere and returns its step, or None",
-            argument="fallback",
-            value=value,
-        )
+        raise InvalidArgumentError(f"must be a function {what}, or None", argument=argument, value=value)
     return value
 
 

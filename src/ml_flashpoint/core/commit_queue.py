@@ -16,7 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.core.save import Save, SaveState
@@ -196,6 +198,8 @@ class CommitQueue:
             _log.exception("the save of step %s is not verified", save.step)
             save.fail(error)
             ready = False
+        if save.state is SaveState.FAILED:
+            self._tell(events.SaveFailed, save, error=str(save.error))
         if save.part is None and not save.known:
             return  # the other ranks do not wait for it: they have not come to a name for it
         match self._agree(save, ready):
@@ -210,10 +214,15 @@ class CommitQueue:
             case _Outcome.DAMAGED:
                 self._withdraw(save)
 
+    def _tell(self, kind: type[events.Event], save: Save, **fields: Any) -> None:
+        base = None if save.version is None else save.version.parent
+        events.emit(kind, self._group, base, save.step, **fields)
+
     def _verify_save(self, save: Save) -> None:
         save.verify()
         self._verified = save.sequence
         self.stats.last_verified = save.step
+        self._tell(events.VersionVerified, save, seconds=time.monotonic() - save.began)
         if save.store is None:
             return
         save.store.advance(save.save_id)
@@ -229,6 +238,8 @@ class CommitQueue:
             self.stats.last_committed = save.step
             assert save.part is not None
             assert save.store is not None
+            seconds = time.monotonic() - save.began
+            self._tell(events.PartCommitted, save, bytes=save.part.size, seconds=seconds)
             # A recovery of this process may find it useless meanwhile, and its arena would be the next save's.
             with save.store.pinned(save.part) as held:
                 if held and self._read_back(save) and self._copy(save):
@@ -267,6 +278,7 @@ class CommitQueue:
         text = "the part of another rank was damaged when it was read back, so the version is withdrawn"
         save.withdraw(DamagedError(text, step=save.step, rank=self._group.rank))
         self.stats.withdrawn += 1
+        self._tell(events.VersionWithdrawn, save, error=str(save.error))
         if save.store is not None:
             for part in save.store.held():
                 if part.save_id == save.save_id:
@@ -279,7 +291,7 @@ class CommitQueue:
             return True
         part = save.part
         assert part is not None
-        if not self._replication.copies_of(part.rank):
+        if not (holders := self._replication.copies_of(part.rank)):
             return True
         began = time.monotonic()
         # The others wait in the agreement meanwhile.
@@ -294,13 +306,15 @@ class CommitQueue:
                 self.stats.replication_error = str(error)
                 if not is_transient(error) or part.doomed or not self._copy_again(give_up):
                     self.stats.replication_failures += 1
+                    self._tell(events.ReplicationFailed, save, error=str(error))
                     return False
         if self.stats.replication_error is not None:
             _log.warning("replication works again from step %s on", save.step)
             self.stats.replication_error = None
-        self.stats.replication_seconds += time.monotonic() - began
-        if part.manifest is not None:
-            self.stats.replicated_bytes += part.manifest.total_size
+        seconds = time.monotonic() - began
+        self.stats.replication_seconds += seconds
+        self.stats.replicated_bytes += part.size
+        self._tell(events.PartReplicated, save, bytes=part.size, holders=holders, seconds=seconds)
         return True
 
     def _copy_again(self, give_up: float) -> bool:
@@ -324,6 +338,7 @@ class CommitQueue:
                 log = _log.debug if self._closing or self.stats.agreement_error is not None else _log.error
                 log("ranks cannot agree on the save of step %s, older versions are kept: %s", save.step, error)
                 self.stats.agreement_error = str(error)
+                self._tell(events.AgreementFailed, save, error=str(error))
                 if damaged:
                     return _Outcome.DAMAGED
                 # If this rank has not voted, it is certain that nothing is verified.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ml_flashpoint import events
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import RanksLostError
@@ -128,6 +129,7 @@ class JointLoad:
                 break
             text = "version %s cannot be loaded by rank %d, trying an older one: %s"
             _log.error(text, version.name, failure.rank, failure.text)
+            events.emit(events.SteppedBack, self._ranks, version.parent, version.step, error=failure.text)
             self._loader.discard(version)
         return None
 

@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.departed import take_over_departed
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -94,6 +96,7 @@ class RecoveryRun:
             The version that was recovered.
         """
         store, group = self._store, self._group
+        tried: CompleteVersion | None = None
         while True:
             began = time.monotonic()
             self.reports = self._gather()
@@ -110,8 +113,12 @@ class RecoveryRun:
             planned = time.monotonic()
             self._detect_s += gathered - began
             self._plan_s += planned - gathered
+            if tried is not None and (plan is None or plan.version.save_id != tried.save_id):
+                error = self.given_up.get((tried.version, tried.save_id), "")
+                self._tell(events.SteppedBack, tried, error=error)
             if plan is None:
                 return None
+            tried = plan.version
             # First, so that there is room for what is fetched; after the look, which shows who has saved where.
             take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
             share = self._carry_out(plan)
@@ -129,7 +136,19 @@ class RecoveryRun:
             useless = _useless(store, plan.version, inventories, group.run_id, due) if protected and sure else []
             store.drop_before_next_save(useless)
             self.plan = plan
+            self._tell(
+                events.VersionRecovered,
+                plan.version,
+                detect_s=self._detect_s,
+                plan_s=self._plan_s,
+                fetch_s=self._fetch_s,
+                fetched_bytes=self._fetched,
+                tries=self._tries,
+            )
             return plan.version
+
+    def _tell(self, kind: type[events.Event], version: CompleteVersion, **fields: Any) -> None:
+        events.emit(kind, self._group, self._store.base, version.step, **fields)
 
     def _due_here(self) -> set[int] | None:
         """Ranks whose parts belong on this node; None if that is not known."""
@@ -184,6 +203,7 @@ class RecoveryRun:
     def _fetch(self, version: CompleteVersion, fetch: Fetch, share: _Share) -> None:
         rank, needed = fetch.part_rank, fetch.part_rank == self._store.rank
         failures: Failures = []
+        began = time.monotonic()
         try:
             manifest = self._source.fetch_part(
                 version,
@@ -206,7 +226,9 @@ class RecoveryRun:
             share.damage += [
                 (node, version.version, version.save_id, rank) for node, error in failures if is_damage(error)
             ]
-        share.count += manifest.total_size
+        size, seconds = manifest.total_size, time.monotonic() - began
+        self._tell(events.PartFetched, version, part_rank=rank, bytes=size, seconds=seconds)
+        share.count += size
         self._verified.update((version.version, version.save_id, record.name) for record in manifest.objects)
 
     def _to_verify(self, version: CompleteVersion) -> list[int]:

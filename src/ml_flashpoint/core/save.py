@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,10 +76,11 @@ class Save:
     Attributes:
         key: of this save on this rank alone, whatever ranks come to call it.
         adopted: whether the identity is final.
+        began: when, by the monotonic clock.
         staged: copies made before the plan was known.
         staging_error: why there are none. The save then fails at its write, which is where all ranks notice.
         filled: the object, once it is written.
-        version: set by the write.
+        version: set by the write, or before, by a door that knows it.
         others: keys of tensors that the plan leaves to other ranks, so that they need not be staged the next
             time; None while unknown. Set by the door.
         worker: the thread that writes and commits the save, if the door says so. Once it is gone, so is the save.
@@ -105,6 +107,7 @@ class Save:
         self._start()
 
     def _start(self) -> None:
+        self.began = time.monotonic()
         self.state = SaveState.BEGUN if self.staged is None else SaveState.STAGED
         self.filled: FilledObject | None = None
         self.version: CheckpointContainerId | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 
@@ -39,6 +39,15 @@ class Health:
     overlapped_s: float
     blocking_s: float
     degraded: bool
+
+    def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
+        """All of it that is a number, by name: for TensorBoard, W&B and the like.
+
+        Args:
+            prefix: of the names.
+        """
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {prefix + name: float(value) for name, value in values if isinstance(value, (int, float))}
 
 
 @dataclass(frozen=True, slots=True)

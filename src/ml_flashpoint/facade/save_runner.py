@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
@@ -105,6 +106,7 @@ class SaveRunner:
         self._safe_globals = safe_globals
         self._deadline_s = deadline_s
         self._current: _UnderWay | None = None
+        self._held: CheckpointContainerId | None = None  # the version whose save has held the loop last
         self._failure: FlashpointError | None = None
         self._outcome = threading.Lock()
         saver.on_withdrawn = self._withdraw
@@ -118,6 +120,7 @@ class SaveRunner:
 
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
+        self._tell_held()
         began = time.perf_counter()
         take_queued_s()
         try:
@@ -136,6 +139,13 @@ class SaveRunner:
         finally:
             self.blocked_s = time.perf_counter() - began - take_queued_s()
             self.blocked_total_s += self.blocked_s
+            self._held = version
+
+    def _tell_held(self) -> None:
+        """Tell how long the latest save has held the loop, now that it cannot any more."""
+        held, self._held = self._held, None
+        if held is not None:
+            events.emit(events.LoopHeld, self._saver, held.parent, held.step, seconds=self.blocked_s)
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
         try:
@@ -152,6 +162,7 @@ class SaveRunner:
             raise
 
     def _begin_with(self, save: Save, version: CheckpointContainerId, began: float) -> None:
+        save.version = version  # for whoever is told why it fails
         try:
             under_way = _UnderWay(save, version, self._saver.propose(version, save), began)
             leaves = self._exchange.look_at(self._tracked.to_save())
@@ -353,3 +364,4 @@ class SaveRunner:
         """End the background's thread, once it is through. No save may follow."""
         self._background.close()
         self.overlap.close()
+        self._tell_held()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -17,6 +17,7 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.facade.failures import explain
+from ml_flashpoint.facade.health import Recovery
 from ml_flashpoint.facade.load_planner import FacadeLoadPlanner
 from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.facade.resharding import Resharding
@@ -46,6 +47,25 @@ class LoadOutcome:
     def discarded(self) -> tuple[str, ...]:
         """Names of the versions that could not be loaded, newest first."""
         return tuple(failure.version for failure in self.failures)
+
+    def recovery(self, step: int, source: Literal["memory", "fallback", "nothing"], total_s: float) -> Recovery:
+        """What is told of it.
+
+        Args:
+            step, source, total_s: see `Recovery`.
+        """
+        return Recovery(
+            step=step,
+            source=source,
+            version=None if self.version is None else self.version.name,
+            detect_s=self.detect_s,
+            plan_s=self.plan_s,
+            fetch_s=self.fetch_s,
+            load_s=self.load_s,
+            total_s=total_s,
+            fetched_bytes=self.fetched_bytes,
+            discarded=self.discarded,
+        )
 
     def refuse_to_decide(self, rank: int) -> None:
         """Called when nothing was loaded, before anything else is: the user has to decide first.

@@ -59,6 +59,11 @@ def exit_deadline_s() -> float:
     return _number("FLASHPOINT_EXIT_DEADLINE_S", 10.0)
 
 
+def events_file() -> str:
+    """File that events are appended to, with ``{rank}`` and ``{node}`` replaced; empty for none."""
+    return os.environ.get("FLASHPOINT_EVENTS", "")
+
+
 def reader_hold_s() -> float:
     """Seconds that a version which could go stays for those who are reading it from outside of the job."""
     return _number("FLASHPOINT_READER_HOLD_S", 60.0)

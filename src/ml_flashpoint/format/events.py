@@ -1,0 +1,269 @@
+"""What happens to checkpoints, as plain values, and how they are written as lines of JSON.
+
+Owns the kinds of events and the format of the lines. Who is told of them is `ml_flashpoint.events`'s.
+
+A line is one JSON object (RFC 8259) with ``schema`` (:data:`SCHEMA`), ``event`` (the name of a class below in snake
+case) and that class's attributes. Kinds and attributes may be added under the same number: readers leave out what they
+do not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+SCHEMA = 1
+
+_MOST_OF_A_LINE = 1 << 16
+_WORD = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to checkpoints, as one rank saw it.
+
+    Attributes:
+        time_s: when, in seconds since the epoch, by the clock of its node.
+        rank: which rank tells.
+        node: its node.
+        base: base container of the job, on that node.
+        step: the training step whose checkpoint it was; None where that is not known, or makes no sense.
+    """
+
+    time_s: float = 0.0
+    rank: int = 0
+    node: str = ""
+    base: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopHeld(Event):
+    """A save has let go of the training loop for good: with the end of its copy, which may be some time after the call.
+
+    Attributes:
+        seconds: that it held the loop, all in all.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCommitted(Event):
+    """This rank's part of a version is on its node, whole.
+
+    Attributes:
+        bytes: its size.
+        seconds: since the save began.
+    """
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed(Event):
+    """This rank has no part of a version, or another rank has none.
+
+    Attributes:
+        error: why.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReplicated(Event):
+    """All copies of this rank's part that the strategy asks for are acknowledged.
+
+    Attributes:
+        bytes: of the part.
+        holders: ranks that hold copies now.
+        seconds: that it took to make them.
+    """
+
+    bytes: int
+    holders: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationFailed(Event):
+    """Copies of this rank's part are missing; older versions are kept.
+
+    Attributes:
+        error: why.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionVerified(Event):
+    """All ranks have committed their parts, and have all copies: older versions may go.
+
+    Attributes:
+        seconds: since the save began on this rank.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementFailed(Event):
+    """Ranks could not agree on whether a version is verified; older ones are kept.
+
+    Attributes:
+        error: why.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionWithdrawn(Event):
+    """A part was damaged when it was read back, here or on another rank: the version is gone on all of them.
+
+    Attributes:
+        error: what was found.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFetched(Event):
+    """A part that this node did not have was fetched from a peer.
+
+    Attributes:
+        part_rank: whose part it is.
+        bytes: its size.
+        seconds: that it took.
+    """
+
+    part_rank: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedBack(Event):
+    """A version could not be recovered or loaded, and an older one is looked for.
+
+    Attributes:
+        error: why.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecovered(Event):
+    """A version is on its nodes, whole and verified.
+
+    Attributes:
+        detect_s: seconds for reading and gathering what there is.
+        plan_s: seconds for planning.
+        fetch_s: seconds for fetching from peers, verifying, voting.
+        fetched_bytes: bytes that this rank received from peers.
+        tries: plans that were carried out.
+    """
+
+    detect_s: float
+    plan_s: float
+    fetch_s: float
+    fetched_bytes: int
+    tries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Event):
+    """Training goes on, from :attr:`step`.
+
+    Attributes:
+        source: where its state came from; see `Recovery`.
+        seconds: that it took, all in all.
+    """
+
+    source: str
+    seconds: float
+
+
+KINDS: dict[str, type[Event]] = {
+    _WORD.sub("_", kind.__name__).lower(): kind
+    for kind in (
+        LoopHeld,
+        PartCommitted,
+        SaveFailed,
+        PartReplicated,
+        ReplicationFailed,
+        VersionVerified,
+        AgreementFailed,
+        VersionWithdrawn,
+        PartFetched,
+        SteppedBack,
+        VersionRecovered,
+        Resumed,
+    )
+}
+"""All kinds, by their names in lines."""
+
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+
+def name_of(event: Event) -> str:
+    """Its kind, as in lines."""
+    return _NAMES[type(event)]
+
+
+def encode_event(event: Event) -> str:
+    """One line, with its end."""
+    return json.dumps({"schema": SCHEMA, "event": name_of(event), **dataclasses.asdict(event)}) + "\n"
+
+
+def decode_event(line: str | bytes) -> Event | None:
+    """What a line says; None if it is torn, or of a kind, a number of schema or a form that is not known here."""
+    try:
+        fields = json.loads(line) if len(line) <= _MOST_OF_A_LINE else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
+        return None
+    kind = KINDS.get(str(fields.get("event")))
+    if kind is None:
+        return None
+    hints = get_type_hints(kind)
+    known = {name: fields[name] for name in hints if name in fields}
+    if isinstance(holders := known.get("holders"), list):
+        known["holders"] = tuple(holders)
+    try:
+        event = kind(**known)
+    except TypeError:  # an attribute is missing
+        return None
+    return event if all(_is_a(getattr(event, name), str(hints[name])) for name in hints) else None
+
+
+def decode_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
+    """What lines say, those left out that cannot be read."""
+    return (event for line in lines if (event := decode_event(line)) is not None)
+
+
+def _is_a(value: Any, hint: str) -> bool:
+    match value:
+        case bool():
+            return False
+        case None:
+            return "None" in hint
+        case int():
+            return "int" in hint or "float" in hint
+        case float():
+            return "float" in hint
+        case str():
+            return "str" in hint
+        case tuple():
+            return "tuple" in hint and all(type(each) is int for each in value)
+    return False

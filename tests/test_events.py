@@ -1,0 +1,226 @@
+"""Who is told of events: everybody who subscribes, in their order, and at nobody's expense."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint import events
+from ml_flashpoint.events import Event, SaveFailed, VersionVerified
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+
+@dataclass
+class _Rank:
+    rank: int = 3
+    node: str = "rack/7"
+
+
+def _verify(step: int, base: object = "/dev/shm/a", rank: int = 3) -> None:
+    events.emit(VersionVerified, _Rank(rank), base, step, seconds=0.25)
+
+
+@pytest.fixture
+def told() -> Iterator[list[Event]]:
+    told: list[Event] = []
+    with events.subscribe(told.append):
+        yield told
+
+
+def test_all_of_an_event(told: list[Event]) -> None:
+    events.emit(SaveFailed, _Rank(), "/dev/shm/a", 5, error="no room")
+    assert events.flush()
+    (event,) = told
+    assert event == SaveFailed(
+        time_s=event.time_s, rank=3, node="rack/7", base="/dev/shm/a", step=5, error="no room"
+    )  # fmt: skip
+    assert event.time_s > 1.7e9
+
+
+def test_subscribers_are_told_in_order_until_they_end() -> None:
+    one, two = list[int | None](), list[int | None]()
+    with events.subscribe(lambda event: one.append(event.step)):
+        with events.subscribe(lambda event: two.append(event.step)):
+            for step in range(100):
+                _verify(step)
+        _verify(100)
+    _verify(101)
+    assert one == list(range(101))
+    assert two == list(range(100))
+
+
+def test_events_of_one_base_container_whatever_it_is_called(tmp_path: Path) -> None:
+    told: list[int | None] = []
+    (tmp_path / "job").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "job")
+    with events.subscribe(lambda event: told.append(event.step), tmp_path / "link"):
+        for step, base in enumerate([tmp_path / "job", tmp_path / "link", tmp_path / "other", None]):
+            _verify(step, base)
+    assert told == [0, 1]
+
+
+def test_a_subscriber_that_raises_keeps_no_event_from_others(
+    told: list[Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: Event) -> None:
+        raise ValueError("not today")
+
+    with events.subscribe(fail):
+        _verify(1)
+        _verify(2)
+    assert [event.step for event in told] == [1, 2]
+    assert "a subscriber failed" in caplog.text
+
+
+def test_nobody_waits_for_a_slow_subscriber(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(events, "_bus", events.EventBus(most_waiting=10))
+    called, go_on, told = threading.Event(), threading.Event(), list[int | None]()
+
+    def slow(event: Event) -> None:
+        told.append(event.step)
+        called.set()
+        assert go_on.wait(60)
+
+    with events.subscribe(slow):
+        _verify(0)
+        assert called.wait(60)
+        for step in range(1, 51):
+            _verify(step)
+        assert not events.flush(0.01)
+        go_on.set()
+    assert told == list(range(11))
+    assert events._bus.missed == 40
+    assert "too slow" in caplog.text
+
+
+def test_a_subscriber_may_flush_and_end_itself() -> None:
+    ended: list[bool] = []
+
+    def once(event: Event) -> None:
+        ended.append(events.flush())
+        end()
+
+    end = events.add_subscriber(once, argument="on_event")
+    _verify(1)
+    assert events.flush()
+    _verify(2)
+    assert events.flush()
+    assert ended == [True]
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="on_event"):
+        events.add_subscriber(7, argument="on_event")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="subscriber"), events.subscribe(None):  # type: ignore[arg-type]
+        pass
+
+
+def _in_child(function: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # which ends it if it hangs
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_tells_nobody_of_its_parents(told: list[Event]) -> None:
+    def child() -> None:
+        assert not events._bus.wanted
+        mine: list[Event] = []
+        with events.subscribe(mine.append):
+            _verify(2)
+        assert [event.step for event in mine] == [2]
+        assert not told
+
+    _in_child(child)
+    _verify(1)
+    assert events.flush()
+    assert [event.step for event in told] == [1]
+
+
+# ---- the file -------------------------------------------------------------------------------------------------
+
+
+def _steps(path: Path) -> list[int | None]:
+    assert events.flush()
+    return [event.step for event in events.read_events(path)]
+
+
+def test_the_file_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_EVENTS", str(tmp_path / "{node}-{rank}.jsonl"))
+    _verify(1)
+    _verify(2)
+    assert _steps(tmp_path / "rack_7-3.jsonl") == [1, 2]
+    monkeypatch.setenv("FLASHPOINT_EVENTS", str(tmp_path / "other"))
+    _verify(3)
+    monkeypatch.delenv("FLASHPOINT_EVENTS")
+    _verify(4)
+    assert _steps(tmp_path / "rack_7-3.jsonl") == [1, 2]
+    assert _steps(tmp_path / "other") == [3]
+
+
+def test_processes_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv("FLASHPOINT_EVENTS", str(path))
+    _verify(0)
+    assert events.flush()
+
+    def child() -> None:
+        for step in range(1, 200):
+            _verify(step, rank=1)
+        assert events.flush()
+
+    _in_child(child)
+    _verify(200)
+    assert _steps(path) == list(range(201))
+    with path.open("a") as file:
+        file.write('{"schema": 1, "event": "version_ver')  # of a process that was killed
+    assert _steps(path) == list(range(201))
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), open(path, "wb") as file:
+        while True:
+            os.write(file.fileno(), b"x" * 4096)
+
+
+def test_a_file_that_cannot_be_written_stops_nothing(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: list[Event]
+) -> None:
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setenv("FLASHPOINT_EVENTS", str(small_tmpfs / "missing" / "events"))
+    _verify(1)
+    monkeypatch.setenv("FLASHPOINT_EVENTS", str(small_tmpfs / "events"))
+    _verify(2)
+    assert events.flush()
+    _fill(small_tmpfs / "filling")
+    for step in range(3, 200):
+        _verify(step)
+    assert events.flush()
+    (small_tmpfs / "filling").unlink()
+    _verify(200)
+    assert events.flush()
+    monkeypatch.delenv("FLASHPOINT_EVENTS")
+    _verify(201)
+    assert events.flush()
+    assert [event.step for event in told] == list(range(1, 202))
+    steps = _steps(small_tmpfs / "events")
+    assert steps[0] == 2
+    assert steps[-1] == 200
+    assert [record.message.split(":")[0].split(" to ")[0] for record in caplog.records] == [
+        "events cannot be written",
+        "events cannot be written",
+    ]

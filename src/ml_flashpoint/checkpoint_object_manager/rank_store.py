@@ -39,6 +39,7 @@ from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, l
 from ml_flashpoint.format.errors import CapacityError, JobInUseError
 from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, read_manifest
 from ml_flashpoint.format.private_folders import is_at, make_tree, open_own, sweep_folder
+from ml_flashpoint.format.status import NAME as STATUS
 from ml_flashpoint.ranks.recovery import superseded
 
 _log = logging.getLogger(__name__)
@@ -474,7 +475,7 @@ class RankStore:
             self.arenas.discard(self.arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
-                for name in (RESERVE, AT_WORK, _LOCK):
+                for name in (RESERVE, AT_WORK, STATUS, _LOCK):
                     (self.directory / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()

@@ -54,7 +54,7 @@ class State(str, Enum):
     LOCAL = "local"
 
 
-class NotABaseContainerError(FlashpointError):
+class NotABaseContainerError(ObjectNotFoundError):
     """There is nothing at a path that looks like a job's base container."""
 
 
@@ -242,6 +242,20 @@ def _read_base(base: Path) -> BaseView:
         resident_bytes=sum(resident.values()),
         leftovers=tuple(sorted(str(path_of_object) for path_of_object in loose)),
     )
+
+
+def read_ranks(path: str | os.PathLike[str]) -> dict[int, tuple[Path, int | None]]:
+    """The ranks that have something in a base container: their directories, and the processes that are running.
+
+    Raises:
+        NotABaseContainerError: it is none.
+    """
+    base = Path(os.path.abspath(path))
+    _list_base(base)
+    private = base / PRIVATE_DIR
+    found = {int(match[1]): private / name for name in _names(private) if (match := _RANK_DIR.fullmatch(name))}
+    holders = {rank: _lock_holder(directory / "lock") for rank, directory in found.items()}
+    return {rank: (found[rank], None if holder is None else holder[0]) for rank, holder in holders.items()}
 
 
 def still_committed(part: PartView) -> bool:

@@ -89,6 +89,33 @@ def ls(base: _Base, json: _Json = False) -> None:
 
 
 @app.command()
+def status(base: _Base, json: _Json = False) -> None:
+    """Show how saving goes on the ranks of this node: newest steps committed, copied and verified; times, failures.
+
+    What is **verified** all ranks have, with all copies: **since** is the training that would be lost now, in
+    seconds. The job may be running; nothing is locked or changed.
+
+    A rank is **ok**, **degraded** (copies are missing, or ranks do not agree), **silent** (it has saved nothing yet)
+    or **ended**.
+
+    Exit code: 0, 1 if a rank is degraded, 2 if BASE is not a base container.
+    """
+    from ml_flashpoint.cli.status import show_status
+
+    raise typer.Exit(show_status(base, as_json=json))
+
+
+@app.command()
+def top(
+    base: _Base, every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks.")] = 1.0
+) -> None:
+    """Show the same again and again, until Ctrl-C."""
+    from ml_flashpoint.cli.status import show_top
+
+    raise typer.Exit(show_top(base, every_s=every))
+
+
+@app.command()
 def verify(
     base: _Base,
     json: _Json = False,

@@ -18,6 +18,7 @@ from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLF
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.saver import unasked_versions
+from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
@@ -88,6 +89,8 @@ class CheckpointEngine:
             )
             undo.callback(self.saver.close)
             self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
+            self._status = StatusBoard(self.store, self.ranks)
+            undo.callback(self._status.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
             self.unasked = not self.ranks.all_ok(self.saver.is_asked(self.base))
             undo.pop_all()
@@ -135,6 +138,7 @@ class CheckpointEngine:
         if not self._stopped and not self.saver.owner.forked:
             self._stopped = True
             self.saver.close(exit_deadline_s())
+            self._status.close()
             self.replication.close()
             self.loader.release()
 

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 SCHEMA = 1
 
@@ -236,20 +236,24 @@ def decode_event(line: str | bytes) -> Event | None:
     kind = KINDS.get(str(fields.get("event")))
     if kind is None:
         return None
-    hints = get_type_hints(kind)
-    known = {name: fields[name] for name in hints if name in fields}
+    known = {field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields}
     if isinstance(holders := known.get("holders"), list):
         known["holders"] = tuple(holders)
     try:
         event = kind(**known)
     except TypeError:  # an attribute is missing
         return None
-    return event if all(_is_a(getattr(event, name), str(hints[name])) for name in hints) else None
+    return event if has_types_of(event) else None
 
 
 def decode_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
     """What lines say, those left out that cannot be read."""
     return (event for line in lines if (event := decode_event(line)) is not None)
+
+
+def has_types_of(value: Any) -> bool:
+    """Whether the attributes of a dataclass's instance, which came from JSON, are what it says they are."""
+    return all(_is_a(getattr(value, field.name), str(field.type)) for field in dataclasses.fields(value))
 
 
 def _is_a(value: Any, hint: str) -> bool:
@@ -259,11 +263,11 @@ def _is_a(value: Any, hint: str) -> bool:
         case None:
             return "None" in hint
         case int():
-            return "int" in hint or "float" in hint
+            return hint.startswith(("int", "float"))
         case float():
-            return "float" in hint
+            return hint.startswith("float")
         case str():
-            return "str" in hint
+            return hint.startswith("str")
         case tuple():
-            return "tuple" in hint and all(type(each) is int for each in value)
+            return hint.startswith("tuple") and all(type(each) is int for each in value)
     return False

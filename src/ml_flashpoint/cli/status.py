@@ -1,0 +1,142 @@
+"""`flashpoint status` and `flashpoint top`: how saving goes on the ranks of one node, as they tell it themselves.
+
+Owns how that is shown. What they tell is `format.status`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from ml_flashpoint.cli import output
+from ml_flashpoint.cli.base_view import format_bytes, read_ranks
+from ml_flashpoint.format.status import RankStatus, read_status
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """A rank of this node.
+
+    Attributes:
+        rank: its number.
+        pid: its process; None if it is not running.
+        status: what it said last; None if it has saved nothing yet, or its door is one that says nothing.
+    """
+
+    rank: int
+    pid: int | None
+    status: RankStatus | None
+
+    @property
+    def state(self) -> str:
+        """In a word: ``ended``, ``silent``, ``degraded`` or ``ok``."""
+        if self.pid is None:
+            return "ended"
+        if self.status is None:
+            return "silent"
+        return "degraded" if self.status.degraded else "ok"
+
+
+def read_node(base: str) -> list[RankView]:
+    """The ranks that have something in a base container, by rank.
+
+    Raises:
+        NotABaseContainerError: it is none.
+    """
+    ranks = read_ranks(base)
+    return [RankView(rank, pid, read_status(directory)) for rank, (directory, pid) in sorted(ranks.items())]
+
+
+@output.command
+def show_status(base: str, *, as_json: bool = False) -> int | None:
+    """Show it once; returns the exit code of the command."""
+    ranks = read_node(base)
+    if as_json:
+        print(json.dumps({"base": base, "ranks": [_to_json(rank) for rank in ranks]}, indent=2))
+    elif output.is_terminal():
+        output.console().print(_table(base, ranks))
+    else:
+        for rank in ranks:
+            print(_line(rank))
+    return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
+
+
+@output.command
+def show_top(base: str, *, every_s: float) -> None:
+    """Show it again and again, until somebody presses Ctrl-C."""
+    with Live(_table(base, read_node(base)), console=output.console(), auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                time.sleep(every_s)
+                live.update(_table(base, read_node(base)), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _to_json(rank: RankView) -> dict[str, Any]:
+    status = None if rank.status is None else dataclasses.asdict(rank.status)
+    return {"rank": rank.rank, "pid": rank.pid, "state": rank.state, "status": status}
+
+
+def _line(rank: RankView) -> str:
+    head = f"rank={rank.rank} state={rank.state} pid={_or_dash(rank.pid)}"
+    told = rank.status
+    if told is None:
+        return head
+    errors = " ".join(f"{name}={json.dumps(text)}" for name, text in _errors(told))
+    return (
+        f"{head} resumed={_or_dash(told.resumed)} committed={_or_dash(told.committed)}"
+        f" replicated={_or_dash(told.replicated)} verified={_or_dash(told.verified)} age_s={_age(told)}"
+        f" held_s={told.held_s:.4f} bytes={told.part_bytes} saves={told.saves} failures={told.failures} {errors}"
+    ).rstrip()
+
+
+def _table(base: str, ranks: list[RankView]) -> RenderableType:
+    columns = ("rank", "state", "committed", "copied", "verified", "since", "held loop", "verified after", "part")
+    table = Table(*columns, "saves", "failed", title=escape(base), title_justify="left", title_style="")
+    styles = {"ok": "green", "degraded": "bold red", "silent": "yellow", "ended": "dim"}
+    errors: list[str] = []
+    for rank in ranks:
+        state, told = f"[{styles[rank.state]}]{rank.state}[/]", rank.status
+        if told is None:
+            table.add_row(str(rank.rank), state)
+            continue
+        table.add_row(
+            str(rank.rank),
+            state,
+            _or_dash(told.committed),
+            _or_dash(told.replicated),
+            _or_dash(told.verified),
+            f"{_age(told)} s",
+            f"{told.held_s * 1000:.1f} ms",
+            f"{told.verified_after_s:.2f} s",
+            format_bytes(told.part_bytes),
+            str(told.saves),
+            str(told.failures),
+        )
+        errors += [f"rank {rank.rank}: {text}" for _, text in _errors(told)]
+    if errors:
+        table.caption, table.caption_justify = escape("\n".join(errors)), "left"
+    return table
+
+
+def _errors(told: RankStatus) -> list[tuple[str, str]]:
+    names = ("error", "replication_error", "agreement_error")
+    return [(name, text) for name in names if (text := getattr(told, name)) is not None]
+
+
+def _age(told: RankStatus) -> str:
+    """Seconds since the newest step that nothing can take any more: what would be lost now."""
+    return "-" if not told.verified_s else f"{max(0.0, time.time() - told.verified_s):.0f}"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

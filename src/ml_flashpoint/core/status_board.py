@@ -1,0 +1,68 @@
+"""Keeps a rank's file up to date that says how saving goes: see `format.status`. Owns when it is written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from ml_flashpoint import events
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.format.errors import UnsafePathError
+from ml_flashpoint.format.status import RankStatus, write_status
+
+_log = logging.getLogger(__name__)
+
+_QUIET_S = 0.05
+_WRITTEN_FOR = (
+    events.VersionVerified,
+    events.SaveFailed,
+    events.ReplicationFailed,
+    events.AgreementFailed,
+    events.VersionWithdrawn,
+    events.SteppedBack,
+    events.Resumed,
+)
+
+
+class StatusBoard:
+    """Of one engine. What is not worth a write by itself, or comes soon after one, is written with the next.
+
+    Args:
+        store: of this rank; the file is in its directory.
+        teller: the rank.
+    """
+
+    def __init__(self, store: RankStore, teller: events.Teller) -> None:
+        self._directory: Path = store.directory
+        self._status = RankStatus(rank=teller.rank, node=teller.node, pid=os.getpid())
+        self._written = self._failed = False
+        self._quiet_until = 0.0
+        self._unsubscribe = events.add_subscriber(self._note, store.base, argument="status")
+
+    def _note(self, event: events.Event) -> None:
+        """On the thread of events."""
+        if event.rank != self._status.rank:
+            return
+        self._status, self._written = self._status.after(event), False
+        if isinstance(event, _WRITTEN_FOR) and time.monotonic() >= self._quiet_until:
+            self._write()
+
+    def _write(self) -> None:
+        self._quiet_until = time.monotonic() + _QUIET_S
+        try:
+            write_status(self._directory, self._status)
+        except (OSError, UnsafePathError) as error:
+            if not self._failed:
+                _log.warning("the status of rank %d cannot be written: %s", self._status.rank, error)
+            self._failed = True
+        else:
+            self._failed, self._written = False, True
+
+    def close(self) -> None:
+        """Write what has not been written, and end. Idempotent."""
+        self._unsubscribe()
+        if not self._written and self._status.updated_s:
+            self._write()
+            self._written = True

@@ -1,0 +1,152 @@
+"""How saving goes on one rank, as far as its events tell, and the file in which it says so.
+
+Owns what follows from an event, and the format: one JSON object with ``schema`` and the attributes of `RankStatus`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ml_flashpoint.format.events import (
+    AgreementFailed,
+    Event,
+    LoopHeld,
+    PartCommitted,
+    PartReplicated,
+    ReplicationFailed,
+    Resumed,
+    SaveFailed,
+    SteppedBack,
+    VersionVerified,
+    VersionWithdrawn,
+    has_types_of,
+)
+from ml_flashpoint.format.private_folders import open_own
+
+SCHEMA = 1
+NAME = "status.json"
+
+_MOST_BYTES = 1 << 16
+_MOST_OF_AN_ERROR = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """See the module. Steps are None as long as there is none.
+
+    Attributes:
+        rank, node: who tells.
+        pid: its process.
+        updated_s: time of the newest event, in seconds since the epoch by the node's clock.
+        resumed: the step that this process went on from.
+        committed: newest step of which this rank's part is on its node.
+        replicated: newest step whose copies were acknowledged; None also where nobody holds copies.
+        verified: newest step that all ranks have, with all copies: nothing up to it is lost with a node.
+        verified_s: when it was verified, as ``updated_s``.
+        held_s: seconds that the newest save has held the loop; 0.0 where that is not measured.
+        committed_after_s, verified_after_s: seconds from the begin of the newest such save on.
+        part_bytes: size of the newest part.
+        saves, failures: parts committed, saves failed.
+        stepped_back: versions that could not be recovered or loaded.
+        error: of the newest failed save; it stays.
+        replication_error, agreement_error: what is amiss now.
+    """
+
+    rank: int
+    node: str
+    pid: int = 0
+    updated_s: float = 0.0
+    resumed: int | None = None
+    committed: int | None = None
+    replicated: int | None = None
+    verified: int | None = None
+    verified_s: float = 0.0
+    held_s: float = 0.0
+    committed_after_s: float = 0.0
+    verified_after_s: float = 0.0
+    part_bytes: int = 0
+    saves: int = 0
+    failures: int = 0
+    stepped_back: int = 0
+    error: str | None = None
+    replication_error: str | None = None
+    agreement_error: str | None = None
+
+    def after(self, event: Event) -> RankStatus:
+        """What follows from one more event of this rank."""
+        change: dict[str, object] = {}
+        match event:
+            case LoopHeld():
+                change = {"held_s": event.seconds}
+            case PartCommitted():
+                change = {"committed": event.step, "committed_after_s": event.seconds, "part_bytes": event.bytes}
+                change["saves"] = self.saves + 1
+            case PartReplicated():
+                change = {"replicated": event.step, "replication_error": None}
+            case VersionVerified():
+                change = {"verified": event.step, "verified_s": event.time_s, "verified_after_s": event.seconds}
+                change["agreement_error"] = None
+            case SaveFailed() | VersionWithdrawn():
+                change = {"failures": self.failures + 1, "error": event.error[:_MOST_OF_AN_ERROR]}
+            case ReplicationFailed():
+                change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}
+            case AgreementFailed():
+                change = {"agreement_error": event.error[:_MOST_OF_AN_ERROR]}
+            case SteppedBack():
+                change = {"stepped_back": self.stepped_back + 1}
+            case Resumed():
+                change = {"resumed": event.step}
+        return dataclasses.replace(self, updated_s=event.time_s, **change)  # type: ignore[arg-type]
+
+    @property
+    def degraded(self) -> bool:
+        """Whether something is amiss now."""
+        return self.replication_error is not None or self.agreement_error is not None
+
+    def to_json(self) -> str:
+        """For :meth:`from_json`."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankStatus | None:
+        """What was written; None if it is nothing of the kind. What a newer release adds is left out."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            return None
+        try:
+            status = cls(**{f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found})
+        except TypeError:  # something is missing
+            return None
+        return status if has_types_of(status) else None
+
+
+def write_status(directory: Path, status: RankStatus) -> None:
+    """Replace a rank's file, at once or not at all.
+
+    Args:
+        directory: the rank's own, in the base container.
+
+    Raises:
+        OSError, UnsafePathError: it cannot be written.
+    """
+    new = directory / f"{NAME}.new"
+    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        file.write(status.to_json())
+    os.replace(new, directory / NAME)
+
+
+def read_status(directory: Path) -> RankStatus | None:
+    """What a rank has written into its directory; None if there is nothing that can be read."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        with open(os.open(directory / NAME, flags), "rb") as file:
+            return RankStatus.from_json(file.read(_MOST_BYTES))
+    except OSError:
+        return None

@@ -1,0 +1,137 @@
+"""`flashpoint status` and `flashpoint top`, of a job that runs, and of one that has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.cli.status import show_status
+from ml_flashpoint.format import events
+from ml_flashpoint.format.status import RankStatus, read_status, write_status
+from tests.facade.test_overlap import Job
+from tests.support.processes import child_environment
+
+
+def _status(base: Path, *options: str) -> tuple[int, str]:
+    """In another process: who asks who holds a lock is not told of its own."""
+    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "status", str(base), *options]
+    done = subprocess.run(argv, capture_output=True, text=True, env=child_environment(), timeout=60)
+    return done.returncode, done.stdout
+
+
+def _told(base: Path) -> tuple[int, list[dict[str, Any]]]:
+    code, text = _status(base, "--json")
+    ranks: list[dict[str, Any]] = json.loads(text)["ranks"]
+    return code, ranks
+
+
+def test_a_job_that_runs_and_then_ends(tmpfs: Path) -> None:
+    base, job = tmpfs / "job", Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        code, (rank,) = _told(base)
+        assert (code, rank["pid"]) == (0, os.getpid())
+        for _ in range(2):
+            fp.step()
+            assert fp.wait()
+        size = fp.health.bytes
+    code, (rank,) = _told(base)
+    assert (code, rank["state"], rank["pid"]) == (0, "ended", None)
+    told = rank["status"]
+    assert (told["committed"], told["verified"], told["saves"], told["failures"]) == (2, 2, 2, 0)
+    assert told["part_bytes"] == size
+    assert told["held_s"] > 0
+    assert abs(time.time() - told["verified_s"]) < 60
+    code, text = _status(base)
+    assert code == 0
+    assert "state=ended pid=- resumed=0 committed=2 replicated=- verified=2" in text
+    with Flashpoint(base) as fp:  # which begins anew
+        assert fp.track(**job.tracked).resume() == 2
+        code, (rank,) = _told(base)
+        assert rank["state"] in ("ok", "silent")
+
+
+def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
+    base, job = tmpfs / "job", Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        fp.step()
+        assert fp.wait()
+        directory = fp._engine.store.directory
+        told = RankStatus(rank=0, node="n").after(events.ReplicationFailed(error="no [peer]"))
+        write_status(directory, told)
+        code, (rank,) = _told(base)
+        assert (code, rank["state"]) == (1, "degraded")
+        code, text = _status(base)
+        assert code == 1
+        assert 'replication_error="no [peer]"' in text
+        (directory / "status.json").write_text("torn")
+        code, (rank,) = _told(base)
+        assert (code, rank["state"]) == (0, "silent")
+
+
+def test_what_is_no_base_container(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_status(str(tmpfs / "nothing")) == 2
+    assert "flashpoint: " in capsys.readouterr().err
+
+
+def test_status_needs_no_torch(tmpfs: Path) -> None:
+    with Flashpoint(tmpfs / "job") as fp:
+        fp.track(**Job().tracked).resume()
+    script = "import sys; from ml_flashpoint.cli.status import show_status; show_status(sys.argv[1]); "
+    script += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script, tmpfs / "job"], check=True, env=child_environment(), timeout=60)
+
+
+@pytest.mark.slow
+def test_top_in_a_terminal(tmpfs: Path) -> None:
+    base, job = tmpfs / "job", Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        fp.step()
+        assert fp.wait()
+        ours, theirs = pty.openpty()
+        argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "top", str(base), "--every", "0.1"]
+        env = {**child_environment(), "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+        top = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        os.close(theirs)
+        try:
+            _await_text(ours, "verified")
+            for _ in range(3):
+                fp.step()
+            assert fp.wait()
+            _await_text(ours, " 4 ")
+            top.send_signal(signal.SIGINT)
+            assert top.wait(30) == 0
+        finally:
+            top.kill()
+            os.close(ours)
+
+
+def _await_text(terminal: int, text: str) -> None:
+    seen, give_up = "", time.monotonic() + 60
+    while text not in seen:
+        assert select.select([terminal], [], [], give_up - time.monotonic())[0], seen
+        seen += os.read(terminal, 1 << 16).decode(errors="replace")
+
+
+def test_a_status_is_there_when_a_save_is_verified(tmpfs: Path) -> None:
+    with Flashpoint(tmpfs / "job") as fp:
+        fp.track(**Job().tracked).resume()
+        fp.step()
+        assert fp.wait()
+        give_up = time.monotonic() + 30
+        while (told := read_status(fp._engine.store.directory)) is None or told.verified != 1:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)

@@ -1,0 +1,109 @@
+"""What a rank says of itself: what follows from its events, and a file that nobody reads half."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ml_flashpoint.format import events
+from ml_flashpoint.format.errors import UnsafePathError
+from ml_flashpoint.format.status import NAME, RankStatus, read_status, write_status
+
+NEW = RankStatus(rank=1, node="n", pid=7)
+
+
+def _after(*told: events.Event) -> RankStatus:
+    status = NEW
+    for event in told:
+        status = status.after(event)
+    return status
+
+
+def test_a_good_save() -> None:
+    status = _after(
+        events.Resumed(step=4, source="memory", seconds=1.0, time_s=10.0),
+        events.PartCommitted(step=5, bytes=100, seconds=0.5, time_s=11.0),
+        events.PartReplicated(step=5, bytes=100, seconds=0.2, holders=(0,), time_s=12.0),
+        events.VersionVerified(step=5, seconds=1.5, time_s=13.0),
+        events.LoopHeld(step=5, seconds=0.003, time_s=14.0),
+    )
+    assert status == RankStatus(
+        rank=1,
+        node="n",
+        pid=7,
+        updated_s=14.0,
+        resumed=4,
+        committed=5,
+        replicated=5,
+        verified=5,
+        verified_s=13.0,
+        held_s=0.003,
+        committed_after_s=0.5,
+        verified_after_s=1.5,
+        part_bytes=100,
+        saves=1,
+    )
+    assert not status.degraded
+
+
+def test_what_is_amiss_and_when_it_is_over() -> None:
+    status = _after(events.ReplicationFailed(error="no peer", step=5), events.AgreementFailed(error="lost", step=5))
+    assert status.degraded
+    assert (status.replication_error, status.agreement_error) == ("no peer", "lost")
+    status = status.after(events.PartReplicated(step=6, bytes=1, seconds=0.1, holders=(0,)))
+    assert status.replication_error is None
+    status = status.after(events.VersionVerified(step=6, seconds=0.1))
+    assert not status.degraded
+    status = status.after(events.SaveFailed(error="x" * 10**6)).after(events.SteppedBack(error="damaged"))
+    assert (status.failures, status.stepped_back) == (1, 1)
+    assert len(status.error or "") == 2000
+
+
+def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+    status = _after(events.VersionVerified(step=6, seconds=0.1))
+    assert read_status(tmp_path) is None
+    for each in (status, NEW, status):
+        write_status(tmp_path, each)
+        assert read_status(tmp_path) == each
+    assert os.listdir(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "null", "[" * 50_000, '{"schema": 2, "rank": 0, "node": ""}', '{"schema": 1, "rank": 0}']
+    + [json.dumps({"schema": 1, "rank": 0, "node": "", name: value}) for name, value in
+       [("rank", "0"), ("node", 3), ("committed", 1.5), ("held_s", "1"), ("error", 7), ("saves", None), ("pid", [1])]],
+)  # fmt: skip
+def test_anything_else_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    assert read_status(tmp_path) is None
+
+
+@given(st.binary(max_size=100))
+def test_bytes_are_none(data: bytes) -> None:
+    assert RankStatus.from_json(data) is None
+
+
+def test_what_a_newer_release_adds_is_left_out() -> None:
+    assert RankStatus.from_json(json.dumps({**json.loads(NEW.to_json()), "colour": "red"})) == NEW
+
+
+def test_nothing_planted_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "status.json.new").symlink_to(tmp_path / "kept")
+    with pytest.raises(UnsafePathError):
+        write_status(tmp_path, NEW)
+    (tmp_path / "status.json.new").unlink()
+    (tmp_path / NAME).symlink_to(tmp_path / "kept")
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, NEW)
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert read_status(tmp_path) == NEW
+    (tmp_path / NAME).unlink()
+    os.mkfifo(tmp_path / NAME)
+    assert read_status(tmp_path) is None

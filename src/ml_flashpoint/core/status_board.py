@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 
 from ml_flashpoint import events
@@ -14,7 +13,6 @@ from ml_flashpoint.format.status import RankStatus, write_status
 
 _log = logging.getLogger(__name__)
 
-_QUIET_S = 0.05
 _WRITTEN_FOR = (
     events.VersionVerified,
     events.SaveFailed,
@@ -27,7 +25,7 @@ _WRITTEN_FOR = (
 
 
 class StatusBoard:
-    """Of one engine. What is not worth a write by itself, or comes soon after one, is written with the next.
+    """Of one engine. What is not worth a write by itself is written with what comes next.
 
     Args:
         store: of this rank; the file is in its directory.
@@ -38,7 +36,6 @@ class StatusBoard:
         self._directory: Path = store.directory
         self._status = RankStatus(rank=teller.rank, node=teller.node, pid=os.getpid())
         self._written = self._failed = False
-        self._quiet_until = 0.0
         self._unsubscribe = events.add_subscriber(self._note, store.base, argument="status")
 
     def _note(self, event: events.Event) -> None:
@@ -46,11 +43,10 @@ class StatusBoard:
         if event.rank != self._status.rank:
             return
         self._status, self._written = self._status.after(event), False
-        if isinstance(event, _WRITTEN_FOR) and time.monotonic() >= self._quiet_until:
+        if isinstance(event, _WRITTEN_FOR):
             self._write()
 
     def _write(self) -> None:
-        self._quiet_until = time.monotonic() + _QUIET_S
         try:
             write_status(self._directory, self._status)
         except (OSError, UnsafePathError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint import Flashpoint, events
+from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.events import (
     Event,
     LoopHeld,
@@ -22,7 +23,8 @@ from ml_flashpoint.events import (
     VersionRecovered,
     VersionVerified,
 )
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.format.status import read_status
 from tests.facade.test_overlap import Job
 from tests.support.cluster import run_ranks
 
@@ -102,6 +104,17 @@ def test_a_step_back_is_told(base: Path) -> None:
         assert fp.track(**job.tracked).resume() == 1
     assert _kinds(told, 2) == [SteppedBack]
     assert _kinds(told, 1) == [VersionRecovered, Resumed]
+
+
+def test_a_save_that_fails_before_its_write_is_told(base: Path) -> None:
+    told: list[Event] = []
+    with CheckpointEngine(base) as engine, events.subscribe(told.append, base):
+        engine.saver.fail(engine.saver.begin(), SaveError("not today"))
+        assert engine.saver.wait()
+    assert [(type(event), event.step) for event in told] == [(SaveFailed, None)]
+    status = read_status(engine.store.directory)
+    assert status is not None
+    assert (status.failures, status.error) == (1, "not today")
 
 
 def test_health_in_numbers(base: Path) -> None:

@@ -112,6 +112,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             on_withdrawn=lambda save: self.on_withdrawn(save),
             seal_deadline_s=seal_deadline_s,
             watch=self._watch,
+            base=lambda: self._objects.store and self._objects.store.base,
         )
         self._lock = threading.RLock()
         self._begun = 0

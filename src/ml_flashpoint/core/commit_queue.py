@@ -66,6 +66,7 @@ class CommitQueue:
         seal_deadline_s: seconds that a save may take to be committed once it is the oldest one.
         watch: called while that is waited for, and once more if it was in vain; may commit it (a save in another
             process) or fail it.
+        base: where saves go of which nobody has said so, for events.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CommitQueue:
         on_withdrawn: Callable[[Save], None] = lambda save: None,
         seal_deadline_s: Callable[[], float],
         watch: Callable[[Save], float | None],
+        base: Callable[[], object] = lambda: None,
     ) -> None:
         self._group = group
         self._agreement = agreement
@@ -88,6 +90,7 @@ class CommitQueue:
         self._on_withdrawn = on_withdrawn
         self._seal_deadline_s = seal_deadline_s
         self._watch = watch
+        self._base = base
         self._queue: deque[Save] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -215,7 +218,7 @@ class CommitQueue:
                 self._withdraw(save)
 
     def _tell(self, kind: type[events.Event], save: Save, **fields: Any) -> None:
-        base = None if save.version is None else save.version.parent
+        base = self._base() if save.version is None else save.version.parent
         events.emit(kind, self._group, base, save.step, **fields)
 
     def _verify_save(self, save: Save) -> None:

@@ -5,7 +5,7 @@ for which arena may be taken when all are in use. The order of the calls, write 
 copying and layout are `object_writer`'s; what follows the commit (copies, agreement, pruning) is `commit_queue`'s.
 
 A save may be staged in one place and committed in another: later, on another thread, or in another process, to
-which saver and save travel by pickle and where the saver is a :class:`HandedOffSaver`.
+which saver and save travel by pickle and where the saver is a `HandedOffSaver`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
-from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
@@ -51,7 +50,6 @@ _FAULT_RATE = 1 << 30
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
     "DefaultMLFlashpointCheckpointSaver",
-    "HandedOffSaver",
     "MLFlashpointCheckpointSaver",
 ]
 
@@ -59,7 +57,7 @@ __all__ = [
 class DefaultMLFlashpointCheckpointSaver(HandingOff):
     """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
 
-    Construct it on all ranks (it agrees on a run id). Pickled, it becomes a :class:`HandedOffSaver` that carries
+    Construct it on all ranks (it agrees on a run id). Pickled, it becomes a `HandedOffSaver` that carries
     a new save; see also :meth:`hand_off`.
 
     Args:

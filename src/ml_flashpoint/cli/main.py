@@ -116,6 +116,23 @@ def top(
 
 
 @app.command()
+def metrics(
+    base: _Base,
+    port: Annotated[int, typer.Option(min=0, max=65535, envvar="FLASHPOINT_METRICS_PORT", help="0: any.")] = 9478,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+) -> None:
+    """Serve what **flashpoint status** shows to Prometheus, at /metrics, until SIGTERM or Ctrl-C.
+
+    Run one on each node, beside the job, which may end and be started again meanwhile. Needs `prometheus-client`.
+
+    Exit code: 0, 2 if BASE is not a base container, or if it cannot listen there.
+    """
+    from ml_flashpoint.cli.metrics import serve
+
+    raise typer.Exit(serve(base, host=host, port=port))
+
+
+@app.command()
 def verify(
     base: _Base,
     json: _Json = False,

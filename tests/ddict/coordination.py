@@ -41,7 +41,7 @@ class Managers:
         error = None if refuse is None else refuse(manager, fields)
         if error is not None:
             raise error
-        return {"incarnation": self.incarnations[manager], "receipt": f"receipt of {manager}"}
+        return {"incarnation": self.incarnations[manager], "receipt": f"receipt of {manager}", "attempt": "s"}
 
     def persist(self, checkpoint_id: int, receipts: list[str]) -> None:
         assert receipts == [f"receipt of {manager}" for manager in range(len(self.incarnations))]

@@ -27,6 +27,7 @@ class Duo:
         self.base = base
         self._stack = ExitStack()
         self.children: dict[int, Child] = {}
+        self.saves: dict[int, str] = {}
 
     def up(self, number: int) -> Child:
         child = self._stack.enter_context(Child(ddict_snapshots.manager, str(self.base), number, label=NODES[number]))
@@ -40,13 +41,24 @@ class Duo:
         if lose_node:
             shutil.rmtree(self.base / NODES[number])
 
-    def recover(self, number: int) -> dict[int, str]:
-        """Have a manager recover with what the other one has."""
-        other = self.children[1 - number]
-        other.say("inventory", number)
-        (_, records) = other.next_report("inventory")
-        self.children[number].say("recover", records)
-        return self.children[number].next_report("recovered")[1]
+    def recover(self) -> dict[int, str]:
+        """Have the owner recover what it has reported as sealed, as the coordinator would."""
+        self.children[0].say("recover", [(attempt, step) for step, attempt in self.saves.items()])
+        return self.children[0].next_report("recovered")[1]
+
+    def next_sealed(self) -> int:
+        """Wait until the owner has sealed a checkpoint; its id."""
+        (_, sealed, attempt) = self.children[0].next_report("sealed")
+        self.saves[sealed] = attempt
+        return int(sealed)
+
+    def note_sealed(self) -> int:
+        """Take note of what the owner has reported; the newest, and the one before it, are to be there."""
+        for report in self.children[0].reports:
+            if report[0] == "sealed":
+                self.saves[report[1]] = report[2]
+        self.saves = {step: self.saves[step] for step in sorted(self.saves)[-2:]}
+        return max(self.saves)
 
     def carry(self) -> None:
         """Bring what the owner has told by now to the holder."""
@@ -75,24 +87,23 @@ def kill_again_and_again(duo: Duo, times: int, seed: int) -> None:
     for _ in range(times):
         owner.say("run", sealed + 1)
         for _ in range(dice.randrange(1, 4)):
-            (_, sealed) = owner.next_report("sealed")
+            duo.next_sealed()
         # In the middle of something, whatever it is.
         time.sleep(dice.uniform(0, 0.03))
         duo.kill(0, lose_node=dice.random() < 0.5)
-        sealed = max([sealed, *(r[1] for r in owner.reports if r[0] == "sealed")])
+        sealed = duo.note_sealed()
         duo.carry()
         if dice.random() < 0.3:
             # What the holder has of them is on its node, too.
             duo.kill(1, lose_node=False)
             holder = duo.up(1)
         owner = duo.up(0)
-        found = duo.recover(0)
-        assert max(found) >= sealed, f"checkpoint {sealed} was sealed; {owner.log}"
+        found = duo.recover()
+        assert found.keys() == duo.saves.keys(), f"checkpoint {sealed} was sealed; {owner.log}"
         for checkpoint_id, content in found.items():
             if checkpoint_id not in expected:
                 expected[checkpoint_id] = digest(content_at(checkpoint_id))
             assert content == expected[checkpoint_id]
-        sealed = max(found)
         if dice.random() < 0.3:
             # The other way round: the holder is lost, and copied to again.
             duo.kill(1, lose_node=True)
@@ -135,13 +146,15 @@ def test_a_seal_goes_on_when_the_holder_comes_back_elsewhere(duo: Duo) -> None:
     owner = duo.up(0)
     duo.up(1)
     owner.say("run", 0)
-    owner.next_report("sealed", 2)
+    while duo.next_sealed() < 2:
+        pass
     duo.kill(1, lose_node=True)
     owner.next_report("failed")
     duo.up(1)
-    (_, sealed) = owner.next_report("sealed")
+    sealed = duo.next_sealed()
     duo.kill(0, lose_node=True)
+    assert duo.note_sealed() >= sealed
     duo.up(0)
-    found = duo.recover(0)
-    assert max(found) >= sealed
+    found = duo.recover()
+    assert found.keys() == duo.saves.keys()
     assert all(content == digest(content_at(checkpoint_id)) for checkpoint_id, content in found.items())

@@ -64,12 +64,9 @@ class SnapshotsModel(RuleBasedStateMachine):
         self.count += 1
         self.owner.put(self.next_id, {key: b"%08d" % self.count * 40_000}, stored=True)
 
-    @rule(key=KEYS, forget=st.booleans())
-    def delete(self, key: bytes, forget: bool) -> None:
-        if forget:
-            self.owner.take_out(key)
-        else:
-            self.owner.put(self.next_id, {key: None})
+    @rule(key=KEYS)
+    def delete(self, key: bytes) -> None:
+        self.owner.take_out(key)
 
     @rule()
     def seal(self) -> None:

@@ -18,16 +18,16 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
-from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
+from ml_flashpoint.ddict.snapshot_format import PartRef
 from ml_flashpoint.ddict.snapshots import Snapshots
-from ml_flashpoint.format.errors import ReplicationError
+from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
 from ml_flashpoint.replication.transfer_protocol import Address
 
 SECRET = bytes(range(32))
 
-Content = dict[bytes, bytes | None]
-"""What a checkpoint holds: of each key the bytes of its value, None for a deleted one."""
+Content = dict[bytes, bytes]
+"""What a checkpoint holds: of each key the bytes of its value."""
 
 
 def make_value(store: RankStore, value_id: str, data: bytes) -> StoredValue:
@@ -47,9 +47,8 @@ def content_of(entries: Iterable[Entry]) -> Content:
     return found
 
 
-def _bytes_of(entry: Entry) -> bytes | None:
-    if entry.value is None:
-        return None
+def _bytes_of(entry: Entry) -> bytes:
+    assert entry.value is not None
     if isinstance(entry.value, InlineValue):
         return entry.value.data
     import safetensors.torch
@@ -82,8 +81,6 @@ class Reached(Protocol):
 
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None: ...
 
-    def inventory(self, of: int) -> list[SnapshotRecord]: ...
-
 
 class Member:
     """A manager of this process, up or down.
@@ -91,6 +88,8 @@ class Member:
     Attributes:
         entries: what its shard holds: the entry of each key.
         in_use: ids of stored values in it.
+        saves: snapshots with verified copies, by checkpoint, as the coordinator knows them.
+        failures: of the last recovery.
     """
 
     def __init__(self, cluster: Others, number: int) -> None:
@@ -100,6 +99,8 @@ class Member:
         self.entries: dict[bytes, Entry] = {}
         self.in_use: set[str] = set()
         self.released: list[str] = []
+        self.saves: dict[int, PartRef] = {}
+        self.failures: dict[int, FlashpointError] = {}
         self.unreachable = False
         self._lives = itertools.count()
         self._values = itertools.count()
@@ -128,6 +129,8 @@ class Member:
 
     def down(self, *, lose_node: bool = False) -> None:
         """End it, with the memory of its node if so wished."""
+        there = self.snapshots.sealed()
+        self.saves = {each: ref for each, ref in self.saves.items() if there.get(each) == ref}
         self.snapshots.close()
         self.store.close()
         self.entries, self.in_use = {}, set()
@@ -142,27 +145,22 @@ class Member:
         return self.recover()
 
     def recover(self) -> dict[int, Content]:
-        found = self.snapshots.recover(self.ask)
-        assert [s.checkpoint_id for s in found] == sorted((s.checkpoint_id for s in found), reverse=True)
+        found, self.failures = self.snapshots.recover(self.saves.values())
         if found:
-            self.entries = {entry.key: entry for entry in found[0].entries}
-            self.in_use = {e.value.value_id for s in found for e in s.entries if isinstance(e.value, StoredValue)}
-        return {snapshot.checkpoint_id: content_of(snapshot.entries) for snapshot in found}
-
-    def ask(self, holder: int) -> list[SnapshotRecord]:
-        records = self.cluster.reach(holder).inventory(self.number)
-        return [SnapshotRecord.from_json(record.to_json()) for record in records]
+            self.entries = {entry.key: entry for entry in found[max(found)]}
+            self.in_use = {e.value.value_id for its in found.values() for e in its if isinstance(e.value, StoredValue)}
+        return {checkpoint_id: content_of(entries) for checkpoint_id, entries in found.items()}
 
     def put(self, checkpoint_id: int, content: Mapping[bytes, bytes | None], *, stored: bool = False) -> None:
         """New entries in the shard."""
         for key, data in content.items():
             self.take_out(key)
-            value: InlineValue | StoredValue | None = None
-            if data is not None and stored:
+            if data is None:
+                continue
+            value: InlineValue | StoredValue = InlineValue(data)
+            if stored:
                 value = make_value(self.store, f"v-{self.incarnation}-{next(self._values):012}", data)
                 self.in_use.add(value.value_id)
-            elif data is not None:
-                value = InlineValue(data)
             self.entries[key] = Entry(key, checkpoint_id, "w-1", value)
 
     def take_out(self, key: bytes) -> None:
@@ -173,9 +171,11 @@ class Member:
             if not self.snapshots.let_go(entry.value):
                 self.store.release(entry.value.arena)
 
-    def seal(self, checkpoint_id: int, deadline_s: float = 20.0) -> Content:
-        entries = list(self.entries.values())
+    def seal(self, checkpoint_id: int, deadline_s: float = 20.0, *, entries: list[Entry] | None = None) -> Content:
+        """Seal what is in the shard, or these entries."""
+        entries = list(self.entries.values()) if entries is None else entries
         self.snapshots.seal(checkpoint_id, entries, deadline_s)
+        self.saves = self.snapshots.sealed()  # those of earlier ones are verified, too
         return content_of(entries)
 
     def files(self, of: int) -> set[str]:

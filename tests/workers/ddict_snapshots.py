@@ -12,8 +12,8 @@ import random
 from collections.abc import Collection
 from pathlib import Path
 
-from ml_flashpoint.ddict.snapshot_format import SnapshotRecord
-from ml_flashpoint.format.errors import FlashpointError, ReplicationError
+from ml_flashpoint.ddict.snapshot_format import PartRef
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
 from ml_flashpoint.replication.transfer_protocol import Address
 from tests.support.forked import Report
@@ -24,10 +24,10 @@ NODES = ("node-0", "node-1")
 _SMALL_KEYS, _BIG_KEYS = 40, 4
 
 
-def changes_at(checkpoint_id: int) -> tuple[Content, Content]:
-    """Small and large values that checkpoint ``c`` writes."""
+def changes_at(checkpoint_id: int) -> tuple[dict[bytes, bytes | None], Content]:
+    """Small and large values that checkpoint ``c`` writes; None: it deletes the key."""
     dice = random.Random(checkpoint_id)
-    small: Content = {
+    small: dict[bytes, bytes | None] = {
         b"small-%d" % dice.randrange(_SMALL_KEYS): dice.randbytes(dice.randrange(1, 3000)) for _ in range(10)
     }
     big: Content = {b"big-%d" % dice.randrange(_BIG_KEYS): dice.randbytes(dice.randrange(262_144, 600_000))}
@@ -39,8 +39,11 @@ def content_at(checkpoint_id: int) -> Content:
     """What checkpoint ``c`` holds."""
     content: Content = {}
     for earlier in range(checkpoint_id + 1):
-        for changed in changes_at(earlier):
-            content.update(changed)
+        small, big = changes_at(earlier)
+        content.update({key: data for key, data in small.items() if data is not None})
+        for key in [key for key, data in small.items() if data is None]:
+            content.pop(key, None)
+        content.update(big)
     return content
 
 
@@ -57,7 +60,6 @@ class _Others:
         self.nodes = NODES
         self.strategy = PairwiseReplicationStrategy()
         self.report = report
-        self.records: list[SnapshotRecord] | None = None
 
     def address_of(self, number: int) -> Address | None:
         try:
@@ -72,11 +74,6 @@ class _Others:
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
         self.report("tell", of, list(keep), before)
 
-    def inventory(self, of: int) -> list[SnapshotRecord]:
-        if self.records is None:
-            raise ReplicationError("not there")
-        return self.records
-
 
 def manager(report: Report, base: str, number: int) -> None:
     """Do what the test says, one thing after the other."""
@@ -88,8 +85,8 @@ def manager(report: Report, base: str, number: int) -> None:
     report("up")
     while True:
         match report.listen():
-            case ("recover", records):
-                others.records = None if records is None else [SnapshotRecord.from_json(r) for r in records]
+            case ("recover", saves):
+                member.saves = {step: PartRef(attempt, step) for attempt, step in saves}
                 found = member.recover()
                 report("recovered", {c: digest(content) for c, content in found.items()})
             case ("run", first):
@@ -98,14 +95,12 @@ def manager(report: Report, base: str, number: int) -> None:
                 _write(member, checkpoint_id)
                 try:
                     member.seal(checkpoint_id, deadline_s)
-                    report("sealed", checkpoint_id)
+                    report("sealed", checkpoint_id, member.saves[checkpoint_id].attempt)
                 except FlashpointError as error:
                     report("failed", checkpoint_id, error)
             case ("replicate",):
                 member.snapshots.replicate(30)
                 report("replicated")
-            case ("inventory", of):
-                report("inventory", [record.to_json() for record in member.snapshots.inventory(of)])
             case ("drop", of, keep, before):
                 member.snapshots.drop_copies(of, keep, before)
             case ("end",):
@@ -130,6 +125,6 @@ def _run(report: Report, member: Member, first: int) -> None:
                 break
             except FlashpointError as error:
                 report("failed", checkpoint_id, error)
-        report("sealed", checkpoint_id)
+        report("sealed", checkpoint_id, member.saves[checkpoint_id].attempt)
         member.snapshots.retain([checkpoint_id - 1, checkpoint_id] if checkpoint_id else [0])
         checkpoint_id += 1

@@ -40,15 +40,18 @@ class AllManagers:
 
     def ask(self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S) -> list[dict[str, Any]]:
         """Their answers, or the first error once all have answered."""
-        return _answers(self._ask(self._pool, range(self._count), operation, fields, timeout_s))
+        return _answers(self._ask(self._pool, range(self._count), operation, lambda _: dict(fields), timeout_s))
 
     def ask_at_length(self, operation: str, fields: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         """The same for what takes long, with threads of its own: commits must not wait for one."""
         with self._threads(operation) as pool:
-            return _answers(self._ask(pool, range(self._count), operation, fields, max(0.05, timeout_s)))
+            within_s = max(0.05, timeout_s)
+            return _answers(self._ask(pool, range(self._count), operation, lambda _: dict(fields), within_s))
 
-    def ask_some(self, managers: Iterable[int], operation: str, fields: dict[str, Any], timeout_s: float) -> Found:
-        """The answers and errors of these."""
+    def ask_some(
+        self, managers: Iterable[int], operation: str, fields: Callable[[int], dict[str, Any]], timeout_s: float
+    ) -> Found:
+        """The answers and errors of these, each with fields of its own."""
         return self._ask(self._pool, managers, operation, fields, timeout_s)
 
     def _ask(
@@ -56,11 +59,11 @@ class AllManagers:
         pool: ThreadPoolExecutor,
         managers: Iterable[int],
         operation: str,
-        fields: dict[str, Any],
+        fields: Callable[[int], dict[str, Any]],
         timeout_s: float,
     ) -> Found:
         call = self._call_and_note if pool is self._pool else self._call
-        asked = [(each, pool.submit(call, each, operation, dict(fields), timeout_s)) for each in managers]
+        asked = [(each, pool.submit(call, each, operation, fields(each), timeout_s)) for each in managers]
         found: Found = []
         for manager, answer in asked:
             try:

@@ -72,7 +72,7 @@ class Committer:
         self._discard_number = 0
         self._committed = -1
         self._committing = -1
-        self._sealed: list[int] = []
+        self._sealed: dict[int, list[str]] = {}  # checkpoints, and the snapshot that each manager has of them
         self._restored: tuple[int, Any] | None = None  # is as good as committed, although there are no copies yet
         self._orphaned: DDictWritesLostError | None = None
         self._oldest_told = 0
@@ -102,7 +102,7 @@ class Committer:
         self._writers.send_back(beginning.base)
         self._discards.clear()  # it lies above
         self._committed = min(self._committed, beginning.base)
-        self._sealed = [each for each in self._sealed if each <= beginning.base]
+        self._retain(lambda each: each <= beginning.base)
         self._changed.notify_all()
 
     def returned(self, manager: int, incarnation: str) -> None:
@@ -114,6 +114,11 @@ class Committer:
             at = f"checkpoint {base}" if base >= 0 else "the beginning, as nothing was committed yet"
             why = f"manager {manager} was lost, and all go on from {at}"
             self._begin_epoch(Beginning(base, base, why, manager=manager))
+
+    def sealed_by(self, manager: int) -> list[tuple[str, int]]:
+        """The snapshots that a manager has of what is committed, each with its checkpoint."""
+        with self._changed:
+            return [(its[manager], each) for each, its in self._sealed.items() if its]
 
     def _safe(self) -> int:
         """The newest checkpoint that a manager that comes back has."""
@@ -129,8 +134,12 @@ class Committer:
             if self._restored is not None:
                 fields.update(restored=self._restored[1], keep=[self._restored[0]])
             behind = sorted(self._epochs.behind)
+
+        def told(manager: int) -> dict[str, Any]:
+            return {**fields, "sealed": self.sealed_by(manager)}
+
         errors: list[FlashpointError] = []
-        for manager, answer in self._managers.ask_some(behind, "begin", fields, _BEGIN_S):
+        for manager, answer in self._managers.ask_some(behind, "begin", told, _BEGIN_S):
             with self._changed:
                 if isinstance(answer, FlashpointError):
                     errors.append(answer)
@@ -203,14 +212,15 @@ class Committer:
             checkpoint_id, epoch, committed = self._committing, self.epoch, self._committed
         fields = {"e": epoch, "checkpoint_id": checkpoint_id}
         self._managers.ask("prepare", {**fields, "committed": committed})
+        sealed: list[str] = []
         if self._rules.replicated and not self._called_off:
-            self._managers.ask("seal", fields, seal_deadline_s())
+            sealed = [str(answer["attempt"]) for answer in self._managers.ask("seal", fields, seal_deadline_s())]
         with self._changed:
             if epoch != self.epoch or self._called_off:
                 return  # somebody went back: what it has is not what is written
             self._committed = checkpoint_id
             self._trouble, self._restored = "", None
-            self._sealed.append(checkpoint_id)
+            self._sealed[checkpoint_id] = sealed
             if self._rules.is_due(checkpoint_id):
                 self._persisting.add(checkpoint_id, due=True)
             self._changed.notify_all()
@@ -231,8 +241,11 @@ class Committer:
         self._managers.ask("settle", fields)
         with self._changed:
             if epoch == self.epoch:
-                self._sealed = [each for each in self._sealed if each in keep or each > self._committed]
+                self._retain(lambda each: each in keep or each > self._committed)
                 self._oldest_told = max(self._oldest_told, oldest)
+
+    def _retain(self, is_kept: Callable[[int], bool]) -> None:
+        self._sealed = {each: its for each, its in self._sealed.items() if is_kept(each)}
 
     def _keep(self) -> list[int]:
         oldest = self._oldest()

@@ -398,7 +398,7 @@ class Coordinator(Committer):
                     self._writers.live[by].epoch = self.epoch
                 self._committed = -1 if self._rules.snapshots else checkpoint_id
                 self._restored = (checkpoint_id, checkpoint)
-                self._sealed, self._oldest_told, self._orphaned = [], checkpoint_id, None
+                self._sealed, self._oldest_told, self._orphaned = {}, checkpoint_id, None
                 self._persisting.restored(checkpoint_id)
         self._await_open(until)
         # It was committed before it was persisted, so it is again: at once, which makes the copies there are none of.

@@ -224,6 +224,12 @@ def _state(server: CoordinatorServer, session: _Session, fields: Fields) -> Fiel
 
 
 @_operation
+def _sealed(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
+    """What a manager has sealed, for the one that comes after it."""
+    return {"sealed": server.coordinator.sealed_by(server.check_manager(integer(fields, "manager")))}
+
+
+@_operation
 def _returned(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """A manager was started anew, and waits for an epoch to begin."""
     server.coordinator.returned(server.check_manager(integer(fields, "manager")), text(fields, "incarnation"))

@@ -1,8 +1,8 @@
 """One manager: its share of the keys, their values, and what it does for the others.
 
-Owns the lock around the shard, the memory that values may take, and what checkpoints hold of it. What requests mean is
-`operations`', coming back from a death `manager_recovery`'s. It knows neither how its process was started nor how peers
-find it: that is given to it.
+Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, and how one that was
+started anew comes to hold what the one before it held. What requests mean is `operations`'. It knows neither how its
+process was started nor how peers find it: that is given to it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict import persisted_parts
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
-from ml_flashpoint.ddict.configuration import Configuration
+from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError, StaleEpochError
 from ml_flashpoint.ddict.links import Links, Locate
+from ml_flashpoint.ddict.persisted_parts import PartReader, encode
 from ml_flashpoint.ddict.persisted_run import PersistedRun
-from ml_flashpoint.ddict.room import Room
 from ml_flashpoint.ddict.shard import Shard
+from ml_flashpoint.ddict.snapshot_format import PartRef, part_ref
 from ml_flashpoint.ddict.snapshots import Pin, Snapshots
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _PEER_S = 10.0
 _ROOM_S = 0.5
 _LOOK_S = 1.0
-_RECOVERY_S = 60.0
+_RETURN_S = 60.0
 _MOST_GONE = 10_000
 _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 
@@ -57,22 +57,6 @@ class Session:
     allocated: set[str] = field(default_factory=set)
 
 
-class Recovery(Protocol):
-    """What a manager knows of its own recovery: see `ManagerRecovery`."""
-
-    def start(self) -> None:
-        """Begin, in the background."""
-
-    def wait(self, until: float) -> None:
-        """Wait for the end."""
-
-    def found(self, until: float) -> dict[int, Sequence[Entry]]:
-        """Entries of the checkpoints that there are whole snapshots of, once that is known."""
-
-    def end(self, failure: DDictManagerLostError | None) -> None:
-        """The manager holds what it goes on from; or it cannot."""
-
-
 class Manager:
     """See the module. Thread-safe.
 
@@ -82,7 +66,7 @@ class Manager:
         locate: where the other managers are.
         operations: what requests mean, by name: functions of the manager, the session, fields and blobs.
         incarnation: of this process, 16 hexadecimal digits.
-        recovery: how it comes to hold what the one of this number held that was there before; None: there was none.
+        restarted: whether there was one of this number before, whose values it is to have.
         host: address to serve other nodes on.
     """
 
@@ -94,7 +78,7 @@ class Manager:
         operations: Mapping[str, Callable[..., tuple[dict[str, Any], Sequence[Buffer]]]],
         *,
         incarnation: str,
-        recovery: Callable[[Manager], Recovery] | None = None,
+        restarted: bool = False,
         host: str = "127.0.0.1",
     ) -> None:
         self.configuration = configuration
@@ -134,19 +118,59 @@ class Manager:
             incarnation=self.incarnation,
             host=host,
         )
-        self._recovery = recovery(self) if recovery is not None else None
-        self._recovery_over = recovery is None
-        self._started = threading.Event()  # requests may come before
+        self._parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
+        self._restarted = restarted
+        self._ready = threading.Event()  # requests may come before
+        self._lost: DDictManagerLostError | None = None
+        self._failures: dict[int, FlashpointError] = {}
 
     # ---- life ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to serve; recovery, if there is anything to recover, goes on in the background."""
+        """Begin to serve. One that was started anew is ready when the epoch has begun that it asks for."""
         if self.rules.replicated:
             self.snapshots.start()
-        if self._recovery is not None:
-            self._recovery.start()
-        self._started.set()
+        if self._restarted:
+            threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
+        else:
+            self._ready.set()
+
+    def _return(self) -> None:
+        """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death
+        has cost some: its own at those who hold them, if they were away too, and here those of others."""
+        me, until = {"manager": self.number, "incarnation": self.incarnation}, time.monotonic() + _RETURN_S
+        try:
+            if not self.rules.replicated:
+                raise DDictManagerLostError("without replication its values are gone")
+            with self._begun:
+                sealed = self.links.call(COORDINATOR, "sealed", me, until=until).fields["sealed"]
+                self._recover([part_ref(*each) for each in sealed])
+            self.links.call(COORDINATOR, "returned", me, until=time.monotonic() + _RETURN_S)
+        except Exception as error:  # lost with its thread, it would leave every client waiting
+            _log.exception("manager %d cannot go on from where the one before it was", self.number)
+            self._give_up(error.message if isinstance(error, FlashpointError) else repr(error))
+        self._ready.wait()
+        if self._lost is None:
+            _log.warning("manager %d is back", self.number)
+            self.replicate()
+            for owner in self.snapshots.held:
+                try:
+                    self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
+                except FlashpointError as error:
+                    _log.warning("manager %d was not asked for new copies: %s", owner, error)
+
+    def _give_up(self, why: str) -> DDictManagerLostError:
+        """What this manager is to have is lost; the error that everybody gets."""
+        error = DDictManagerLostError(
+            f"manager {self.number} came back without its values: {why}",
+            manager=self.number,
+            hint="make the dictionary anew, and restore() what was persisted",
+        )
+        error.retryable = False
+        if not self._ready.is_set():
+            self._lost = error
+            self._ready.set()
+        return error
 
     def close(self) -> None:
         """End. Files stay where they are."""
@@ -157,15 +181,15 @@ class Manager:
         self.store.close()
 
     def wait_until_ready(self, until: float) -> None:
-        """Wait until this manager has begun, and recovered if there is something to recover from.
+        """Wait until this manager has begun, and has what it is to have.
 
         Raises:
-            DDictManagerLostError: not in time; or what there was cannot be recovered.
+            DDictManagerLostError: not in time; or that is lost.
         """
-        if not self._started.wait(max(0.0, until - time.monotonic())):
+        if not self._ready.wait(max(0.0, until - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
-        if self._recovery is not None:
-            self._recovery.wait(until)
+        if self._lost is not None:
+            raise self._lost
 
     def replicate(self) -> None:
         """Push what holders lack of the snapshots here."""
@@ -303,64 +327,55 @@ class Manager:
             raise StaleEpochError(f"manager {self.number} is in epoch {self.epoch}", manager=self.number)
 
     def begin(
-        self, epoch: int, base: int, keep: Sequence[int], pinned: Sequence[int], restored: PersistedCheckpoint | None
+        self,
+        epoch: int,
+        base: int,
+        keep: Sequence[int],
+        pinned: Sequence[int],
+        sealed: Sequence[PartRef],
+        restored: PersistedCheckpoint | None,
     ) -> None:
         """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
 
         Args:
             keep: checkpoints that can be gone back to, ``base`` included unless that is -1.
             pinned: others that are yet to be persisted.
+            sealed: the snapshots that this manager has of them: one that was lost recovers these.
             restored: read these from there, if they are not here.
 
         Raises:
             DDictManagerLostError: this one was lost, and cannot go on from there.
         """
         with self._begun:  # the coordinator may ask again before it has heard an answer
-            if epoch <= self.epoch and (self._recovery is None or self._recovery_over):
+            if self._lost is not None:
+                raise self._lost
+            if epoch <= self.epoch and self._ready.is_set():
                 return
-            try:
-                self._begin(epoch, base, keep, pinned, restored)
-            except DDictManagerLostError as error:
-                if self._recovery is not None and not error.retryable:
-                    self._recovery.end(error)
-                raise
+            if not self._ready.is_set():
+                self._recover(sealed)  # what was committed since it asked
+            if restored is not None and (self._restoring is not None or base not in self._prepared):
+                self._take_restored(restored)
+            with self.changed:
+                if self.rules.snapshots:
+                    wanted = {each: self._prepared[each][0] for each in keep if each in self._prepared}
+                    if base >= 0 and base not in wanted:
+                        causes = self._failures.get(base, "")
+                        raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
+                    self._load(wanted)
+                    self.shard.committed, self.shard.kept = base, frozenset(keep)
+                else:
+                    self.shard.drop_above(base)
+                self.epoch = epoch
+                self.changed.notify_all()
+            self.unprepare(lambda each: each in keep or each in pinned)
+            self._ready.set()
 
-    def _begin(
-        self, epoch: int, base: int, keep: Sequence[int], pinned: Sequence[int], restored: PersistedCheckpoint | None
-    ) -> None:
-        if self._recovery is not None and not self._recovery_over:
-            until = time.monotonic() + _RECOVERY_S
-            for checkpoint_id, entries in self._recovery.found(until).items():
-                if checkpoint_id in keep or checkpoint_id in pinned:
-                    self._keep_entries(checkpoint_id, list(entries))
-        if restored is not None and (self._restoring is not None or base not in self._prepared):
-            self._take_restored(restored)
-        with self.changed:
-            if self.rules.snapshots:
-                wanted = {each: self._prepared[each][0] for each in keep if each in self._prepared}
-                if base >= 0 and base not in wanted:
-                    raise self._no_copy(base)
-                self._load(wanted)
-                self.shard.committed, self.shard.kept = base, frozenset(keep)
-            else:
-                self.shard.drop_above(base)
-            self.epoch = epoch
-            self.changed.notify_all()
-        self.unprepare(lambda each: each in keep or each in pinned)
-        if self._recovery is not None:
-            self._recovery_over = True
-            self._recovery.end(None)
-
-    def _no_copy(self, checkpoint_id: int) -> DDictManagerLostError:
-        causes = "; ".join(str(error) for _, error in self.snapshots.recovery_failures)
-        error = DDictManagerLostError(
-            f"manager {self.number} came back without its values: no whole copy of checkpoint {checkpoint_id} is left. "
-            f"{causes}",
-            manager=self.number,
-            hint="make the dictionary anew, and restore() what was persisted",
-        )
-        error.retryable = False
-        return error
+    def _recover(self, sealed: Sequence[PartRef]) -> None:
+        missing = [ref for ref in sealed if ref.step not in self._prepared]
+        if missing:
+            found, self._failures = self.snapshots.recover(missing)
+            for checkpoint_id, entries in found.items():
+                self._keep_entries(checkpoint_id, entries)
 
     def _take_restored(self, checkpoint: PersistedCheckpoint) -> None:
         """Have the entries of a persisted checkpoint, in place of all others."""
@@ -412,14 +427,14 @@ class Manager:
         if before is not None:
             before[1].release()
 
-    def seal(self, checkpoint_id: int, until: float) -> None:
-        """Have verified copies of a prepared checkpoint.
+    def seal(self, checkpoint_id: int, until: float) -> str:
+        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part.
 
         Raises:
             FlashpointError: not now.
         """
         with self._prepared_entries(checkpoint_id) as entries:
-            self.snapshots.seal(checkpoint_id, entries, max(0.1, until - time.monotonic()))
+            return self.snapshots.seal(checkpoint_id, entries, max(0.1, until - time.monotonic())).attempt
 
     @contextlib.contextmanager
     def _prepared_entries(self, checkpoint_id: int) -> Iterator[list[Entry]]:
@@ -459,33 +474,22 @@ class Manager:
     def persist(self, checkpoint_id: int) -> str:
         """Write this manager's part of a prepared checkpoint; returns the receipt."""
         with self._prepared_entries(checkpoint_id) as entries:
-            index, items = persisted_parts.encode(entries)
+            index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
             return self.persister.write_part(checkpoint_id, self.number, index, items)
 
     def restore_prepare(self, checkpoint: PersistedCheckpoint) -> None:
         """Read and verify this manager's share of a persisted checkpoint, and change nothing yet."""
         self.restore_abort()
-        entries = persisted_parts.read(
-            self.persister,
-            checkpoint,
-            self.number,
-            self.configuration.managers,
-            self._room_for,
-            self.arenas.release,
-        )
+        entries = self._parts.read(checkpoint)
         with self.changed:
             self._restoring = (checkpoint, entries)
-
-    def _room_for(self, nbytes: int) -> Room:
-        return Room(self.arenas, self.store, nbytes)
 
     def restore_abort(self) -> None:
         """Forget what was read."""
         with self.changed:
             restoring, self._restoring = self._restoring, None
-        for entry in restoring[1] if restoring is not None else ():
-            if isinstance(entry.value, StoredValue):
-                self.arenas.release(entry.value)
+        if restoring is not None:
+            self._parts.release(restoring[1])
 
 
 def _remember(known: dict[str, Any], handle: str, what: Any) -> None:

@@ -15,7 +15,6 @@ from ml_flashpoint.ddict import data_operations, operations  # noqa: F401
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.locations import locator
 from ml_flashpoint.ddict.manager import Manager
-from ml_flashpoint.ddict.manager_recovery import ManagerRecovery
 from ml_flashpoint.ddict.messages import REQUESTS
 from ml_flashpoint.ddict.request_fields import OPERATIONS
 from ml_flashpoint.ddict.value_arenas import allow_many_files
@@ -41,7 +40,7 @@ class ServedManager:
             locator(configuration),
             OPERATIONS,
             incarnation=str(config["incarnation"]),
-            recovery=ManagerRecovery if config.get("restarted") else None,
+            restarted=config.get("restarted") is True,
             host=host or "127.0.0.1",
         )
         try:

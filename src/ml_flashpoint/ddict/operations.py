@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ml_flashpoint.ddict.manager import Manager, Session
 
 from ml_flashpoint.ddict.request_fields import Fields, Result, integer, integers, list_of, operation, text, until_of
+from ml_flashpoint.ddict.snapshot_format import part_ref
 
 # ---- the manager itself -----------------------------------------------------------------------------------
 
@@ -42,11 +43,6 @@ def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
             "sealed": sorted(manager.snapshots.sealed()),
             "frozen": manager.frozen,
         }, ()
-
-
-@operation
-def _inventory(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    return {"records": [each.to_json() for each in manager.snapshots.inventory(integer(fields, "of"))]}, ()
 
 
 @operation
@@ -80,7 +76,8 @@ def _begin(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     run, restored = fields["run"], fields.get("restored")
     checkpoint = None if restored is None else PersistedCheckpoint.from_fields(restored)
     keep, pinned = integers(fields, "keep"), integers(fields, "pinned")
-    manager.begin(integer(fields, "e"), integer(fields, "base", -1), keep, pinned, checkpoint)
+    sealed = [part_ref(*each) for each in list_of(fields, "sealed")]
+    manager.begin(integer(fields, "e"), integer(fields, "base", -1), keep, pinned, sealed, checkpoint)
     manager.run.use(text(run, "run"), run["restored"])
     manager.frozen = bool(fields.get("frozen"))
     return {"incarnation": manager.incarnation}, ()
@@ -104,8 +101,7 @@ def _prepare(manager: Manager, session: Session, fields: Fields, blobs: list[byt
 @operation
 def _seal(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     _check(manager, fields)
-    manager.seal(integer(fields, "checkpoint_id"), until_of(fields))
-    return {}, ()
+    return {"attempt": manager.seal(integer(fields, "checkpoint_id"), until_of(fields))}, ()
 
 
 @operation

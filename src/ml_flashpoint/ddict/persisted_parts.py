@@ -1,156 +1,124 @@
 """What a manager persists of a checkpoint, and which of it which manager reads.
 
-Owns the index and the items of a part, and how keys are dealt out anew when a checkpoint is restored into another
-number of managers. Where parts are kept, and that they are what was written, is the persister's.
+Owns the items of a part, and how keys are dealt out anew when a checkpoint is restored into another number of managers.
+Where parts are kept, and that they are what was written, is the persister's.
 
-A part has an index in JSON, an item ``inline`` with all small values one after the other, and for each large one an
-item with its object, named by its value id.
+A part has a full index (`entry_index`), an item ``inline`` with all small values one after the other, and for each
+large one an item with its object, named by its value id.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, PersistedCheckpoint
-from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
+from ml_flashpoint.ddict.entries import Entry, StoredValue, Value
+from ml_flashpoint.ddict.entry_index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
 from ml_flashpoint.ddict.keys import place
+from ml_flashpoint.ddict.snapshot_format import PartRef
+from ml_flashpoint.ddict.value_arenas import ValueArenas
 from ml_flashpoint.format.errors import DamagedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_FORMAT = 1
 _INLINE = "inline"
-_PERSISTENT, _BROADCAST = 1, 2
 
 
-class Room(Protocol):
-    """Where an object is read to; see `room.Room`."""
-
-    buffer: memoryview
-
-    def keep(self, value_id: str) -> StoredValue:
-        """The value, now that the object is there."""
-
-    def give_up(self) -> None:
-        """Let go of it."""
-
-
-def encode(entries: Sequence[Entry]) -> tuple[bytes, list[tuple[str, Buffer]]]:
+def encode(
+    checkpoint_id: int, manager: int, managers: int, entries: Sequence[Entry]
+) -> tuple[bytes, list[tuple[str, Buffer]]]:
     """Index and items of a part. Buffers are those of the values, which must stay until the part is written."""
-    listed: list[list[Any]] = []
-    inline: list[bytes] = []
-    items: list[tuple[str, Buffer]] = []
-    offset = 0
-    for entry in entries:
-        flags = entry.persistent * _PERSISTENT + entry.broadcast * _BROADCAST
-        where: list[Any]
-        if isinstance(entry.value, InlineValue):
-            where = [offset, entry.value.nbytes]
-            inline.append(entry.value.data)
-            offset += entry.value.nbytes
-        elif entry.value is not None:
-            where = [entry.value.value_id, entry.value.size]
-            items.append((entry.value.value_id, entry.value.arena.buffer[: entry.value.size]))
-        else:
-            continue
-        listed.append([base64.b64encode(entry.key).decode(), entry.checkpoint_id, entry.writer, flags, *where])
-    index = json.dumps({"format": _FORMAT, "entries": listed}, separators=(",", ":")).encode()
-    return index, [(_INLINE, b"".join(inline)), *items]
+    own = PartRef(_INLINE, checkpoint_id)
+    listed, segment = gather(own, entries, lambda value: PartRef(value.value_id, checkpoint_id))
+    items: list[tuple[str, Buffer]] = [
+        (entry.value.value_id, entry.value.arena.buffer[: entry.value.size])
+        for entry in entries
+        if isinstance(entry.value, StoredValue)
+    ]
+    return encode_index(Index(own, manager, managers, (), listed)), [(_INLINE, b"".join(segment)), *items]
 
 
-def read(
-    persister: CheckpointPersister,
-    checkpoint: PersistedCheckpoint,
-    number: int,
-    managers: int,
-    room_for: Callable[[int], Room],
-    release: Callable[[StoredValue], None],
-) -> list[Entry]:
-    """The entries of a checkpoint that manager ``number`` of ``managers`` is to have.
+class PartReader:
+    """Reads what a manager is to have of persisted checkpoints.
 
     With as many managers as there were, each gets its own part. Otherwise keys are placed anew; what was written
     through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them.
 
-    Raises:
-        DamagedError: something is not what was written.
-        FlashpointError: it cannot be read, or there is no room.
+    Args:
+        persister: of this process.
+        store, arenas: where large values come to lie.
+        managers: how many there are now.
     """
-    same = checkpoint.managers == managers
-    entries: list[Entry] = []
-    try:
-        for part in [number] if same else range(checkpoint.managers):
-            listed = [
-                each
-                for each in _parse(persister.read_index(checkpoint, part))
-                if same or _is_for(each, part, checkpoint.managers, number, managers)
-            ]
-            if not listed:
-                continue
-            inline = memoryview(persister.read_item(checkpoint, part, _INLINE))
-            for key, checkpoint_id, writer, flags, where, size in listed:
-                value: InlineValue | StoredValue
-                if isinstance(where, int):
-                    if where + size > len(inline):
-                        raise DamagedError("the index of a persisted part points outside of it")
-                    value = InlineValue(bytes(inline[where : where + size]))
-                else:
-                    value = _read_object(persister, checkpoint, part, where, size, room_for)
-                entries.append(
-                    Entry(key, checkpoint_id, writer, value, bool(flags & _PERSISTENT), bool(flags & _BROADCAST))
-                )
-    except BaseException:
+
+    def __init__(self, persister: CheckpointPersister, store: RankStore, arenas: ValueArenas, managers: int) -> None:
+        self._persister = persister
+        self._store = store
+        self._arenas = arenas
+        self._managers = managers
+
+    def read(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
+        """The entries of a checkpoint that this manager is to have.
+
+        Raises:
+            DamagedError: something is not what was written.
+            FlashpointError: it cannot be read, or there is no room.
+        """
+        own = [self._store.rank] if checkpoint.managers == self._managers else range(checkpoint.managers)
+        entries: list[Entry] = []
+        try:
+            for part in own:
+                self._read_part(checkpoint, part, entries)
+        except BaseException:
+            self.release(entries)
+            raise
+        return entries
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Let go of what was read."""
         for entry in entries:
             if isinstance(entry.value, StoredValue):
-                release(entry.value)
-        raise
-    return entries
+                self._arenas.release(entry.value)
 
+    def _read_part(self, checkpoint: PersistedCheckpoint, part: int, entries: list[Entry]) -> None:
+        own = PartRef(_INLINE, checkpoint.checkpoint_id)
+        data = memoryview(self._persister.read_index(checkpoint, part))
+        told = fold([decode_index(data, own, part, checkpoint.managers, f"index of part {part}")])
+        if wanted := [each for each in told if self._is_for_us(each, part, checkpoint.managers)]:
+            inline = memoryview(self._persister.read_item(checkpoint, part, _INLINE))
+            for each in wanted:
+                value: Value
+                if each.kind == INLINE:
+                    value = each.inline_value(inline)
+                else:
+                    value = self._read_object(checkpoint, part, each.part.attempt, each.length)
+                entries.append(each.entry(value))
 
-def _read_object(
-    persister: CheckpointPersister,
-    checkpoint: PersistedCheckpoint,
-    part: int,
-    name: str,
-    size: int,
-    room_for: Callable[[int], Room],
-) -> StoredValue:
-    room = room_for(size)
-    try:
-        read = persister.read_item(checkpoint, part, name, into=room.buffer)
-        if len(read) != size:
-            raise DamagedError(f"a persisted value has {len(read)} bytes instead of {size}")
-        return room.keep(name)
-    except BaseException:
-        room.give_up()
-        raise
+    def _is_for_us(self, told: IndexEntry, part: int, before: int) -> bool:
+        if before == self._managers:
+            return True
+        if told.broadcast:
+            return part == 0
+        owner = place(told.key, before)
+        number = place(told.key, self._managers) if owner == part else part % self._managers
+        return number == self._store.rank
 
-
-def _is_for(listed: tuple[Any, ...], part: int, before: int, number: int, managers: int) -> bool:
-    key, _, _, flags, _, _ = listed
-    if flags & _BROADCAST:
-        return part == 0
-    owner = place(key, before)
-    return (place(key, managers) if owner == part else part % managers) == number
-
-
-def _parse(index: bytes) -> Iterator[tuple[bytes, int, str, int, int | str, int]]:
-    try:
-        content = json.loads(index)
-        if content["format"] != _FORMAT:
-            raise DamagedError(f"the index of a persisted part has another format, {content['format']!a}")
-        for key, checkpoint_id, writer, flags, where, size in content["entries"]:
-            if not (
-                type(checkpoint_id) is type(flags) is type(size) is int
-                and min(checkpoint_id, flags, size) >= 0
-                and isinstance(writer, str)
-                and (isinstance(where, str) or (type(where) is int and where >= 0))
-            ):
-                raise DamagedError("the index of a persisted part has an entry that is none")
-            yield base64.b64decode(key, validate=True), checkpoint_id, writer, flags, where, size
-    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise DamagedError(f"the index of a persisted part cannot be read: {error}") from error
+    def _read_object(self, checkpoint: PersistedCheckpoint, part: int, name: str, size: int) -> StoredValue:
+        room = self._arenas.allocate(size)
+        try:
+            buffer = self._store.arena_by_path(Path(room.path)).buffer[:size]
+            read = self._persister.read_item(checkpoint, part, name, into=buffer)
+            if len(read) != size:
+                raise DamagedError(f"a persisted value has {len(read)} bytes instead of {size}")
+            # It was written under another id. Ids have one length, so the header stays as long as it is.
+            end = 8 + int.from_bytes(buffer[:8], "little")
+            header = bytes(buffer[:end]).replace(name.encode(), room.value_id.encode())
+            if len(header) == end:
+                buffer[:end] = header
+            return self._arenas.adopt(room.value_id)
+        except BaseException:
+            self._arenas.abandon([room.value_id])
+            raise

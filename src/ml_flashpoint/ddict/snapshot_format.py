@@ -1,7 +1,7 @@
 """The parts of a dictionary as others see them: names, labels, and the object of a snapshot.
 
 Owns what tells a part of a dictionary from any other, and where index and segment lie in the object of a snapshot. What
-an index says is `snapshot_index`'s. Nothing here touches a store or a peer.
+an index says is `entry_index`'s. Nothing here touches a store or a peer.
 
 The object is a safetensors file with two byte items: ``index``, and ``segment``, small values one after the other.
 """
@@ -9,11 +9,10 @@ The object is a safetensors file with two byte items: ``index``, and ``segment``
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.object_format import encode_header, parse_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
@@ -36,7 +35,7 @@ class PartRef(NamedTuple):
     """Names a part of this manager.
 
     Attributes:
-        attempt: of the part.
+        attempt: of the part; those of snapshots begin with ``s-``, and later ones of a manager compare greater.
         step: checkpoint that it was sealed in, which is the step of its version.
     """
 
@@ -49,48 +48,17 @@ class PartRef(NamedTuple):
         return f"step-{self.step}_ckpt"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SnapshotRecord:
-    """A snapshot that some manager holds, complete. Orders by checkpoint, then by age.
-
-    Attributes:
-        checkpoint_id: of the snapshot.
-        attempt: name of its part; later ones of a manager compare greater.
+def part_ref(attempt: object, step: object) -> PartRef:
+    """A reference that somebody else gave.
 
     Raises:
-        InvalidArgumentError: a field has the wrong type or form.
+        InvalidArgumentError, InvalidNameError: it names no part.
     """
-
-    checkpoint_id: int
-    attempt: str
-
-    def __post_init__(self) -> None:
-        check_checkpoint(self.checkpoint_id)
-        if not isinstance(self.attempt, str) or not _SNAPSHOT_ATTEMPT.fullmatch(self.attempt):
-            raise InvalidArgumentError("not the name of a snapshot", argument="attempt", value=self.attempt)
-
-    @property
-    def ref(self) -> PartRef:
-        """Its part."""
-        return PartRef(self.attempt, self.checkpoint_id)
-
-    def to_json(self) -> list[object]:
-        """Two fields that JSON can carry."""
-        return [self.checkpoint_id, self.attempt]
-
-    @classmethod
-    def from_json(cls, fields: object) -> SnapshotRecord:
-        """What :meth:`to_json` gave. Trusts nothing.
-
-        Raises:
-            ProtocolError: it is none.
-        """
-        if not isinstance(fields, list) or len(fields) != 2:
-            raise ProtocolError("a record of a snapshot must be a list of two fields")
-        try:
-            return cls(*fields)
-        except InvalidArgumentError as error:
-            raise ProtocolError(f"a record of a snapshot is not valid: {error}") from error
+    if not isinstance(attempt, str):
+        raise InvalidArgumentError("not the name of a part", argument="attempt", value=attempt)
+    check_checkpoint(step)
+    object_name(0, attempt)  # refuses what cannot be part of a file's name
+    return PartRef(attempt, step)  # type: ignore[arg-type]
 
 
 # ---- names and labels -------------------------------------------------------------------------------------

@@ -1,31 +1,25 @@
 """Reading snapshots back: from the own store, and what is missing or damaged there from the holders.
 
-Owns the verification of every byte that a recovered snapshot consists of, and which snapshots were abandoned. Keeping
-and copying them from then on is `snapshots`'.
+Owns the verification of every byte that a recovered snapshot consists of. Which snapshots are wanted is known: the
+coordinator names each by its part. Keeping and copying them from then on is `snapshots`'.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
+from ml_flashpoint.ddict.entries import Entry, StoredValue, Value
+from ml_flashpoint.ddict.entry_index import INLINE, STORED, Index, IndexEntry, decode_index, fold, index_bytes
 from ml_flashpoint.ddict.snapshot_copies import Peers
-from ml_flashpoint.ddict.snapshot_format import SNAPSHOT, VALUE, PartRef, SnapshotRecord, part_kind, split_object
-from ml_flashpoint.ddict.snapshot_index import (
-    DELETED,
-    INLINE,
-    Index,
-    IndexEntry,
-    Place,
-    decode_index,
-    needed_parts,
-    resolve,
-)
-from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, Memory, memory_of
+from ml_flashpoint.ddict.snapshot_format import VALUE, PartRef, part_kind, split_object
+from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot
 from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -35,164 +29,32 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.net.channel import TransferCancelledError
-from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
+from ml_flashpoint.replication.small_fetch import fetch_manifest
+from ml_flashpoint.replication.store_backend import IncomingCopy
+from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredSnapshot:
-    """A snapshot of which every byte was verified and is in the own store.
-
-    Attributes:
-        checkpoint_id: of the snapshot.
-        entries: as they were sealed, in no particular order. Those that several snapshots share are the same objects.
-    """
-
-    checkpoint_id: int
-    entries: list[Entry]
+_AT_ONCE = 8
+"""Parts that are verified, or fetched, at a time."""
 
 
 @dataclass(slots=True)
 class Recovery:
-    """What could be recovered.
+    """What could be recovered: every byte was verified, and is in the own store.
 
     Attributes:
-        snapshots: newest first.
-        built: of each, its parts, by checkpoint.
-        memory: what the next snapshot can leave out.
-        failures: checkpoint (None: a holder could not be asked) and why.
+        entries: of each snapshot, by checkpoint, as they were sealed, in no particular order. Those that several
+            snapshots share are the same objects.
+        built: the snapshots.
+        failures: of those that could not be.
     """
 
-    snapshots: list[RecoveredSnapshot] = field(default_factory=list)
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
     built: dict[int, BuiltSnapshot] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)
-    failures: list[tuple[int | None, FlashpointError]] = field(default_factory=list)
-
-
-# ---- what is here -----------------------------------------------------------------------------------------
-
-
-def snapshots_here(store: RankStore, rank: int) -> list[SnapshotRecord]:
-    """The snapshots of a manager whose own parts are in a store, in the order in which they were sealed."""
-    found = []
-    for part in store.held():
-        if part.rank == rank and part.manifest is not None and part_kind(part.manifest) == SNAPSHOT:
-            found.append(SnapshotRecord(part.manifest.step, part.save_id))
-    return sorted(found, key=lambda record: record.attempt)
-
-
-def complete_snapshots(store: RankStore, rank: int, managers: int) -> list[SnapshotRecord]:
-    """Those of `snapshots_here` of which every part is in the store, newest first. Contents are not verified."""
-    complete = []
-    reader = _IndexReader(store, rank, managers, lambda ref: _held(store, rank, ref))
-    for record in reversed(snapshots_here(store, rank)):
-        try:
-            index, _, told = reader.read(record)
-            for ref in needed_parts(record.ref, index.base, told):
-                _held(store, rank, ref)
-        except FlashpointError as error:
-            _log.warning("manager %d: a snapshot is not complete here: %s", rank, error)
-            continue
-        complete.append(record)
-    return complete
-
-
-def not_abandoned(records: Iterable[SnapshotRecord]) -> list[SnapshotRecord]:
-    """The snapshots that later ones have not replaced, newest first.
-
-    Checkpoints are sealed in ascending order. One with a lower or the same number that was sealed later therefore means
-    that what was above it had been rolled back.
-    """
-    left: list[SnapshotRecord] = []
-    for record in sorted(set(records), key=lambda record: record.attempt, reverse=True):
-        if not left or record.checkpoint_id < left[-1].checkpoint_id:
-            left.append(record)
-    return left
-
-
-def _held(store: RankStore, rank: int, ref: PartRef) -> HeldPart:
-    part = store.find(ref.attempt, rank)
-    if part is None or part.doomed or part.version != ref.version:
-        raise ObjectNotFoundError("a part of a snapshot is not here", step=ref.step, rank=rank, path=ref.attempt)
-    if part.manifest is None or part_kind(part.manifest) is None:
-        raise DamagedError("the manifest of a part is damaged", step=ref.step, rank=rank, path=ref.attempt)
-    return part
-
-
-# ---- reading ----------------------------------------------------------------------------------------------
-
-_Opened = Callable[[PartRef], HeldPart]
-
-
-class _IndexReader:
-    """Reads indices, each once.
-
-    Args:
-        store: where their parts are.
-        rank, managers: whose they are, of how many.
-        opened: gives a part of the store, with a manifest that is right.
-    """
-
-    def __init__(self, store: RankStore, rank: int, managers: int, opened: _Opened) -> None:
-        self._store = store
-        self._whose = (rank, managers)
-        self._opened = opened
-        self._read: dict[PartRef, Index] = {}
-        self.sizes: dict[PartRef, int] = {}
-        """Bytes of each index that was read."""
-        self.segments: dict[PartRef, memoryview] = {}
-        """The segments that were split off."""
-
-    def read(self, record: SnapshotRecord) -> tuple[Index, Index | None, list[IndexEntry]]:
-        """The index of a snapshot, that of its base, and the entries.
-
-        Raises:
-            FlashpointError: a part is missing or damaged.
-        """
-        index = self._index(record.ref)
-        base = None if index.base is None else self._index(index.base)
-        return index, base, resolve(index, base, record.attempt)
-
-    def _index(self, ref: PartRef) -> Index:
-        index = self._read.get(ref)
-        if index is None:
-            data, path = self._split(ref)
-            index = decode_index(data, path)
-            if (index.checkpoint_id, index.manager, index.managers) != (ref.step, *self._whose):
-                raise DamagedError("the index is of another snapshot", path=path)
-            self._read[ref] = index
-            self.sizes[ref] = data.nbytes
-        return index
-
-    def _split(self, ref: PartRef) -> tuple[memoryview, str]:
-        part = self._opened(ref)
-        path = str(self._store.base / part.version / part.names[0])
-        data, self.segments[ref] = split_object(_used(part), _record(part).file_size, path)
-        return data, path
-
-    def segment(self, ref: PartRef) -> memoryview:
-        """The segment of a snapshot.
-
-        Raises:
-            FlashpointError: the part is missing or damaged, or is no snapshot.
-        """
-        if ref not in self.segments:
-            self._split(ref)
-        return self.segments[ref]
-
-
-def _record(part: HeldPart) -> ObjectRecord:
-    assert part.manifest is not None  # parts without are not opened
-    return part.manifest.objects[0]
-
-
-def _used(part: HeldPart) -> memoryview:
-    return part.arenas[0].buffer[: _record(part).size]
+    failures: dict[int, FlashpointError] = field(default_factory=dict)
 
 
 class Recoverer:
@@ -212,79 +74,85 @@ class Recoverer:
         self._holders = list(holders)
         self._peers = peers
         self._cancelled = cancelled
-        self._connections: dict[int, PeerConnection] = {}
-        self._verified: dict[PartRef, HeldPart | FlashpointError] = {}
-        self._reader = _IndexReader(store, store.rank, self._managers, self._part)
-        self._values: dict[str, StoredValue] = {}
+        self._looking = threading.Lock()
+        self._found: list[Holder] | None = None
+        self._parts: dict[PartRef, HeldPart | FlashpointError] = {}
+        self._indices: dict[PartRef, Index] = {}
+        self._segments: dict[PartRef, memoryview] = {}
         self._entries: dict[IndexEntry, Entry] = {}
+        self._values: dict[PartRef, StoredValue] = {}
 
-    def recover(self, records: Iterable[SnapshotRecord]) -> Recovery:
+    def recover(self, snapshots: Iterable[PartRef]) -> Recovery:
         """Every snapshot of these that can be had whole.
 
         Raises:
             TransferCancelledError: `cancelled` returned true.
         """
         recovery = Recovery()
-        try:
-            for record in not_abandoned(records):
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
+            for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
                 try:
-                    self._recover_one(record, recovery)
+                    self._recover_one(ref, recovery, pool)
                 except TransferCancelledError:
                     raise
                 except FlashpointError as error:
-                    _log.warning("manager %d: checkpoint %d is lost: %s", self._rank, record.checkpoint_id, error)
-                    recovery.failures.append((record.checkpoint_id, error))
-        finally:
-            for connection in self._connections.values():
-                connection.close()
-            for segment in self._reader.segments.values():
-                segment.release()
+                    _log.warning("manager %d: checkpoint %d is lost: %s", self._rank, ref.step, error)
+                    recovery.failures[ref.step] = error
+        for segment in self._segments.values():
+            segment.release()
         return recovery
 
-    def _recover_one(self, record: SnapshotRecord, recovery: Recovery) -> None:
-        ref = record.ref
-        index, base, told = self._reader.read(record)
-        needs = needed_parts(ref, index.base, told)
-        for need in sorted(needs):
-            self._part(need)
-        entries = [self._entry(entry) for entry in told]
-        if not recovery.snapshots:
-            segments = {part: segment.nbytes for part, segment in self._reader.segments.items()}
-            pairs = list(zip(entries, told, strict=True))
-            recovery.memory = memory_of(ref, index, base, pairs, self._reader.sizes, segments)
-        recovery.snapshots.append(RecoveredSnapshot(record.checkpoint_id, entries))
-        recovery.built[record.checkpoint_id] = BuiltSnapshot(ref, needs)
+    def _recover_one(self, ref: PartRef, recovery: Recovery, pool: ThreadPoolExecutor) -> None:
+        def bring(parts: Collection[PartRef]) -> None:
+            list(pool.map(self._part, set(parts)))
+
+        chain = [*self._index(ref).chain, ref]
+        bring(chain)
+        indices = [self._index(each) for each in chain]
+        told = fold(indices)
+        bring([each.part for each in told if each.kind == STORED])
+        entries = [self._entry(each) for each in told]
+        stored = {id(entry): its.part for entry, its in zip(entries, told, strict=True) if its.kind == STORED}
+        if not indices[-1].entries and len(chain) > 1:
+            chain.pop()
+        recovery.entries[ref.step] = entries
+        recovery.built[ref.step] = BuiltSnapshot(
+            ref,
+            tuple(chain),
+            {id(entry): entry for entry in entries},
+            stored,
+            sum(self._segments[each].nbytes for each in chain) + sum(len(each.entries) for each in indices),
+            sum(map(index_bytes, entries)),
+        )
+
+    def _index(self, ref: PartRef) -> Index:
+        if ref not in self._indices:
+            part = self._part(ref)
+            path = str(self._store.base / part.version / part.names[0])
+            data, self._segments[ref] = split_object(_used(part), _record(part).file_size, path)
+            self._indices[ref] = decode_index(data, ref, self._rank, self._managers, path)
+        return self._indices[ref]
 
     def _entry(self, told: IndexEntry) -> Entry:
-        entry = self._entries.get(told)
-        if entry is None:
-            key, checkpoint_id, writer, persistent, broadcast, place = told
-            entry = Entry(key, checkpoint_id, writer, self._value(place), persistent, broadcast)
-            self._entries[told] = entry
-        return entry
+        if told not in self._entries:
+            self._entries[told] = told.entry(self._value(told))
+        return self._entries[told]
 
-    def _value(self, place: Place) -> Value | None:
-        if place.kind == DELETED or place.part is None:
-            return None
-        if place.kind == INLINE:
-            segment = self._reader.segment(place.part)
-            if place.offset + place.length > segment.nbytes:
-                raise DamagedError("a value lies outside of its segment", rank=self._rank, path=place.part.attempt)
-            return InlineValue(bytes(segment[place.offset : place.offset + place.length]))
-        part = self._part(place.part)
+    def _value(self, told: IndexEntry) -> Value:
+        if told.kind == INLINE:
+            return told.inline_value(self._segments[told.part])
+        part = self._part(told.part)
         assert part.manifest is not None  # it was verified
-        if part_kind(part.manifest) != VALUE or place.length != _record(part).size:
-            raise DamagedError("this part is not the value", rank=self._rank, path=place.part.attempt)
+        if part_kind(part.manifest) != VALUE or told.length != _record(part).size:
+            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.attempt)
         # The same object for all, since users compare them by identity.
-        return self._values.setdefault(
-            place.part.attempt, StoredValue(place.part.attempt, part.arenas[0], place.length)
-        )
+        return self._values.setdefault(told.part, StoredValue(told.part.attempt, part.arenas[0], told.length))
 
     # ---- parts --------------------------------------------------------------------------------------------
 
     def _part(self, ref: PartRef) -> HeldPart:
-        """A part of this manager, verified; fetched if need be."""
-        found = self._verified.get(ref)
+        """A part of this manager, verified; fetched if need be. No two threads ask for the same one."""
+        found = self._parts.get(ref)
         if found is None:
             try:
                 found = self._own(ref) or self._fetch(ref)
@@ -292,99 +160,93 @@ class Recoverer:
                 raise
             except FlashpointError as error:
                 found = error
-            self._verified[ref] = found
+            self._parts[ref] = found
         if isinstance(found, FlashpointError):
             raise found
         return found
 
     def _own(self, ref: PartRef) -> HeldPart | None:
+        part = self._store.find(ref.attempt, self._rank)
+        if part is None or part.doomed or part.version != ref.version:
+            return None
         try:
-            part = _held(self._store, self._rank, ref)
+            if part.manifest is None or part_kind(part.manifest) is None:
+                raise DamagedError("the manifest of a part is damaged", step=ref.step, rank=self._rank)
             record = _record(part)
             path = self._store.base / part.version / record.name
             verify_blocks(_used(part), record.digests, record.block_size, path=path, workers=digest_workers())
-        except ObjectNotFoundError:
-            return None
         except DamagedError as error:
             _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
             return None
         return part
 
     def _fetch(self, ref: PartRef) -> HeldPart:
-        if not self._holders:
-            raise ObjectNotFoundError("lost, and nobody holds a copy", step=ref.step, rank=self._rank, path=ref.attempt)
-        failures: list[FlashpointError] = []
-        for holder in list(self._holders):
+        for last in (False, True):
             try:
-                return self._fetch_from(holder, ref)
+                holders = self._reachable(anew=last)
+                return self._fetch_from(holders, ref)
             except TransferCancelledError:
                 raise
             except FlashpointError as error:
-                failures.append(error)
-                self._disconnect(holder)
-        kinds = {type(error) for error in failures}
-        kind = kinds.pop() if len(kinds) == 1 else ReplicationError
-        causes = "; ".join(dict.fromkeys(error.message for error in failures))
-        raise kind(f"no holder could give a part: {causes}", step=ref.step, rank=self._rank, path=ref.attempt)
+                if last:
+                    raise
+                _log.warning("manager %d: asking holders once more for %s: %s", self._rank, ref.attempt, error)
+        raise AssertionError("unreachable")
 
-    def _fetch_from(self, holder: int, ref: PartRef) -> HeldPart:
-        connection = self._connections.get(holder)
-        if connection is None:
-            connection = self._connections[holder] = self._peers.connect(holder, _CONNECT_S)
-        manifest = decode(connection.read_manifest(ref.version, self._rank, ref.attempt))
-        if (
-            (manifest.version, manifest.rank, manifest.save_id) != (ref.version, self._rank, ref.attempt)
-            or manifest.world_size != self._managers
-            or part_kind(manifest) is None
-        ):
-            raise ManifestError("a holder gave the manifest of another part", node=self._peers.nodes[holder])
-        record = manifest.objects[0]
-        arena = self._store.acquire(record.file_size, exact=True)
-        try:
-            with arena.buffer[: record.size] as into:
-                self._fill(holder, connection, manifest, into)
-            return self._store.commit(manifest, [arena])
-        except BaseException:
-            self._store.release(arena)
-            raise
+    def _reachable(self, *, anew: bool) -> list[Holder]:
+        with self._looking:
+            if self._found is None or anew:
+                self._found = []
+                for number in self._holders:
+                    try:
+                        self._found.append(Holder(self._peers.nodes[number], self._peers.address(number)))
+                    except FlashpointError as error:
+                        _log.warning("manager %d: %s", self._rank, error)
+            return list(self._found)
 
-    def _fill(self, holder: int, connection: PeerConnection, manifest: Manifest, into: memoryview) -> None:
-        record = manifest.objects[0]
-        try:
-            connection.fetch_object(manifest.version, record, into, rank=self._rank, cancelled=self._cancelled)
-        except TransferCancelledError:
-            raise
-        except FlashpointError as error:
-            _log.warning("fetching %s again, from any holder: %s", record.name, error)
-            self._disconnect(holder)
+    def _fetch_from(self, holders: Sequence[Holder], ref: PartRef) -> HeldPart:
+        manifest = self._manifest(holders, ref)
+        with ExitStack() as undo:
+            incoming = IncomingCopy(self._store, manifest)
+            undo.callback(incoming.abort)
             fetch_object_from_holders(
-                list(self._reachable()),
+                holders,
                 self._peers.secret,
-                manifest.version,
-                record,
-                into,
+                ref.version,
+                manifest.objects[0],
+                incoming.buffers[0],
                 rank=self._rank,
                 deadline_s=transfer_deadline_s(),
                 cancelled=self._cancelled,
             )
+            incoming.commit()
+            undo.pop_all()
+        part = self._store.find(ref.attempt, self._rank)
+        assert part is not None  # it was committed
+        return part
 
-    def _reachable(self) -> Iterable[Holder]:
-        for holder in self._holders:
+    def _manifest(self, holders: Sequence[Holder], ref: PartRef) -> Manifest:
+        failures: list[FlashpointError] = []
+        for holder in holders:
             try:
-                yield Holder(self._peers.nodes[holder], self._peers.address(holder))
+                manifest = fetch_manifest(
+                    holder, self._peers.secret, ref.version, self._rank, ref.attempt, deadline_s=transfer_deadline_s()
+                )
+                if manifest.world_size != self._managers or part_kind(manifest) is None:
+                    raise ManifestError("a holder gave the manifest of another part", node=holder.node)
+                return manifest
             except FlashpointError as error:
-                _log.warning("%s", error)
+                failures.append(error)
+        kinds = {type(error) for error in failures} or {ObjectNotFoundError}
+        kind = kinds.pop() if len(kinds) == 1 else ReplicationError
+        causes = "; ".join(dict.fromkeys(error.message for error in failures)) or "nobody holds a copy"
+        raise kind(f"no holder could give a part: {causes}", step=ref.step, rank=self._rank, path=ref.attempt)
 
-    def _disconnect(self, holder: int) -> None:
-        connection = self._connections.pop(holder, None)
-        if connection is not None:
-            connection.close()
+
+def _record(part: HeldPart) -> ObjectRecord:
+    assert part.manifest is not None  # parts without are not opened
+    return part.manifest.objects[0]
 
 
-def newest_stamp(store: RankStore, records: Collection[SnapshotRecord]) -> int:
-    """The latest point at which a part of this manager is known to have been sealed, in nanoseconds."""
-    stamps = [int(record.attempt.split("-")[1]) for record in records]
-    for part in store.held():
-        if part.rank == store.rank and part.manifest is not None and part_kind(part.manifest) is not None:
-            stamps.append(int(part.manifest.labels["stamp"]))
-    return max(stamps, default=0)
+def _used(part: HeldPart) -> memoryview:
+    return part.arenas[0].buffer[: _record(part).size]

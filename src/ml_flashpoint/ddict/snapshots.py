@@ -1,10 +1,9 @@
 """Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
 
 Owns the life of snapshots and of the sealed values that they refer to: when a part is committed, pushed, kept and
-dropped. The bytes of a snapshot are `snapshot_format`'s and `snapshot_index`'s, what goes into a part
-`snapshot_parts`', the copies at other managers `snapshot_copies`', reading it all back `snapshot_recovery`'s. Which
-checkpoint is committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the
-shard.
+dropped. The bytes of a snapshot are `snapshot_format`'s and `entry_index`'s, what goes into a part `snapshot_parts`',
+the copies at other managers `snapshot_copies`', reading it all back `snapshot_recovery`'s. Which checkpoint is
+committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
 
 A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the
 entries and the small values written since the snapshot before. Large values are parts of their own, committed the first
@@ -27,20 +26,15 @@ from ml_flashpoint.ddict.entries import Entry, StoredValue
 from ml_flashpoint.ddict.snapshot_copies import Copies, HolderBackend, PeerAddress, Peers
 from ml_flashpoint.ddict.snapshot_format import (
     STAMP_LABEL,
-    SnapshotRecord,
+    PartRef,
     check_checkpoint,
     check_stamp,
     format_stamp,
+    part_kind,
     snapshot_attempt,
 )
 from ml_flashpoint.ddict.snapshot_parts import BuiltSnapshot, PartBuilder
-from ml_flashpoint.ddict.snapshot_recovery import (
-    RecoveredSnapshot,
-    Recoverer,
-    complete_snapshots,
-    newest_stamp,
-    snapshots_here,
-)
+from ml_flashpoint.ddict.snapshot_recovery import Recoverer
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
@@ -52,10 +46,6 @@ _log = logging.getLogger(__name__)
 
 TellHolder = Callable[[int, list[str], str], None]
 """``(holder, keep, before)``: have that manager call ``drop_copies(<us>, keep, before)``; raises `FlashpointError`."""
-
-AskHolder = Callable[[int], list[SnapshotRecord]]
-"""``(holder) -> records``: what that manager's ``inventory(<us>)`` returns; raises `FlashpointError`."""
-
 
 _SPARE_ARENAS = 8
 """Free arenas that are kept, at least, for what comes next."""
@@ -143,12 +133,10 @@ class Snapshots:
         self._lock = threading.Lock()
         self._builder = PartBuilder(store, topology.node_of(manager), self._managers, self._next_stamp)
         self._snapshots: dict[int, BuiltSnapshot] = {}
-        self._newest: tuple[int, list[Entry]] | None = None
         self._pins: Counter[str] = Counter()
         self._let_go: dict[str, StoredValue] = {}
-        self._last_stamp = newest_stamp(store, snapshots_here(store, manager))
+        self._last_stamp = self._newest_stamp()
         self._closed = threading.Event()
-        self._failures: list[tuple[int | None, FlashpointError]] = []
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -223,8 +211,8 @@ class Snapshots:
 
     # ---- sealing ------------------------------------------------------------------------------------------
 
-    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> None:
-        """Have a verified snapshot of this checkpoint here and at every holder.
+    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
+        """Have a verified snapshot of this checkpoint here and at every holder; returns its part.
 
         What is there already is not written or sent again, so that calling it again after an error is cheap, as long
         as the entries are the same objects. Sealing a checkpoint again with other entries replaces its snapshot. Copies
@@ -232,8 +220,8 @@ class Snapshots:
 
         Args:
             checkpoint_id: of the snapshot, 0 or more.
-            entries: all entries that the checkpoint needs, deleted keys among them if they matter. Stored values must
-                be pinned by the caller, or in the shard until this returns.
+            entries: of all keys that there are. Stored values must be pinned by the caller, or in the shard until this
+                returns.
             deadline_s: seconds.
 
         Raises:
@@ -245,8 +233,9 @@ class Snapshots:
         until = time.monotonic() + deadline_s
         with self.pin(entries), self._turn(until):
             with self._building:
-                self._build(checkpoint_id, list(entries), until)
+                built = self._build(checkpoint_id, list(entries), until)
             self._push(until)
+        return built.ref
 
     @contextlib.contextmanager
     def _turn(self, until: float) -> Iterator[None]:
@@ -258,8 +247,9 @@ class Snapshots:
         finally:
             self._sealing.release()
 
-    def _build(self, checkpoint_id: int, entries: list[Entry], until: float) -> None:
+    def _build(self, checkpoint_id: int, entries: list[Entry], until: float) -> BuiltSnapshot:
         newest = max(self._snapshots, default=-1)
+        before = self._snapshots.get(newest)
         if checkpoint_id < newest:
             raise InvalidArgumentError(
                 f"checkpoint {newest} is sealed already",
@@ -267,8 +257,8 @@ class Snapshots:
                 value=checkpoint_id,
                 hint="seal in ascending order, or call forget_after() first",
             )
-        if self._is_newest(checkpoint_id, entries):
-            return
+        if before is not None and checkpoint_id == newest and before.entries.keys() == set(map(id, entries)):
+            return before
 
         def check() -> None:
             if self._closed.is_set():
@@ -278,17 +268,12 @@ class Snapshots:
 
         check()
         stamp = self._next_stamp()
+        own = PartRef(snapshot_attempt(stamp, self._incarnation), checkpoint_id)
         with collection_paused():
-            attempt = snapshot_attempt(stamp, self._incarnation)
-            built = self._builder.build(checkpoint_id, attempt, stamp, entries, check)
+            built = self._builder.build(own, stamp, entries, before, check)
         with self._lock:
             self._snapshots[checkpoint_id] = built
-            self._newest = (checkpoint_id, entries)
-
-    def _is_newest(self, checkpoint_id: int, entries: list[Entry]) -> bool:
-        if self._newest is None or self._newest[0] != checkpoint_id or checkpoint_id not in self._snapshots:
-            return False
-        return self._newest[1] == entries  # entries have no equality but identity
+        return built
 
     def _push(self, until: float) -> None:
         with self._lock:
@@ -310,13 +295,10 @@ class Snapshots:
         with self._turn(until):
             self._push(until)
 
-    def sealed(self) -> dict[int, SnapshotRecord]:
+    def sealed(self) -> dict[int, PartRef]:
         """The snapshots in this store, by checkpoint. Not only those whose copies are verified."""
         with self._lock:
-            return {
-                checkpoint_id: SnapshotRecord(checkpoint_id, built.ref.attempt)
-                for checkpoint_id, built in self._snapshots.items()
-            }
+            return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
     # ---- retention ----------------------------------------------------------------------------------------
 
@@ -335,7 +317,7 @@ class Snapshots:
     def forget_after(self, checkpoint_id: int) -> None:
         """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders.
 
-        A holder that cannot be told may give them back to :meth:`recover`, until another checkpoint is sealed.
+        A holder that cannot be told now is told the next time.
         """
         self._drop_snapshots(lambda other: other > checkpoint_id)
 
@@ -344,8 +326,6 @@ class Snapshots:
             with self._lock:
                 for checkpoint_id in list(filter(is_dropped, self._snapshots)):
                     del self._snapshots[checkpoint_id]
-                if self._newest is not None and self._newest[0] not in self._snapshots:
-                    self._newest = None
             keep = self._sweep()
             # Whatever is sealed from now on has a later stamp, and no holder will drop it for this message.
             before = self._next_stamp()
@@ -369,7 +349,6 @@ class Snapshots:
         gone = {part.save_id for part in dropped}
         keep = [part.save_id for part in mine if part.save_id not in gone]
         self._copies.forget(gone)
-        self._builder.memory = self._builder.memory.without_dropped(frozenset(keep))
         self._trim(dropped)
         return keep
 
@@ -410,53 +389,32 @@ class Snapshots:
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    def inventory(self, of: int) -> list[SnapshotRecord]:
-        """The snapshots of another manager of which every part is in this store, newest first.
+    def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
+        """Have these snapshots of this manager again, before anything is sealed.
 
-        Raises:
-            InvalidArgumentError: there is no such manager.
+        Parts in the own store are verified; missing and damaged ones are fetched from the holders. Whatever else is in
+        the store is dropped with the next :meth:`retain`, here and at the holders.
+
+        Returns:
+            Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
         """
-        self._check_peer(of)
-        return complete_snapshots(self._store, of, self._managers)
-
-    def recover(self, ask_holder: AskHolder) -> list[RecoveredSnapshot]:
-        """What this manager can go on from, newest first: once, before anything is sealed. Snapshots that had retired
-        may be among it, if their parts are still there because newer ones need them.
-
-        Parts in the own store are verified; missing and damaged ones are fetched from the holders. A snapshot that
-        cannot be had whole is left out, see :attr:`recovery_failures`; so are the snapshots that only a holder has
-        which cannot be asked. The caller must know which checkpoint was committed and not go on without it:
-        the next :meth:`retain` has holders drop what is not here.
-
-        Values of snapshots that are not gone on from stay until :meth:`forget_after` and :meth:`retain`.
-        """
-        records = set(snapshots_here(self._store, self._manager))
-        failures: list[tuple[int | None, FlashpointError]] = []
-        for holder in self._holders:
-            try:
-                records.update(ask_holder(holder))
-            except FlashpointError as error:
-                _log.warning("manager %d: holder %d cannot be asked: %s", self._manager, holder, error)
-                failures.append((None, error))
         with self._building:
             recoverer = Recoverer(self._store, self._holders, self._peers, self._closed.is_set)
             with collection_paused():
-                recovery = recoverer.recover(records)
+                recovery = recoverer.recover(snapshots)
             with self._lock:
-                self._snapshots = recovery.built
-                self._builder.memory = recovery.memory
-                self._last_stamp = max(self._last_stamp, newest_stamp(self._store, records))
-                if recovery.snapshots:
-                    newest = recovery.snapshots[0]
-                    self._newest = (newest.checkpoint_id, newest.entries)
-                self._failures = failures + recovery.failures
-        return recovery.snapshots
+                self._snapshots.update(recovery.built)
+                self._last_stamp = max(self._last_stamp, self._newest_stamp())
+        return recovery.entries, recovery.failures
 
-    @property
-    def recovery_failures(self) -> list[tuple[int | None, FlashpointError]]:
-        """What :meth:`recover` could not do: checkpoint (None: a holder could not be asked) and why."""
-        with self._lock:
-            return list(self._failures)
+    def _newest_stamp(self) -> int:
+        """The latest point at which a part of this manager is known to have been sealed, in nanoseconds."""
+        stamps = [
+            int(part.manifest.labels[STAMP_LABEL])
+            for part in self._store.held()
+            if part.rank == self._manager and part.manifest is not None and part_kind(part.manifest) is not None
+        ]
+        return max(stamps, default=0)
 
     @property
     def pushed_bytes(self) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.configuration import Rules
 from ml_flashpoint.ddict.coordinator import Coordinator
+from ml_flashpoint.ddict.options import Options
+from ml_flashpoint.ddict.persistence import PosixCheckpointPersister
 from tests.ddict.coordination import Make, Managers, Play
 
 
@@ -23,17 +24,16 @@ def make() -> Iterator[Make]:
         remove_above: Callable[[int], None] | None = None,
         **rules: Any,
     ) -> Play:
+        replicated, snapshots = rules.pop("replicated", True), rules.pop("snapshots", True)
         given = {
             "working_set_size": 4,
-            "wait_for_keys": False,
-            "wait_for_writers": False,
-            "replicated": True,
-            "snapshots": True,
-            "persist_freq": 0,
+            "replication": "ring" if replicated else None,
+            "persister_class": PosixCheckpointPersister if snapshots else None,
+            "persist_count": -1,
         }
         played = Managers(managers)
         coordinator = Coordinator(
-            Rules(managers=managers, **{**given, **rules}),
+            Options(managers, **{**given, **rules}),
             played.call,
             persist or played.persist,
             unpersist=remove_above or played.removed_above.append,

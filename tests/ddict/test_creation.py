@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ml_flashpoint.ddict.creation import Options
 from ml_flashpoint.ddict.errors import DDictManagerLostError
 from ml_flashpoint.ddict.messages import describe_error, rebuild_error
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ranks.strategies import Topology
 
 
@@ -14,9 +14,7 @@ from ml_flashpoint.ranks.strategies import Topology
 @pytest.mark.parametrize("managers_per_node", [1, 3])
 @pytest.mark.parametrize("nodes", [2, 3, 4])
 def test_each_strategy_that_has_a_name_survives_a_node(name: str, managers_per_node: int, nodes: int) -> None:
-    options = Options(managers_per_node, nodes, 1 << 30, 1, False, False, None, 0, 0, "", "", None, False, name, None)
-    strategy = options.strategy()
-    assert strategy is not None
+    strategy = Options(managers_per_node, nodes, replication=name).make_strategy()
     topology = Topology(tuple(f"node-{node}" for node in range(nodes) for _ in range(managers_per_node)))
     assert strategy.survivable_losses(topology) >= 1
 

@@ -87,7 +87,7 @@ def test_one_that_is_where_it_was_is_not_asked_after_anew() -> None:
     with served(0) as right, links_to(place := Place(right, None)) as links:
         first = links.connect(0, TIMEOUT_S)
         assert [ask(links, 0), ask(links, 0)] == [0, 0]
-        first.connection.close()
+        first.close()
         assert place.asked == [False, False]
 
 

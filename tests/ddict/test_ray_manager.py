@@ -38,7 +38,7 @@ def test_a_first_start_that_fails_leaves_no_folder(tmpfs: Path, monkeypatch: pyt
     if broken == "the reaper":
         monkeypatch.setattr(folder_reaper.sys, "executable", "/bin/false")
 
-    with pytest.raises(Exception, match="bin/false" if broken == "the reaper" else "rules"):
+    with pytest.raises(Exception, match="bin/false" if broken == "the reaper" else "options"):
         start(tmpfs)
 
     assert list(tmpfs.iterdir()) == []

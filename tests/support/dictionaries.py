@@ -92,7 +92,7 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
     node, each at the next."""
     if checkpoint_id < 0:
         return
-    base, nodes = Path(dictionary._configuration.base), dictionary._configuration.nodes
+    base, nodes = Path(dictionary._configuration.base), dictionary._configuration.options.nodes
 
     def has_copy(of: int) -> bool:
         version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{checkpoint_id}_ckpt"

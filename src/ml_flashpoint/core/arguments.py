@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+
+if TYPE_CHECKING:
+    from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _F = TypeVar("_F", bound=Callable[..., object])
 

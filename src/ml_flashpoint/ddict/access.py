@@ -15,9 +15,9 @@ from ml_flashpoint.ddict.configuration import COORDINATOR
 from ml_flashpoint.ddict.errors import DDictError, DDictKeyError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import decode_key, place
-from ml_flashpoint.ddict.links import Answer
 from ml_flashpoint.ddict.request_fields import PERSISTENT
 from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.net.client import Reply
 
 _AT_ONCE = 256
 
@@ -33,6 +33,7 @@ class Access:
     def __init__(self, handle: Handle, only: int | None) -> None:
         self.handle = handle
         self.only = only
+        self._count = handle.configuration.managers
 
     @property
     def client(self) -> Client:
@@ -42,7 +43,7 @@ class Access:
     @property
     def managers(self) -> list[int]:
         """Managers that have this handle's keys."""
-        return list(range(self.handle.configuration.managers)) if self.only is None else [self.only]
+        return list(range(self._count)) if self.only is None else [self.only]
 
     @property
     def local(self) -> list[int]:
@@ -51,7 +52,7 @@ class Access:
 
     def manager_of(self, key: bytes) -> int:
         """Which manager has an encoded key, or would."""
-        return place(key, self.handle.configuration.managers) if self.only is None else self.only
+        return place(key, self._count) if self.only is None else self.only
 
     # ---- one key ------------------------------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ class Access:
                 fields["f"] = flags
             if sequence is not None:
                 fields["x"] = sequence
-            return self.client.put(manager, key, encoded, fields, until=until).done
+            return self.client.put(manager, key, encoded, fields, until=until)
 
         return handle.write(send, until, lasting=bool(flags & PERSISTENT))
 
@@ -133,10 +134,10 @@ class Access:
 
     def _ask(
         self, manager: int, operation: str, fields: dict[str, Any], blobs: tuple[bytes, ...], until: float
-    ) -> Answer:
+    ) -> Reply:
         handle = self.handle
 
-        def send(epoch: int) -> Answer:
+        def send(epoch: int) -> Reply:
             told = {**fields, "c": handle.checkpoint_id, "e": epoch}
             return self.client.links.call(manager, operation, told, blobs, until=until)
 

@@ -30,22 +30,6 @@ if TYPE_CHECKING:
 
     from ml_flashpoint.ddict.values import Encoded
 
-INLINE_LIMIT = 256 << 10
-"""Values whose encoding is smaller live in the manager's memory, others in an arena of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What became of a write.
-
-    Attributes:
-        done: false: the key was not as expected.
-        sequence: of the new entry.
-    """
-
-    done: bool
-    sequence: int
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -80,17 +64,16 @@ class Client:
         fields: dict[str, Any],
         *,
         until: float,
-    ) -> Written:
-        """Write a key at one manager.
+    ) -> bool:
+        """Write a key at one manager. Returns false if it was not as expected.
 
         Args:
             fields: checkpoint, epoch, writer and flags, as operation ``put`` has them.
         """
         again = "x" not in fields  # a conditional write that was done would fail the second time
-        if encoded.nbytes < INLINE_LIMIT:
+        if encoded.inline:
             blobs = (key, values.to_inline(encoded))
-            answer = self.links.call(manager, "put", fields, blobs, until=until, again=again)
-            return Written(answer.fields["ok"], answer.fields.get("s", 0))
+            return bool(self.links.call(manager, "put", fields, blobs, until=until, again=again).fields["ok"])
 
         def send(exchange: Exchange) -> dict[str, Any]:
             write = self._put_mapped if exchange.local else self._put_streamed
@@ -98,8 +81,7 @@ class Client:
 
         while True:
             try:
-                reply, _ = self.links.attempt(manager, send, until=until, again=again)
-                return Written(reply["ok"], reply.get("s", 0))
+                return bool(self.links.attempt(manager, send, until=until, again=again)["ok"])
             except StaleValueError:
                 # The manager was replaced after it had given the room.
                 if time.monotonic() >= until:
@@ -122,7 +104,7 @@ class Client:
             return exchange.request("get", _fields_of_get(exchange, fields), (key,))
 
         while True:
-            answer, _ = self.links.attempt(manager, ask, until=until)
+            answer = self.links.attempt(manager, ask, until=until)
             try:
                 return Found(self._decode(answer.fields, answer.blobs, copy), answer.fields["s"])
             except StaleValueError:
@@ -148,14 +130,14 @@ class Client:
             one = ["get", _fields_of_get(exchange, fields), 1]
             return exchange.request("many", {"ops": [one] * len(keys), "e": fields["e"]}, list(keys))
 
-        answer, _ = self.links.attempt(manager, ask, until=until)
+        answer = self.links.attempt(manager, ask, until=until)
         found: list[Found | FlashpointError] = []
         at = 0
         for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
             blobs = answer.blobs[at : at + count]
             at += count
             if error is not None:
-                found.append(_error_of(error))
+                found.append(rebuild_error(error))
                 continue
             try:
                 found.append(Found(self._decode(own, blobs, copy), own["s"]))
@@ -181,7 +163,7 @@ class Client:
         answer = self.links.call(manager, "many", ops, blobs, until=until)
         for error, _, _ in answer.fields["outcomes"]:
             if error is not None:
-                raise _error_of(error)
+                raise rebuild_error(error)
 
     def close(self) -> None:
         """Let go of everything; also done when the last handle of the process is gone."""
@@ -210,11 +192,6 @@ def _close(keepalive: Keepalive, writer: value_files.ValueWriter) -> None:
 def _fields_of_get(exchange: Exchange, fields: dict[str, Any]) -> dict[str, Any]:
     """What is asked of this manager: one elsewhere, which it may be since a moment ago, sends large values along."""
     return fields if exchange.local else {**fields, "remote": True}
-
-
-def _error_of(described: Any) -> FlashpointError:
-    """The error of one operation of many."""
-    return rebuild_error(described)
 
 
 _clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()

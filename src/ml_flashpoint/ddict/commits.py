@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ml_flashpoint.ddict.all_managers import AllManagers, Call
-from ml_flashpoint.ddict.configuration import Rules
 from ml_flashpoint.ddict.epochs import Beginning, Epochs
 from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persisting import Persisting
 from ml_flashpoint.ddict.writers import Writers
 from ml_flashpoint.format.errors import FlashpointError
@@ -53,7 +53,7 @@ class Committer:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: Options,
         call: Call,
         persist: Callable[[int, list[str]], None] = lambda checkpoint_id, receipts: None,
         *,

@@ -69,7 +69,7 @@ class Coordinator(Committer):
             return self._state()
 
     def move(
-        self, handle: str, session: str, position: int, epoch: int, timeout_s: float, *, onwards: bool = False
+        self, handle: str, session: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
     ) -> dict[str, Any]:
         """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
 

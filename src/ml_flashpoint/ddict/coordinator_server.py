@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ml_flashpoint.ddict.checkpoint_persister import new_run_id
 from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
@@ -59,7 +59,7 @@ class CoordinatorServer:
         self.frozen = False
         self.run.begin()
         self.coordinator = Coordinator(
-            configuration.rules,
+            configuration.options,
             self._call,
             self.run.complete,
             unpersist=self.run.remove_above,
@@ -97,6 +97,9 @@ class CoordinatorServer:
 
     def handle(self, session: _Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
         """See `RequestHandler`."""
+        if operation in _ASKED:
+            method, names = _ASKED[operation]
+            return method(self.coordinator, *(_ARGUMENTS[name](session, fields) for name in names.split())) or {}, ()
         found = _OPERATIONS.get(operation)
         if found is None:
             raise ProtocolError(f"the coordinator has no operation {operation!a}")
@@ -148,6 +151,34 @@ class CoordinatorServer:
         return number
 
 
+# ---- what is asked ----------------------------------------------------------------------------------------
+
+_ARGUMENTS: dict[str, Callable[[_Session, Fields], Any]] = {
+    "checkpoint_id": lambda session, fields: integer(fields, "checkpoint_id", -1),
+    "epoch": lambda session, fields: integer(fields, "e"),
+    "handle": lambda session, fields: text(fields, "w"),
+    "if_written": lambda session, fields: fields.get("if_written") is True,
+    "is_gone": lambda session, fields: session.peer.is_gone,
+    "need": lambda session, fields: integer(fields, "need", -1),
+    "onwards": lambda session, fields: fields.get("onwards") is True,
+    "position": lambda session, fields: integer(fields, "c"),
+    "session": lambda session, fields: text(fields, "session"),
+    "session_if_attached": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
+    "timeout_s": lambda session, fields: left_of(fields),
+}
+
+_ASKED: dict[str, tuple[Callable[..., Fields | None], str]] = {
+    "join": (Coordinator.join, "handle session position epoch"),
+    "move": (Coordinator.move, "handle session position epoch timeout_s onwards"),
+    "go_back": (Coordinator.rollback, "handle session_if_attached position epoch timeout_s"),
+    "leave": (Coordinator.leave, "handle need epoch"),
+    "catch_up": (Coordinator.catch_up, "handle position need epoch timeout_s"),
+    "newest": (Coordinator.newest, "epoch timeout_s is_gone"),
+    "await_commit": (Coordinator.await_commit, "handle checkpoint_id epoch timeout_s is_gone if_written"),
+}
+"""What handles ask the coordinator, and the arguments of that, in order."""
+
+
 def _operation(function: _Operation) -> _Operation:
     _OPERATIONS[function.__name__.lstrip("_")] = function
     return function
@@ -155,7 +186,7 @@ def _operation(function: _Operation) -> _Operation:
 
 @_operation
 def _hello(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return {"manager": COORDINATOR, "incarnation": ""}
+    return {"manager": COORDINATOR}
 
 
 @_operation
@@ -171,51 +202,6 @@ def _watch(server: CoordinatorServer, session: _Session, fields: Fields) -> Fiel
     """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
     until = time.monotonic() + integer(fields, "s")
     return {"epoch": server.wait(integer(fields, "e"), until, session)}
-
-
-@_operation
-def _catch_up(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    handle, position, need = text(fields, "w"), integer(fields, "c"), integer(fields, "need", -1)
-    return server.coordinator.catch_up(handle, position, need, integer(fields, "e"), left_of(fields))
-
-
-@_operation
-def _join(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    handle, name = text(fields, "w"), text(fields, "session")
-    return server.coordinator.join(handle, name, integer(fields, "c"), integer(fields, "e"))
-
-
-@_operation
-def _move(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    handle, name, position = text(fields, "w"), text(fields, "session"), integer(fields, "c")
-    epoch, onwards = integer(fields, "e"), fields.get("onwards") is True
-    return server.coordinator.move(handle, name, position, epoch, left_of(fields), onwards=onwards)
-
-
-@_operation
-def _go_back(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    handle, name = text(fields, "w"), None if fields.get("session") is None else text(fields, "session")
-    return server.coordinator.rollback(handle, name, integer(fields, "c"), integer(fields, "e"), left_of(fields))
-
-
-@_operation
-def _leave(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    server.coordinator.leave(text(fields, "w"), integer(fields, "need", -1), integer(fields, "e"))
-    return {}
-
-
-@_operation
-def _newest(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return server.coordinator.newest(integer(fields, "e"), left_of(fields), session.peer.is_gone)
-
-
-@_operation
-def _await_commit(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    handle, checkpoint_id, epoch = text(fields, "w"), integer(fields, "checkpoint_id", -1), integer(fields, "e")
-    if_written = fields.get("if_written") is True
-    return server.coordinator.await_commit(
-        handle, checkpoint_id, epoch, left_of(fields), session.peer.is_gone, if_written
-    )
 
 
 @_operation

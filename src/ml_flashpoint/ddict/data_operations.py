@@ -86,11 +86,11 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             if not _is_as_expected(manager, key, fields):
                 _release(manager, value)
                 return {"ok": False}, ()
-            added = manager.put(entry)
+            manager.put(entry)
         except BaseException:
             _release(manager, value)
             raise
-    return {"ok": True, "s": added.sequence}, ()
+    return {"ok": True}, ()
 
 
 @operation
@@ -177,7 +177,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         value = entry.value
         reader = manager.arenas.reading(value) if isinstance(value, StoredValue) and fields.get("remote") else None
-    answer: Fields = {"s": entry.sequence, "p": entry.persistent}
+    answer: Fields = {"s": entry.sequence}
     if isinstance(value, InlineValue):
         return answer, (value.data,)
     assert value is not None
@@ -195,7 +195,7 @@ def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[by
     with manager.changed:
         manager.check_epoch(fields.get("e"))
         entry = manager.shard.find(_key(blobs), integer(fields, "c"))
-        return {"found": entry is not None, "s": 0 if entry is None else entry.sequence}, ()
+        return {"found": entry is not None}, ()
 
 
 @operation
@@ -303,7 +303,7 @@ def _check_writable(manager: Manager, fields: Fields) -> None:
         raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
     if manager.frozen:
         raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")
-    if manager.configuration.read_only:
+    if manager.configuration.options.read_only:
         raise DDictReadOnlyError("the dictionary is read-only", manager=manager.number)
 
 

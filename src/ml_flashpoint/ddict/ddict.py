@@ -7,27 +7,46 @@ Owns checkpoints, persistence, managers and handles as users see them. The mappi
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.creation import Options, Runtime, checked_timeout, create
+from ml_flashpoint.ddict.creation import Runtime, create
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictPersistError,
 )
-from ml_flashpoint.ddict.handle import checked_checkpoint_id
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.mapped import Mapped
+from ml_flashpoint.ddict.options import Options, checked_checkpoint_id, checked_timeout
 from ml_flashpoint.ddict.stats import ManagerStats
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
 
 _STOP_S = 20.0
+
+_Arguments = ParamSpec("_Arguments")
+_Initializer: TypeAlias = "Callable[[Any, Options], None]"
+
+
+def _takes(
+    options: Callable[_Arguments, Options],
+) -> Callable[[_Initializer], Callable[Concatenate[Any, _Arguments], None]]:
+    """Give an initializer the arguments that options have, so that they are spelled there only."""
+
+    def decorate(initialize: _Initializer) -> Callable[Concatenate[Any, _Arguments], None]:
+        def __init__(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+            initialize(self, options(*args, **kwargs))
+
+        its = inspect.signature(options).parameters.values()
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        __init__.__signature__ = inspect.Signature([me, *its])  # type: ignore[attr-defined]
+        return __init__
+
+    return decorate
 
 
 class DDict(Mapped):
@@ -36,77 +55,22 @@ class DDict(Mapped):
     Every process that is given one, by pickle, has a *handle*: it begins at the checkpoint of the one that it was made
     from, and moves through checkpoints on its own. See docs/ddict.md.
 
-    Args:
-        managers_per_node: managers on each node.
-        n_nodes: nodes. On one machine they are played: each has a folder of its own.
-        total_mem: bytes for values, of all managers together; checkpoints that are kept count too.
-        working_set_size: checkpoints that can be read and written at a time.
-        wait_for_keys: a read waits for the key to be written at the checkpoint of the handle, and a checkpoint only
-            leaves the working set when all of its keys are written again at a later one (but for `pput`).
-        wait_for_writers: a checkpoint only leaves the working set when every writing handle has moved past it.
-        persister_class: how checkpoints are persisted; None: they are not.
-        persist_freq: every so many checkpoints, the committed one is persisted in the background; 0: only when asked.
-        persist_count: how many persisted ones are kept: the newest, -1 for all; 0: none are made on their own.
-        persist_path: what the persister makes of it: a directory, a URL.
-        name: under which persisted checkpoints are found again.
-        timeout: seconds that any call may take; None: 60.
-        read_only: nothing may be written by any handle; for replaying what was persisted, see `advance`.
-        restore_from: persisted checkpoint to begin with.
-        replication: ``"ring"``, ``"pairwise"``, ``"clique"`` or a `ReplicationStrategy`: committed checkpoints survive
-            the loss of any single manager or node. None: they do not.
-        runtime: ``"embedded"``: managers are child processes; ``"ray"``: actors; None: Ray if it is initialized here.
+    Args: see `Options`.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
         DDictError: a manager did not start.
     """
 
-    def __init__(
-        self,
-        managers_per_node: int = 1,
-        n_nodes: int = 1,
-        total_mem: int = 1 << 30,
-        *,
-        working_set_size: int = 1,
-        wait_for_keys: bool = False,
-        wait_for_writers: bool = False,
-        persister_class: type[CheckpointPersister] | None = None,
-        persist_freq: int = 0,
-        persist_count: int = 0,
-        persist_path: str = "",
-        name: str = "",
-        timeout: float | None = None,
-        read_only: bool = False,
-        restore_from: int | None = None,
-        replication: ReplicationStrategy | str | None = None,
-        runtime: str | None = None,
-    ) -> None:
-        options = Options(
-            managers_per_node,
-            n_nodes,
-            total_mem,
-            working_set_size,
-            wait_for_keys,
-            wait_for_writers,
-            persister_class,
-            persist_freq,
-            persist_count,
-            persist_path,
-            name,
-            timeout,
-            read_only,
-            replication,
-            runtime,
-        )
-        if restore_from is not None:
-            checked_checkpoint_id("restore_from", restore_from)
+    @_takes(Options)
+    def __init__(self, options: Options) -> None:
         configuration, self._coordinator, started = create(options)
-        self._set_up(configuration, 0, 0, read_only=read_only)
+        self._set_up(configuration, 0, 0, read_only=options.read_only)
         self._runtime: Runtime | None = started
         self._creator = os.getpid()
-        if restore_from is not None:
+        if options.restore_from is not None:
             try:
-                self.restore(restore_from)
+                self.restore(options.restore_from)
             except BaseException:
                 self._stop()
                 raise
@@ -351,7 +315,7 @@ class DDict(Mapped):
             raise InvalidArgumentError(
                 f"is not what serialize() returned: {error}", argument="serialized", value=serialized
             ) from error
-        made._handle.timeout_s = configuration.timeout_s if timeout is None else checked_timeout(timeout)
+        made._handle.timeout_s = configuration.options.timeout_s if timeout is None else checked_timeout(timeout)
         made._access.ask_main("state")
         return made
 
@@ -380,7 +344,8 @@ class DDict(Mapped):
         if not self._is_creator:
             raise DDictError("only the handle that made the dictionary can destroy it", hint="detach() this one")
         try:
-            if self._configuration.persister is not None and self._configuration.persist_count:
+            options = self._configuration.options
+            if options.persists and options.persist_count:
                 self.persist()
         finally:
             self._stop()
@@ -416,7 +381,7 @@ class DDict(Mapped):
     def __repr__(self) -> str:
         configuration = self._configuration
         return (
-            f"DDict({configuration.name or configuration.dictionary!r}, managers={configuration.managers}, "
+            f"DDict({configuration.options.name or configuration.dictionary!r}, managers={configuration.managers}, "
             f"checkpoint_id={self.checkpoint_id})"
         )
 

@@ -48,8 +48,8 @@ class Handle:
 
     def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool) -> None:
         self.configuration = configuration
-        self.read_only = read_only or configuration.read_only
-        self.timeout_s = configuration.timeout_s
+        self.read_only = read_only or configuration.options.read_only
+        self.timeout_s = configuration.options.timeout_s
         self._begin(checkpoint_id, epoch)
         _handles.add(self)
 
@@ -357,17 +357,6 @@ def _forget_handle(client: Client, pid: int, standing: Standing) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
     if pid == os.getpid() and standing.is_known:
         client.keepalive.forget(standing)
-
-
-def checked_checkpoint_id(argument: str, value: object) -> int:
-    """A checkpoint id.
-
-    Raises:
-        InvalidArgumentError: it is none.
-    """
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise InvalidArgumentError("must be an integer from 0", argument=argument, value=value)
-    return value
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()

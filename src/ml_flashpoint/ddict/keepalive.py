@@ -256,19 +256,19 @@ class Keepalive:
             try:
                 link = self._links.connect(COORDINATOR, 5.0)
                 try:
-                    Exchange(link.connection, time.monotonic() + 5.0).request("attach", {"session": self.id})
+                    Exchange(link, time.monotonic() + 5.0).request("attach", {"session": self.id})
                     for standing in self._all():
                         self._join_again(standing)
                     self._attached.set()
                     pause, epoch = 0.01, 0
                     while not self._closed.is_set():
-                        exchange = Exchange(link.connection, time.monotonic() + 2 * _WATCH_S)
+                        exchange = Exchange(link, time.monotonic() + 2 * _WATCH_S)
                         epoch = int(exchange.request("watch", {"s": _WATCH_S, "e": epoch}).fields["epoch"])
                         self._tell(epoch)
                 finally:
                     if not self._closed.is_set():
                         self._attached.clear()
-                    link.connection.close()
+                    link.close()
             except DDictDestroyedError:
                 self.close()
             except FlashpointError as error:

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
@@ -51,15 +50,6 @@ _KEPT_IDLE = 8
 _CONNECT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A reply, and which incarnation of the manager gave it."""
-
-    fields: dict[str, Any]
-    blobs: list[bytes]
-    incarnation: str
-
-
 class Exchange:
     """Requests over one connection.
 
@@ -79,12 +69,6 @@ class Exchange:
         return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
 
 
-@dataclass(slots=True)
-class _Link:
-    connection: Connection
-    incarnation: str
-
-
 class Links:
     """See the module. Thread-safe; in a forked child all connections are made anew.
 
@@ -97,7 +81,7 @@ class Links:
         self._locate = locate
         self._secret = secret
         self._lock = threading.Lock()
-        self._idle: dict[int, list[_Link]] = {}
+        self._idle: dict[int, list[Connection]] = {}
         self._doubtful: set[int] = set()
         self._closed = False
         self._pid = os.getpid()
@@ -111,15 +95,11 @@ class Links:
         *,
         until: float,
         again: bool = True,
-    ) -> Answer:
+    ) -> Reply:
         """Ask a manager one thing; see :meth:`attempt`."""
-        answer, incarnation = self.attempt(
-            manager,
-            lambda exchange: exchange.request(operation, fields, blobs),
-            until=until,
-            again=again,
+        return self.attempt(
+            manager, lambda exchange: exchange.request(operation, fields, blobs), until=until, again=again
         )
-        return Answer(answer.fields, answer.blobs, incarnation)
 
     def attempt(
         self,
@@ -128,16 +108,14 @@ class Links:
         *,
         until: float,
         again: bool = True,
-    ) -> tuple[_Found, str]:
-        """Have one connection to a manager for some requests, and begin anew while the manager is away.
+    ) -> _Found:
+        """What ``action`` returns, with one connection to a manager for its requests. Begins anew while the manager is
+        away.
 
         Args:
             action: makes the requests.
             until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
             again: whether requests may be carried out twice: the connection can break after the manager has.
-
-        Returns:
-            What ``action`` returned, and the incarnation.
 
         Raises:
             DDictManagerLostError: it was away all the time.
@@ -151,7 +129,7 @@ class Links:
             try:
                 link = self._take(manager, max(until - time.monotonic(), 0.05))
                 try:
-                    return action(Exchange(link.connection, until)), link.incarnation
+                    return action(Exchange(link, until))
                 finally:
                     # After an error of the manager's own, too: the connection is as good as before then.
                     self._give_back(manager, link)
@@ -169,18 +147,18 @@ class Links:
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _take(self, manager: int, timeout_s: float) -> _Link:
+    def _take(self, manager: int, timeout_s: float) -> Connection:
         if self._pid != os.getpid():
             self._after_fork()
         with self._lock:
             idle = self._idle.get(manager)
             while idle:
                 link = idle.pop()
-                if not link.connection.closed:
+                if not link.closed:
                     return link
         return self.connect(manager, timeout_s)
 
-    def connect(self, manager: int, timeout_s: float) -> _Link:
+    def connect(self, manager: int, timeout_s: float) -> Connection:
         """A new connection, which is in no pool.
 
         Raises:
@@ -208,20 +186,20 @@ class Links:
             if reply.fields["manager"] != manager:
                 raise ConnectionLostError(f"manager {manager} is not at its address any more")
             self._doubtful.discard(manager)
-            return _Link(connection, str(reply.fields["incarnation"]))
+            return connection
         except BaseException:
             connection.close()
             raise
 
-    def _give_back(self, manager: int, link: _Link) -> None:
-        if link.connection.closed:
+    def _give_back(self, manager: int, link: Connection) -> None:
+        if link.closed:
             return
         with self._lock:
             idle = self._idle.setdefault(manager, [])
             if not self._closed and len(idle) < _KEPT_IDLE:
                 idle.append(link)
                 return
-        link.connection.close()
+        link.close()
 
     def _drop_idle(self, manager: int) -> None:
         """The others lead to the same process, which is gone."""
@@ -229,7 +207,7 @@ class Links:
             dropped = self._idle.pop(manager, [])
             self._doubtful.add(manager)
         for link in dropped:
-            link.connection.close()
+            link.close()
 
     def close(self) -> None:
         """Close all connections; requests under way fail. Idempotent."""
@@ -241,7 +219,7 @@ class Links:
             self._idle.clear()
         for link in dropped:
             with contextlib.suppress(DDictTimeoutError):
-                link.connection.close()
+                link.close()
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()

@@ -7,11 +7,10 @@ process was started nor how peers find it: that is given to it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,14 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.configuration import COORDINATOR, Configuration
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, DDictPersistError, StaleEpochError
+from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, StaleEpochError
+from ml_flashpoint.ddict.kept_checkpoints import KeptCheckpoints
 from ml_flashpoint.ddict.links import Links, Locate
 from ml_flashpoint.ddict.persisted_parts import PartReader, encode
 from ml_flashpoint.ddict.persisted_run import PersistedRun
 from ml_flashpoint.ddict.shard import Shard
 from ml_flashpoint.ddict.snapshot_format import PartRef, part_ref
-from ml_flashpoint.ddict.snapshots import Pin, Snapshots
+from ml_flashpoint.ddict.snapshots import Snapshots
 from ml_flashpoint.ddict.value_arenas import ValueArenas, is_unused
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
@@ -84,7 +84,7 @@ class Manager:
         self.configuration = configuration
         self.number = number
         self._operations = operations
-        self.rules = configuration.rules
+        self.rules = configuration.options
         self.incarnation = incarnation
         self.changed = threading.Condition(threading.RLock())
         """Guards the shard; notified when it changes while somebody waits."""
@@ -102,15 +102,13 @@ class Manager:
         self._begun = threading.Lock()
         self._inline_bytes = 0
         self._stored: set[str] = set()
-        self._prepared: dict[int, tuple[list[Entry], Pin]] = {}  # and all that is committed and was not let go of
-        self._restoring: tuple[PersistedCheckpoint, list[Entry]] | None = None
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
-        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.limit_bytes)
+        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.options.limit_bytes)
         self.shard = Shard(self._let_go, is_final=not self.rules.snapshots)
         self.snapshots = Snapshots(
             self.store,
-            nodes=[f"node-{node}" for node in configuration.nodes],
-            strategy=configuration.make_strategy(),
+            nodes=[f"node-{node}" for node in configuration.options.nodes],
+            strategy=configuration.options.make_strategy(),
             secret=configuration.secret,
             peer_address=self._peer_address,
             tell_holder=self._tell_holder,
@@ -118,7 +116,8 @@ class Manager:
             incarnation=self.incarnation,
             host=host,
         )
-        self._parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
+        self._kept = KeptCheckpoints(self.changed, self.snapshots)  # all that is committed and was not let go of
+        self.parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
         self._restarted = restarted
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
@@ -260,17 +259,16 @@ class Manager:
         """Bytes of all values, older checkpoints included."""
         return self._inline_bytes + self.arenas.used_bytes
 
-    def put(self, entry: Entry) -> Entry:
+    def put(self, entry: Entry) -> None:
         """Add an entry for which there is room; under the lock."""
         value = entry.value
-        added = self.shard.put(entry)
+        self.shard.put(entry)
         if isinstance(value, InlineValue):
             self._inline_bytes += value.nbytes + _ENTRY_BYTES
         elif value is not None:
             self._stored.add(value.value_id)
         if self.waiting:
             self.changed.notify_all()
-        return added
 
     def make_room(self, nbytes: int, until: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
@@ -279,7 +277,7 @@ class Manager:
         Raises:
             DDictFullError: there still is none.
         """
-        limit = self.configuration.limit_bytes
+        limit = self.configuration.options.limit_bytes
         nbytes += _ENTRY_BYTES
         if self.used_bytes + nbytes <= limit:
             return
@@ -353,11 +351,13 @@ class Manager:
                 return
             if not self._ready.is_set():
                 self._recover(sealed)  # what was committed since it asked
-            if restored is not None and (self._restoring is not None or base not in self._prepared):
-                self._take_restored(restored)
+            if restored is not None and (self.parts.has_read or base not in self._kept):
+                entries = self.parts.take(restored)
+                self.forget(-1)
+                self._kept.keep(base, entries)
             with self.changed:
                 if self.rules.snapshots:
-                    wanted = {each: self._prepared[each][0] for each in keep if each in self._prepared}
+                    wanted = {each: self._kept.entries(each) for each in keep if each in self._kept}
                     if base >= 0 and base not in wanted:
                         causes = self._failures.get(base, "")
                         raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
@@ -367,25 +367,15 @@ class Manager:
                     self.shard.drop_above(base)
                 self.epoch = epoch
                 self.changed.notify_all()
-            self.unprepare(lambda each: each in keep or each in pinned)
+            self._kept.retain(lambda each: each in keep or each in pinned)
             self._ready.set()
 
     def _recover(self, sealed: Sequence[PartRef]) -> None:
-        missing = [ref for ref in sealed if ref.step not in self._prepared]
+        missing = [ref for ref in sealed if ref.step not in self._kept]
         if missing:
             found, self._failures = self.snapshots.recover(missing)
             for checkpoint_id, entries in found.items():
-                self._keep_entries(checkpoint_id, entries)
-
-    def _take_restored(self, checkpoint: PersistedCheckpoint) -> None:
-        """Have the entries of a persisted checkpoint, in place of all others."""
-        if self._restoring is None or self._restoring[0] != checkpoint:
-            self.restore_prepare(checkpoint)
-        with self.changed:
-            assert self._restoring is not None
-            (_, entries), self._restoring = self._restoring, None
-        self.forget(-1)
-        self._keep_entries(checkpoint.checkpoint_id, entries)
+                self._kept.keep(checkpoint_id, entries)
 
     def discard(self, handle: str, to: int, number: int, *, dead: bool) -> None:
         """Discard what a handle wrote above a checkpoint.
@@ -412,20 +402,12 @@ class Manager:
         """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
         committed one was called off."""
         with self.changed:
-            self._keep_entries(checkpoint_id, list(self.shard.entries(checkpoint_id)))
-        self.unprepare(lambda each: each <= committed or each == checkpoint_id)
+            self._kept.keep(checkpoint_id, list(self.shard.entries(checkpoint_id)))
+        self._kept.retain(lambda each: each <= committed or each == checkpoint_id)
         if self.rules.replicated and any(
             each > committed and each != checkpoint_id for each in self.snapshots.sealed()
         ):
             self.snapshots.forget_after(committed)
-
-    def _keep_entries(self, checkpoint_id: int, entries: list[Entry]) -> None:
-        with self.changed:
-            pin = self.snapshots.pin(entries)
-            before = self._prepared.pop(checkpoint_id, None)
-            self._prepared[checkpoint_id] = (entries, pin)
-        if before is not None:
-            before[1].release()
 
     def seal(self, checkpoint_id: int, until: float) -> str:
         """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part.
@@ -433,26 +415,8 @@ class Manager:
         Raises:
             FlashpointError: not now.
         """
-        with self._prepared_entries(checkpoint_id) as entries:
+        with self._kept.using(checkpoint_id) as entries:
             return self.snapshots.seal(checkpoint_id, entries, max(0.1, until - time.monotonic())).attempt
-
-    @contextlib.contextmanager
-    def _prepared_entries(self, checkpoint_id: int) -> Iterator[list[Entry]]:
-        """What was prepared, which stays as it is meanwhile, whoever lets go of it."""
-        with self.changed:
-            found = self._prepared.get(checkpoint_id)
-            if found is None:
-                raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
-            pin = self.snapshots.pin(found[0])
-        with pin:
-            yield found[0]
-
-    def unprepare(self, wanted: Any) -> None:
-        """Let go of prepared checkpoints of which ``wanted(checkpoint_id)`` is false."""
-        with self.changed:
-            gone = [self._prepared.pop(each) for each in list(self._prepared) if not wanted(each)]
-        for _, pin in gone:
-            pin.release()
 
     def settle(self, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""
@@ -461,35 +425,21 @@ class Manager:
             self.shard.committed, self.shard.kept = committed, frozenset(keep)
             if self.waiting:
                 self.changed.notify_all()
-        self.unprepare(lambda each: each in keep or each in pinned or each > committed)
+        self._kept.retain(lambda each: each in keep or each in pinned or each > committed)
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
     def forget(self, above: int) -> None:
         """Checkpoints above this one are no more."""
-        self.unprepare(lambda each: each <= above)
+        self._kept.retain(lambda each: each <= above)
         if self.rules.replicated:
             self.snapshots.forget_after(above)
 
     def persist(self, checkpoint_id: int) -> str:
         """Write this manager's part of a prepared checkpoint; returns the receipt."""
-        with self._prepared_entries(checkpoint_id) as entries:
+        with self._kept.using(checkpoint_id) as entries:
             index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
             return self.persister.write_part(checkpoint_id, self.number, index, items)
-
-    def restore_prepare(self, checkpoint: PersistedCheckpoint) -> None:
-        """Read and verify this manager's share of a persisted checkpoint, and change nothing yet."""
-        self.restore_abort()
-        entries = self._parts.read(checkpoint)
-        with self.changed:
-            self._restoring = (checkpoint, entries)
-
-    def restore_abort(self) -> None:
-        """Forget what was read."""
-        with self.changed:
-            restoring, self._restoring = self._restoring, None
-        if restoring is not None:
-            self._parts.release(restoring[1])
 
 
 def _remember(known: dict[str, Any], handle: str, what: Any) -> None:

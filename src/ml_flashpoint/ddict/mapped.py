@@ -15,13 +15,12 @@ from typing import Any
 from ml_flashpoint.ddict import values
 from ml_flashpoint.ddict.access import Access
 from ml_flashpoint.ddict.batch import Batch
-from ml_flashpoint.ddict.client import INLINE_LIMIT
 from ml_flashpoint.ddict.configuration import Configuration
-from ml_flashpoint.ddict.creation import checked_timeout
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.links import GRACE_S
+from ml_flashpoint.ddict.options import checked_timeout
 from ml_flashpoint.ddict.request_fields import BROADCAST, PERSISTENT
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -108,7 +107,7 @@ class Mapped(MutableMapping[Any, Any]):
         encoded_key, encoded = encode_key(key), values.encode(value)
         manager = self._access.manager_of(encoded_key)
         if self._batch is not None:
-            if encoded.nbytes < INLINE_LIMIT and not flags:
+            if encoded.inline and not flags:
                 self._handle.check_writable()
                 self._batch.add(manager, encoded_key, values.to_inline(encoded), until)
                 return

@@ -25,7 +25,6 @@ def _hello(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     """Who this is. Answered at once, also while the manager recovers."""
     return {
         "manager": manager.number,
-        "incarnation": manager.incarnation,
         "transfers": manager.snapshots.address,
     }, ()
 
@@ -35,10 +34,10 @@ def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     with manager.changed:
         return {
             "manager": manager.number,
-            "node": manager.configuration.nodes[manager.number],
+            "node": manager.configuration.options.nodes[manager.number],
             "keys": len(manager.shard),
             "used_bytes": manager.used_bytes,
-            "limit_bytes": manager.configuration.limit_bytes,
+            "limit_bytes": manager.configuration.options.limit_bytes,
             "oldest": manager.shard.oldest,
             "sealed": sorted(manager.snapshots.sealed()),
             "frozen": manager.frozen,
@@ -141,11 +140,11 @@ def _persist(manager: Manager, session: Session, fields: Fields, blobs: list[byt
 @operation
 def _restore_prepare(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     manager.wait_until_ready(until_of(fields))
-    manager.restore_prepare(PersistedCheckpoint.from_fields(fields["checkpoint"]))
+    manager.parts.prepare(PersistedCheckpoint.from_fields(fields["checkpoint"]))
     return {}, ()
 
 
 @operation
 def _restore_abort(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    manager.restore_abort()
+    manager.parts.abort()
     return {}, ()

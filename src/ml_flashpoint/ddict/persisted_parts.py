@@ -9,6 +9,7 @@ large one an item with its object, named by its value id.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,45 @@ class PartReader:
         self._store = store
         self._arenas = arenas
         self._managers = managers
+        self._lock = threading.Lock()
+        self._read: tuple[PersistedCheckpoint, list[Entry]] | None = None
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a checkpoint is read that nobody has taken."""
+        return self._read is not None
+
+    def prepare(self, checkpoint: PersistedCheckpoint) -> None:
+        """Read a checkpoint, for `take`.
+
+        Raises:
+            FlashpointError: see `read`.
+        """
+        self.abort()
+        entries = self.read(checkpoint)
+        with self._lock:
+            self._read = checkpoint, entries
+
+    def take(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
+        """The entries of a checkpoint, read now if they were not before.
+
+        Raises:
+            FlashpointError: see `read`.
+        """
+        with self._lock:
+            found = self._read
+            if found is not None and found[0] == checkpoint:
+                self._read = None
+                return found[1]
+        self.abort()
+        return self.read(checkpoint)
+
+    def abort(self) -> None:
+        """Let go of what was read, and nobody has taken."""
+        with self._lock:
+            found, self._read = self._read, None
+        if found is not None:
+            self._release(found[1])
 
     def read(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
         """The entries of a checkpoint that this manager is to have.
@@ -73,12 +113,11 @@ class PartReader:
             for part in own:
                 self._read_part(checkpoint, part, entries)
         except BaseException:
-            self.release(entries)
+            self._release(entries)
             raise
         return entries
 
-    def release(self, entries: Sequence[Entry]) -> None:
-        """Let go of what was read."""
+    def _release(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             if isinstance(entry.value, StoredValue):
                 self._arenas.release(entry.value)

@@ -22,7 +22,7 @@ class PersistedRun:
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
-        self.persister = configuration.make_persister()
+        self.persister = configuration.options.make_persister()
         self.run_id = configuration.run_id
         self.restored: PersistedCheckpoint | None = None
         self.persister.join_run(self.run_id)
@@ -34,7 +34,7 @@ class PersistedRun:
             JobInUseError: another dictionary of this name and path does.
         """
         run_id = run_id or self.run_id
-        if self.persister.persists and not self._configuration.read_only:
+        if self.persister.persists and not self._configuration.options.read_only:
             self.persister.begin_run(run_id, restored=restored)
         self.run_id, self.restored = run_id, restored
 
@@ -53,7 +53,7 @@ class PersistedRun:
     def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
         """Make a checkpoint exist, and remove those that are not to be kept."""
         self.persister.complete(checkpoint_id, receipts)
-        self.persister.keep(self._configuration.persist_count)
+        self.persister.keep(self._configuration.options.persist_count)
 
     def remove_above(self, checkpoint_id: int) -> None:
         """Remove what this run has persisted above a checkpoint, which was rolled back."""

@@ -73,7 +73,7 @@ class RayRuntime:
         self._actors: list[Any] = []
         try:
             self._group = _place(configuration)
-            for manager, node in enumerate(configuration.nodes):
+            for manager, node in enumerate(configuration.options.nodes):
                 self._actors.append(_start(configuration, manager, node, self._group, environment))
             places = self._await_places()
             _check_spread(configuration, [str(place["node"]) for place in places])
@@ -95,11 +95,6 @@ class RayRuntime:
         except (ActorDiedError, RayError) as error:
             raise DDictError(f"a manager did not start: {error}") from error
         return found
-
-    @property
-    def actors(self) -> list[Any]:
-        """Handles of the managers' actors, by number."""
-        return list(self._actors)
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
         """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
@@ -145,11 +140,11 @@ def start_on_ray(configuration: Configuration) -> tuple[Configuration, RayRuntim
 
 
 def _place(configuration: Configuration) -> PlacementGroup:
-    nodes = max(configuration.nodes) + 1
+    nodes = max(configuration.options.nodes) + 1
     alive = sum(bool(node["Alive"]) for node in ray.nodes())
     if nodes > alive:
         raise InvalidArgumentError(f"the Ray cluster has {alive} nodes", argument="n_nodes", value=nodes)
-    bundles = [{"memory": float(MANAGER_BYTES * configuration.nodes.count(node))} for node in range(nodes)]
+    bundles = [{"memory": float(MANAGER_BYTES * configuration.options.nodes.count(node))} for node in range(nodes)]
     # Not strictly: with as many nodes as the cluster has, a bundle whose node is lost could go nowhere.
     group = placement_group(bundles, strategy="SPREAD", name=f"{NAMESPACE}-{configuration.dictionary}")
     if not group.wait(START_TIMEOUT_S):
@@ -185,11 +180,11 @@ def _environment() -> dict[str, str]:
 
 
 def _check_spread(configuration: Configuration, ray_nodes: list[str]) -> None:
-    wanted = max(configuration.nodes) + 1
+    wanted = max(configuration.options.nodes) + 1
     if len(set(ray_nodes)) == wanted:
         return
     said = f"Ray put the managers of {wanted} nodes on {len(set(ray_nodes))}, as others have no memory to give away"
-    if configuration.rules.replicated:
+    if configuration.options.replicated:
         raise DDictError(f"{said}: the loss of one could lose every copy", hint="take fewer n_nodes")
     _log.warning("%s", said)
 

@@ -18,7 +18,6 @@ from ml_flashpoint.ddict.snapshot_format import PartRef, part_kind
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
-    FlashpointError,
     ObjectNotFoundError,
     ProtocolError,
     ReplicationError,
@@ -27,6 +26,7 @@ from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
 from ml_flashpoint.net.channel import Cancelled, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.replication.pushing import push_to_all
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_protocol import Address
@@ -137,30 +137,7 @@ class Copies:
             DeadlineError: it took too long.
             FlashpointError: a holder is not there or refuses. Others may have everything.
         """
-        failures: list[FlashpointError] = []
-
-        def push(holder: int) -> None:
-            try:
-                self._push_to(holder, groups, until)
-            except FlashpointError as error:
-                failures.append(error)
-            except Exception as error:  # lost with its thread, it would pass for an acknowledgement
-                _log.exception("pushing copies to manager %d failed", holder)
-                failures.append(ReplicationError(f"{type(error).__name__}: {error}", rank=holder))
-
-        holders = list(self._holders)
-        threads = [
-            threading.Thread(target=push, args=(holder,), daemon=True, name=f"flashpoint-push-{holder}")
-            for holder in holders[1:]
-        ]
-        for thread in threads:
-            thread.start()
-        if holders:
-            push(holders[0])
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        push_to_all(list(self._holders), lambda holder: self._push_to(holder, groups, until))
 
     def _push_to(self, number: int, groups: Sequence[Collection[PartRef]], until: float) -> None:
         holder = self._holders[number]

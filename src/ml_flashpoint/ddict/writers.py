@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ml_flashpoint.ddict.configuration import Rules
+from ml_flashpoint.ddict.options import Options
 
 _MOST_GONE = 10_000
 
@@ -57,7 +57,7 @@ class Writers:
         rules: of the dictionary.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Options) -> None:
         self._rules = rules
         self.live: dict[str, Writer] = {}
         self.sessions: dict[str, Session] = {}

@@ -30,6 +30,7 @@ from ml_flashpoint.ranks.strategies import (
     ReplicationStrategy,
     checked_strategy,
 )
+from ml_flashpoint.replication.pushing import push_to_all
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
@@ -143,31 +144,7 @@ class ReplicationManager:
         encoded = encode(part.manifest)
         buffers = [a.buffer[: o.size] for a, o in zip(part.arenas, part.manifest.objects, strict=True)]
         targets = self.strategy.copies_of(part.rank, group.topology)
-        failures: list[FlashpointError] = []
-
-        def push(target: int) -> None:
-            try:
-                self._push(target, part.manifest, encoded, buffers, cancelled)
-            except FlashpointError as error:
-                failures.append(error)
-            except Exception as error:  # lost with its thread, it would pass for an acknowledgement
-                _log.exception("pushing a copy to rank %d failed", target)
-                failures.append(ReplicationError(f"{type(error).__name__}: {error}", rank=target))
-
-        mine, threads = list(targets[:1]), []
-        for target in targets[1:]:
-            thread = threading.Thread(target=push, args=(target,), daemon=True, name=f"flashpoint-push-{target}")
-            try:
-                thread.start()
-                threads.append(thread)
-            except RuntimeError:  # no more threads to be had
-                mine.append(target)
-        for target in mine:
-            push(target)
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        push_to_all(targets, lambda target: self._push(target, part.manifest, encoded, buffers, cancelled))
 
     def _push(
         self,

@@ -1,0 +1,290 @@
+"""What a dictionary is made with: the arguments of `DDict`, and what follows from them.
+
+Owns their names, what they mean, their checks, and how they travel to managers and in handles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from ml_flashpoint.core.arguments import checked_bool, checked_integer
+from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.strategies import (
+    CliqueStrategy,
+    NoReplicationStrategy,
+    PairwiseReplicationStrategy,
+    ReplicationStrategy,
+    RingReplicationStrategy,
+)
+
+DEFAULT_TIMEOUT_S = 60.0
+_LEAST_MEMORY = 1 << 20
+_STRATEGIES: dict[str, Any] = {
+    "ring": lambda managers_per_node: RingReplicationStrategy(),
+    "pairwise": lambda managers_per_node: PairwiseReplicationStrategy(),
+    # Two of them, on neighbouring nodes.
+    "clique": lambda managers_per_node: CliqueStrategy(2, managers_per_node),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A class by its name, or an instance of it by its fields: not every process needs it, or can import it."""
+
+    module: str
+    name: str
+    fields: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, argument: str, found: type[Any], fields: Mapping[str, Any] | None = None) -> Imported:
+        """What another process finds a class by.
+
+        Raises:
+            InvalidArgumentError: none could.
+        """
+        named = cls(found.__module__, found.__qualname__, fields)
+        try:
+            if named.module != "__main__" and named.load() is found:
+                return named
+        except (ImportError, AttributeError):
+            pass
+        raise InvalidArgumentError(
+            "must be a class that managers can import",
+            argument=argument,
+            value=found,
+            hint="put it at the top level of a module of its own, not into the script",
+        )
+
+    def load(self) -> Any:
+        """The class."""
+        found: Any = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `DDict`.
+
+    Attributes:
+        managers_per_node: managers on each node.
+        n_nodes: nodes. On one machine they are simulated: each has a folder of its own.
+        total_mem: bytes for values, of all managers together; checkpoints that are kept count too.
+        working_set_size: checkpoints that can be read and written at a time.
+        wait_for_keys: a read waits for the key to be written at the checkpoint of the handle, and a checkpoint only
+            leaves the working set when all of its keys are written again at a later one (but for `pput`).
+        wait_for_writers: a checkpoint only leaves the working set when every writing handle has moved past it.
+        persister_class: how checkpoints are persisted; None: they are not.
+        persist_freq: every so many checkpoints, the committed one is persisted in the background; 0: only when asked.
+        persist_count: how many persisted ones are kept: the newest, -1 for all; 0: none are made on their own.
+        persist_path: what the persister makes of it: a directory, a URL.
+        name: under which persisted checkpoints are found again.
+        timeout: seconds that any call may take; None: 60.
+        read_only: nothing may be written by any handle; for replaying what was persisted, see `DDict.advance`.
+        restore_from: persisted checkpoint to begin with.
+        replication: ``"ring"``, ``"pairwise"``, ``"clique"`` or a `ReplicationStrategy`: committed checkpoints survive
+            the loss of any single manager or node. None: they do not.
+        runtime: ``"embedded"``: managers are child processes; ``"ray"``: actors; None: Ray if it is initialized here.
+
+    Raises:
+        InvalidArgumentError: one is out of range.
+    """
+
+    managers_per_node: int = 1
+    n_nodes: int = 1
+    total_mem: int = 1 << 30
+    _: KW_ONLY
+    working_set_size: int = 1
+    wait_for_keys: bool = False
+    wait_for_writers: bool = False
+    persister_class: type[CheckpointPersister] | Imported | None = None
+    persist_freq: int = 0
+    persist_count: int = 0
+    persist_path: str = ""
+    name: str = ""
+    timeout: float | None = None
+    read_only: bool = False
+    restore_from: int | None = None
+    replication: ReplicationStrategy | Imported | str | None = None
+    runtime: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("managers_per_node", "n_nodes", "working_set_size"):
+            checked_integer(name, getattr(self, name), 1)
+        checked_integer("total_mem", self.total_mem, _LEAST_MEMORY)
+        for name in ("wait_for_keys", "wait_for_writers", "read_only"):
+            checked_bool(name, getattr(self, name))
+        if self.wait_for_keys and self.working_set_size == 1:
+            # Nobody could write keys again at the next checkpoint: it begins only when that has been done.
+            raise InvalidArgumentError(
+                "must be at least 2 with wait_for_keys",
+                argument="working_set_size",
+                value=1,
+                hint="keys are written again at the checkpoint after the one that retires",
+            )
+        checked_integer("persist_freq", self.persist_freq, 0)
+        checked_integer("persist_count", self.persist_count, -1)
+        for name in ("name", "persist_path"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidArgumentError("must be text", argument=name, value=getattr(self, name))
+        checked_timeout(self.timeout)
+        if self.restore_from is not None:
+            checked_checkpoint_id("restore_from", self.restore_from)
+        self._check_classes()
+        if self.runtime not in (None, "embedded", "ray"):
+            raise InvalidArgumentError("must be 'embedded', 'ray' or None", argument="runtime", value=self.runtime)
+        if self.persist_freq and not self.persists:
+            raise InvalidArgumentError("needs a persister_class", argument="persist_freq", value=self.persist_freq)
+
+    def _check_classes(self) -> None:
+        persister, replication = self.persister_class, self.replication
+        if not (persister is None or isinstance(persister, Imported)) and not (
+            isinstance(persister, type) and issubclass(persister, CheckpointPersister)
+        ):
+            raise InvalidArgumentError(
+                "must be a class derived from CheckpointPersister", argument="persister_class", value=persister
+            )
+        if not (
+            replication is None
+            or isinstance(replication, Imported)
+            or (isinstance(replication, str) and replication in _STRATEGIES)
+            or (isinstance(replication, ReplicationStrategy) and dataclasses.is_dataclass(replication))
+        ):
+            raise InvalidArgumentError(
+                f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy that is a dataclass",
+                argument="replication",
+                value=replication,
+            )
+
+    # ---- what follows from them ---------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Number of each manager's node."""
+        return tuple(node for node in range(self.n_nodes) for _ in range(self.managers_per_node))
+
+    @property
+    def managers(self) -> int:
+        """Number of managers."""
+        return self.n_nodes * self.managers_per_node
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes of values, a manager."""
+        return self.total_mem // self.managers
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that calls may take, where handles do not say otherwise."""
+        return checked_timeout(self.timeout)
+
+    @property
+    def persists(self) -> bool:
+        """Whether checkpoints can be persisted."""
+        return self.persister_class not in (None, NullCheckpointPersister)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether commits wait for verified copies."""
+        return self.replication is not None
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether managers take snapshots at all: to replicate or to persist them."""
+        return self.replicated or self.persists
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether nobody is left behind: a commit that is more than a number is made of whole steps only."""
+        return self.wait_for_writers or self.snapshots
+
+    def is_due(self, checkpoint_id: int) -> bool:
+        """Whether a checkpoint is to be persisted on its own."""
+        return self.next_due(checkpoint_id - 1) == checkpoint_id
+
+    def next_due(self, committed: int) -> int | None:
+        """The first checkpoint above ``committed`` that is."""
+        freq = self.persist_freq if self.persist_count else 0
+        return ((committed + 1) // freq + 1) * freq - 1 if freq else None
+
+    def make_persister(self) -> CheckpointPersister:
+        """A persister for one process."""
+        found = self.persister_class or NullCheckpointPersister
+        made: type[CheckpointPersister] = found.load() if isinstance(found, Imported) else found
+        return made(self.persist_path, name=self.name, managers=self.managers)
+
+    def make_strategy(self) -> ReplicationStrategy:
+        """Who holds copies of whom."""
+        match self.replication:
+            case None:
+                return NoReplicationStrategy()
+            case str(name):
+                strategy: ReplicationStrategy = _STRATEGIES[name](self.managers_per_node)
+            case Imported() as named:
+                strategy = named.load()(**(named.fields or {}))
+            case strategy:
+                pass
+        return strategy
+
+    # ---- how they travel ----------------------------------------------------------------------------------
+
+    def named(self) -> Options:
+        """The same for other processes, with classes by their names, and a path that does not depend on where one is.
+
+        Raises:
+            InvalidArgumentError: a class cannot be imported by others, or the persister refuses its arguments.
+        """
+        persister, replication = self.persister_class, self.replication
+        named: dict[str, Any] = {"persister_class": None}
+        if isinstance(persister, type) and self.persists:
+            named["persister_class"] = Imported.of("persister_class", persister)
+            named["persist_path"] = persister.resolve_path(self.persist_path)
+        if isinstance(replication, ReplicationStrategy):
+            fields = dataclasses.asdict(replication)  # type: ignore[call-overload]
+            named["replication"] = Imported.of("replication", type(replication), fields)
+        made = dataclasses.replace(self, **named)
+        made.make_persister()  # so that arguments it refuses are refused here
+        return made
+
+    def to_fields(self) -> dict[str, Any]:
+        """As plain JSON, if they are `named`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Options:
+        """What `to_fields` was called on. From the creator or an authenticated peer, so trusted as code is."""
+        values = dict(fields)
+        for name in ("persister_class", "replication"):
+            if isinstance(values[name], dict):
+                values[name] = Imported(**values[name])
+        return cls(**values)
+
+
+def checked_timeout(timeout: float | None) -> float:
+    """Seconds that calls may take.
+
+    Raises:
+        InvalidArgumentError: it is no positive number.
+    """
+    if timeout is None:
+        return DEFAULT_TIMEOUT_S
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
+        raise InvalidArgumentError("must be a positive number of seconds, or None", argument="timeout", value=timeout)
+    return float(timeout)
+
+
+def checked_checkpoint_id(argument: str, value: object) -> int:
+    """A checkpoint id.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise InvalidArgumentError("must be an integer from 0", argument=argument, value=value)
+    return value

@@ -3,127 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, runtime_folder, supervisor
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, runtime_folder
 from ml_flashpoint.ddict.embedded import EmbeddedRuntime
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.supervisor import MOST_DEATHS
+from tests.ddict.embedded_support import (
+    DEADLINE_S,
+    configs_of,
+    runtime_of,
+    seen_by,
+    server_pid,
+    started,
+    watching,
+)
 from tests.support import dictionaries
 from tests.support.forked import wait_until
-from tests.support.processes import child_environment, suspend
-from tests.workers import ddict_entries
+from tests.support.processes import child_environment
 
 pytestmark = pytest.mark.slow
-
-DEADLINE_S = 30.0
-
-
-def server_pid() -> int:
-    """The fork server of this process, as it is now."""
-    return supervisor.fork_server().pid
-
-
-def runtime_of(root: Path, entry: str = "note_and_wait") -> EmbeddedRuntime:
-    return EmbeddedRuntime(entry=f"{ddict_entries.__name__}:{entry}", root=root)
-
-
-def configs_of(runtime: EmbeddedRuntime, count: int) -> list[dict[str, Any]]:
-    return [{"number": number, "folder": str(runtime.base), "secret": f"s-{number}"} for number in range(count)]
-
-
-@contextlib.contextmanager
-def started(root: Path, count: int, entry: str = "note_and_wait") -> Iterator[EmbeddedRuntime]:
-    runtime = runtime_of(root, entry)
-    try:
-        runtime.start(configs_of(runtime, count))
-        yield runtime
-    finally:
-        runtime.stop()
-
-
-def seen_by(runtime: EmbeddedRuntime, number: int) -> dict[str, Any]:
-    seen: dict[str, Any] = json.loads((runtime.base / f"seen-{number}").read_text())
-    return seen
-
-
-class Watch:
-    """Names processes before they die, to wait for their end."""
-
-    def __init__(self, *pids: int) -> None:
-        self._descriptors = {pid: os.pidfd_open(pid) for pid in pids}
-
-    def alive(self) -> list[int]:
-        return [pid for pid, descriptor in self._descriptors.items() if not select.select([descriptor], [], [], 0)[0]]
-
-    def await_end(self, timeout_s: float = DEADLINE_S) -> None:
-        give_up = time.monotonic() + timeout_s
-        for pid, descriptor in self._descriptors.items():
-            ended, _, _ = select.select([descriptor], [], [], max(0.0, give_up - time.monotonic()))
-            assert ended, f"process {pid} is alive after {timeout_s} s: {psutil.Process(pid).cmdline()}"
-
-    def close(self, *, kill: bool) -> None:
-        for descriptor in self._descriptors.values():
-            if kill:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def watching(*pids: int, kill: bool = False) -> Iterator[Watch]:
-    watch = Watch(*pids)
-    try:
-        yield watch
-    finally:
-        watch.close(kill=kill)
-
-
-@dataclass
-class Creator:
-    """A process of its own that made managers."""
-
-    process: subprocess.Popen[str]
-    base: Path
-    managers: list[int]
-    fork_server: int
-    children: list[int]
-
-
-@contextlib.contextmanager
-def creator(root: Path, count: int = 2, how: str = "wait", entry: str = "note_and_wait") -> Iterator[Creator]:
-    argv = [sys.executable, ddict_entries.__file__, str(root), str(count), entry, how]
-    # It lets go of the output at its end, so reading a line has an end, too.
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment())
-    try:
-        assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        yield Creator(process, Path(told["base"]), told["pids"], told["fork_server"], told["children"])
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-
-
-# -- start and stop ---------------------------------------------------------------------------------------------
 
 
 def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +156,6 @@ def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.Monk
             assert not [name for name in ("libtorch", "numpy") if name in mapped]
 
 
-# -- restart ----------------------------------------------------------------------------------------------------
-
-
 def test_a_killed_manager_comes_back_as_another_incarnation(tmpfs: Path) -> None:
     with started(tmpfs, 3) as runtime:
         before, first = runtime.pids(), seen_by(runtime, 1)
@@ -279,9 +187,6 @@ def test_a_manager_that_dies_again_and_again_stays_down(
         assert list(runtime.pids()) == [1]
         assert sum("is started again" in record.message for record in caplog.records) == MOST_DEATHS
         assert sum("stays down" in record.message for record in caplog.records) == 1
-
-
-# -- a system that has no more processes or descriptors to give away ---------------------------------------------
 
 
 @contextlib.contextmanager
@@ -354,162 +259,3 @@ def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
         wait_until(lambda: said_so_far(caplog, "could not be forked again") >= 1, "an attempt")
         runtime.stop()
     assert list(tmpfs.iterdir()) == []
-
-
-# -- the end of others ------------------------------------------------------------------------------------------
-
-
-def test_all_end_and_nothing_stays_when_the_creator_is_killed(tmpfs: Path) -> None:
-    with creator(tmpfs) as one, watching(one.fork_server, *one.managers) as watch:
-        assert one.base.is_dir()
-        one.process.kill()
-        watch.await_end()
-        assert list(tmpfs.iterdir()) == []
-
-
-def test_a_creator_that_just_ends_leaves_nothing(tmpfs: Path) -> None:
-    with creator(tmpfs, how="exit") as one:
-        assert one.process.wait(DEADLINE_S) == 0
-        assert list(tmpfs.iterdir()) == []
-        assert not [pid for pid in (one.fork_server, *one.managers) if psutil.pid_exists(pid)]
-
-
-def test_forked_children_of_the_creator_do_not_keep_managers_alive(tmpfs: Path) -> None:
-    with creator(tmpfs, how="fork") as one, watching(*one.children, kill=True) as children:
-        with watching(one.fork_server, *one.managers) as watch:
-            one.process.kill()
-            watch.await_end()
-        assert sorted(children.alive()) == sorted(one.children)
-        assert list(tmpfs.iterdir()) == []
-
-
-def test_a_forked_child_cannot_stop_its_parents_managers(tmpfs: Path) -> None:
-    with started(tmpfs, 1) as runtime, watching(*runtime.pids().values()) as watch:
-        child = os.fork()
-        if child == 0:
-            runtime.stop()
-            refused = False
-            try:
-                runtime.start([])
-            except DDictDestroyedError:
-                refused = True
-            os._exit(0 if refused else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert len(watch.alive()) == 1
-        assert runtime.base.is_dir()
-        killed = runtime.pids()[0]
-        os.kill(killed, signal.SIGKILL)
-        assert runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
-
-
-def test_managers_live_on_when_the_fork_server_is_killed_and_come_back_by_another(tmpfs: Path) -> None:
-    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
-        before = server_pid()
-        os.kill(before, signal.SIGKILL)
-        wait_until(lambda: server_pid() != before, "another fork server")
-        assert len(watch.alive()) == 2
-        killed = runtime.pids()[0]
-        os.kill(killed, signal.SIGKILL)
-        again = runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
-        assert psutil.Process(again).ppid() == server_pid()
-        runtime.stop()
-        assert watch.alive() == []
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_a_stopped_manager_without_a_fork_server_is_killed(tmpfs: Path) -> None:
-    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
-        suspend(runtime.pids()[0])
-        os.kill(server_pid(), signal.SIGKILL)
-        runtime.stop(timeout_s=0.3)
-        assert watch.alive() == []
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_a_fork_server_that_does_not_answer_is_in_nobodys_way(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_CODE_S", 0.1)
-    with started(tmpfs, 2, "deaf") as runtime, watching(*runtime.pids().values()) as watch:
-        before = server_pid()
-        suspend(before)
-        runtime.stop(timeout_s=0.1)
-        assert watch.alive() == []
-        end = supervisor.ForkServer.end
-
-        def end_and_be_patient(server: supervisor.ForkServer) -> None:
-            monkeypatch.setattr(supervisor, "_ANSWER_S", DEADLINE_S)
-            end(server)
-
-        monkeypatch.setattr(supervisor, "_ANSWER_S", 0.5)
-        monkeypatch.setattr(supervisor.ForkServer, "end", end_and_be_patient)
-        forked = supervisor._fork()  # what it is told to do it does not, and so another one does
-        assert psutil.Process(forked.pid).ppid() == server_pid() != before
-        assert forked.reap() == "was killed by SIGKILL"
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_managers_remove_the_folder_when_creator_and_fork_server_are_killed(tmpfs: Path) -> None:
-    with creator(tmpfs, 3) as one, watching(*one.managers) as watch:
-        suspend(one.fork_server)  # so that it does nothing between the two
-        one.process.kill()
-        one.process.wait(DEADLINE_S)
-        os.kill(one.fork_server, signal.SIGKILL)
-        watch.await_end()
-        assert list(tmpfs.iterdir()) == []
-
-
-def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
-    with creator(tmpfs, 2) as one, started(tmpfs, 1) as in_use:
-        with watching(one.fork_server, *one.managers) as watch:
-            for pid in (one.fork_server, one.process.pid, *one.managers):
-                suspend(pid)
-            for pid in (one.process.pid, one.fork_server, *one.managers):
-                os.kill(pid, signal.SIGKILL)
-            watch.await_end()
-        one.process.wait(DEADLINE_S)
-        assert one.base.is_dir()
-        (one.base / "node-0" / "pool").mkdir(parents=True)
-        (one.base / "node-0" / "pool" / "arena").write_bytes(bytes(1 << 16))
-        stranger = tmpfs / "0123456789ab"
-        (stranger / "not-a-dictionary").mkdir(parents=True)
-        with started(tmpfs, 1) as another:
-            assert {f.name for f in tmpfs.iterdir()} == {in_use.base.name, another.base.name, stranger.name}
-        assert psutil.pid_exists(in_use.pids()[0])
-
-
-def test_a_folder_that_is_being_made_is_not_swept(tmpfs: Path) -> None:
-    unfinished = tmpfs / ".new-0123456789ab"
-    unfinished.mkdir()
-    (unfinished / "owner").touch()
-    assert runtime_folder.sweep(tmpfs) == []
-    os.utime(unfinished, (0, 0))
-    assert runtime_folder.sweep(tmpfs) == [unfinished]
-
-
-# -- the folder of all of a user's dictionaries -----------------------------------------------------------------
-
-
-def test_the_folder_of_dictionaries_may_be_chosen(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(runtime_folder.BASE_VARIABLE, str(tmpfs / "a" / "b"))
-    assert runtime_folder.runtime_root() == tmpfs / "a" / "b"
-    assert (tmpfs / "a" / "b").is_dir()
-
-
-def test_a_folder_of_dictionaries_that_others_may_enter_is_refused(
-    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(runtime_folder.BASE_VARIABLE, raising=False)
-    monkeypatch.setattr(runtime_folder, "_SHM", tmpfs)
-    root = runtime_folder.runtime_root()
-    assert root.stat().st_mode & 0o777 == 0o700
-    root.chmod(0o755)
-    with pytest.raises(DDictError, match="private"):
-        runtime_folder.runtime_root()
-    root.rmdir()
-    (tmpfs / "elsewhere").mkdir(mode=0o700)
-    root.symlink_to(tmpfs / "elsewhere")
-    with pytest.raises(DDictError):
-        runtime_folder.runtime_root()
-    tmpfs.chmod(0o777)  # anybody may replace what is there
-    with pytest.raises(DDictError) as caught:
-        runtime_folder.runtime_root()
-    assert runtime_folder.BASE_VARIABLE in str(caught.value)

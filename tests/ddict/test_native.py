@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing.connection
 import os
@@ -13,18 +12,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ml_flashpoint.ddict import native_barrier, native_processes, ports
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict import native_processes, ports
+from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
-    Barrier,
-    BarrierBrokenError,
     CollectiveGroup,
     Policy,
     ProcessFailedError,
@@ -34,83 +30,13 @@ from ml_flashpoint.ddict.native import (
     System,
     this_process,
 )
-from ml_flashpoint.ddict.native_barrier_server import BARRIERS
-from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.net.client import Connection
+from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, group_of, notes
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_members
 
 pytestmark = pytest.mark.slow
-
-DEADLINE_S = 60.0
-
-
-@contextlib.contextmanager
-def group_of(count: int, target: Callable[..., object], *args: Any, **options: Any) -> Iterator[ProcessGroup]:
-    group = ProcessGroup(**options)
-    group.add_process(count, ProcessTemplate(target, args))
-    group.init()
-    group.start()
-    try:
-        yield group
-    finally:
-        group.close()
-
-
-@contextlib.contextmanager
-def barrier_of(parties: int, **options: Any) -> Iterator[Barrier]:
-    barrier = Barrier(parties, **options)
-    try:
-        yield barrier
-    finally:
-        barrier.close()
-
-
-def notes(folder: Path, puids: list[int]) -> list[Any]:
-    return [json.loads((folder / str(puid)).read_text()) for puid in puids]
-
-
-def in_threads(count: int, function: Callable[[int], object]) -> list[Any]:
-    """What a function returns, or raises, in some threads at once."""
-    results: list[Any] = [None] * count
-
-    def run(index: int) -> None:
-        try:
-            results[index] = function(index)
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return results
-
-
-@contextlib.contextmanager
-def barrier_elsewhere(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Barrier]]:
-    """A barrier of another process, whose temporary files are in a folder."""
-    program = (
-        "import pickle, sys; from ml_flashpoint.ddict.native import Barrier; barrier = Barrier(2); "
-        "print(pickle.dumps(barrier).hex(), flush=True); sys.stdin.read()"
-    )
-    maker = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**child_environment(), "TMPDIR": str(folder)},
-    )
-    try:
-        assert maker.stdout is not None
-        yield maker, pickle.loads(bytes.fromhex(maker.stdout.readline().decode()))
-    finally:
-        maker.kill()
-        maker.communicate(timeout=DEADLINE_S)
-
-
-# -- groups -----------------------------------------------------------------------------------------------------
 
 
 def test_thirty_processes_start_quickly_and_pass_a_barrier_together(tmp_path: Path) -> None:
@@ -362,226 +288,6 @@ def test_a_template_takes_a_function() -> None:
         ProcessTemplate("ls")  # type: ignore[arg-type]
 
 
-# -- barriers ---------------------------------------------------------------------------------------------------
-
-
-def test_threads_pass_a_barrier_after_its_action() -> None:
-    passed: list[str] = []
-    with barrier_of(3, action=lambda: passed.append("action")) as barrier:
-        for meeting in range(3):
-            indices = in_threads(3, lambda _: (barrier.wait(timeout=DEADLINE_S), passed.append("through"))[0])
-            assert sorted(indices) == [0, 1, 2]
-            assert passed[meeting * 4] == "action"
-            assert passed.count("action") == meeting + 1
-
-
-def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
-    with barrier_of(2) as barrier:
-        with pytest.raises(DDictTimeoutError, match="barrier"):
-            barrier.wait(timeout=0.05)
-        wait_until(lambda: barrier.broken, "the end of the connection to be heard")
-        with pytest.raises(BarrierBrokenError):
-            barrier.wait(timeout=DEADLINE_S)
-        with pytest.raises(threading.BrokenBarrierError):
-            barrier.wait(timeout=DEADLINE_S)
-        barrier.reset()
-        assert not barrier.broken
-        assert sorted(in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))) == [0, 1]
-
-
-def test_an_abort_is_told_to_those_who_wait() -> None:
-    with barrier_of(3) as barrier:
-
-        def wait_or_abort(index: int) -> object:
-            if index < 2:
-                return barrier.wait(timeout=DEADLINE_S)
-            wait_until(lambda: barrier.n_waiting == 2, "two waiting")
-            return barrier.abort("enough")
-
-        first, second, _ = in_threads(3, wait_or_abort)
-        assert isinstance(first, BarrierBrokenError)
-        assert isinstance(second, BarrierBrokenError)
-        assert "enough" in str(first)
-
-
-def test_a_failing_action_breaks_the_barrier() -> None:
-    def fail() -> None:
-        raise ValueError("not now")
-
-    with barrier_of(2, action=fail) as barrier:
-        for result in in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S)):
-            assert isinstance(result, BarrierBrokenError)
-            assert "not now" in str(result)
-
-
-def test_a_closed_barrier_is_gone_for_all_handles() -> None:
-    with barrier_of(2) as barrier:
-        copy = pickle.loads(pickle.dumps(barrier))
-        assert (copy.parties, copy.n_waiting) == (2, 0)
-        barrier.close()
-        with pytest.raises(DDictDestroyedError):
-            copy.wait(timeout=DEADLINE_S)
-
-
-@pytest.mark.parametrize("does", ["look", "abort", "reset", "close"])
-def test_an_action_may_use_the_barrier(does: str) -> None:
-    seen: list[Any] = []
-
-    def act() -> None:
-        # By another handle too, as other processes have it.
-        for handle in (barrier, pickle.loads(pickle.dumps(barrier))):
-            if does == "look":
-                seen.append((handle.n_waiting, handle.broken))
-            else:
-                getattr(handle, does)()
-
-    with barrier_of(2, action=act) as barrier:
-        results = in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))
-        if does == "look":
-            assert sorted(results) == [0, 1]
-            assert seen == [(2, False)] * 2
-        else:
-            expected = DDictDestroyedError if does == "close" else BarrierBrokenError
-            assert [type(result) for result in results] == [expected] * 2
-        if does == "reset":
-            assert not barrier.broken
-
-
-def test_those_who_come_while_the_action_runs_wait_for_the_next_release() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def act() -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
-
-    with barrier_of(2, action=act) as barrier:
-
-        def come(index: int) -> object:
-            if index >= 2:
-                assert begun.wait(DEADLINE_S)
-            return barrier.wait(timeout=DEADLINE_S)
-
-        def look(index: int) -> object:
-            if index < 4:
-                return come(index)
-            wait_until(lambda: barrier.n_waiting == 4, "all four")
-            return go_on.set()
-
-        *results, _ = in_threads(5, look)
-        assert sorted(results[:2]) == sorted(results[2:]) == [0, 1]
-
-
-def test_an_abort_does_not_wait_for_the_action() -> None:
-    go_on = threading.Event()
-    with barrier_of(2, action=lambda: go_on.wait(DEADLINE_S)) as barrier:
-
-        def wait_or_abort(index: int) -> object:
-            if index < 2:
-                return barrier.wait(timeout=DEADLINE_S)
-            wait_until(lambda: barrier.n_waiting == 2, "two waiting")
-            barrier.abort("enough")
-            return None
-
-        results = in_threads(3, wait_or_abort)
-        assert [type(result) for result in results] == [BarrierBrokenError, BarrierBrokenError, type(None)]
-        go_on.set()
-        assert barrier.broken
-
-
-def test_a_late_failure_of_an_action_does_not_break_what_was_reset_meanwhile() -> None:
-    begun, is_reset, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    def act() -> None:
-        if not begun.is_set():
-            begun.set()
-            assert go_on.wait(DEADLINE_S)
-            raise ValueError("too late")
-
-    with barrier_of(2, action=act) as barrier:
-
-        def wait_or_reset(index: int) -> object:
-            if index < 4:
-                assert index < 2 or is_reset.wait(DEADLINE_S)
-                return barrier.wait(timeout=DEADLINE_S)
-            assert begun.wait(DEADLINE_S)
-            barrier.reset()
-            is_reset.set()
-            wait_until(lambda: barrier.n_waiting == 2, "two who come after the reset")
-            return go_on.set()
-
-        *results, _ = in_threads(5, wait_or_reset)
-        assert [type(result) for result in results[:2]] == [BarrierBrokenError] * 2
-        assert sorted(results[2:4]) == [0, 1]
-        assert not barrier.broken
-
-
-def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with barrier_elsewhere(tmp_path) as (maker, barrier):
-
-        def meet() -> None:
-            other = threading.Thread(target=barrier.wait, args=(DEADLINE_S,))
-            other.start()
-            assert barrier.wait(DEADLINE_S) in (0, 1)
-            other.join(DEADLINE_S)
-
-        meet()  # so this thread has a connection that has waited
-        suspend(maker.pid)
-        with monkeypatch.context() as patched:
-            patched.setattr(native_barrier, "_REPLY_S", 0.1)
-            for ask in (lambda: barrier.n_waiting, lambda: barrier.broken, barrier.reset):
-                with pytest.raises(DDictTimeoutError, match="did not answer"):
-                    ask()
-        maker.send_signal(signal.SIGCONT)
-        assert (barrier.n_waiting, barrier.broken) == (0, False)
-        meet()
-        # Its end without a farewell is still noticed.
-        barrier._lines._of_thread.line.close()
-        wait_until(lambda: barrier.broken, "the end of the connection to be heard")
-
-
-def test_a_barrier_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    with barrier_elsewhere(tmp_path) as (maker, barrier):
-        assert barrier.n_waiting == 0
-        maker.kill()
-        maker.wait(DEADLINE_S)
-        assert list(tmp_path.iterdir()) == []
-        with pytest.raises(DDictDestroyedError):
-            barrier.wait(timeout=DEADLINE_S)
-
-
-def test_strangers_and_nonsense_disturb_nobody() -> None:
-    with barrier_of(2) as barrier:
-        for greeting in (b"wrong\n", b'{"op": "abort"}\n', bytes(10_000), b"\n" * 100):
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(barrier._address[1])
-                with contextlib.suppress(OSError):
-                    stranger.sendall(greeting)
-                    stranger.shutdown(socket.SHUT_WR)
-                    assert stranger.recv(100) == b""
-        with Connection(barrier._address, barrier._secret, BARRIERS, connect_timeout_s=DEADLINE_S) as confused:
-            for op, fields in (("abort", {}), ("dance", {})):
-                with pytest.raises(ProtocolError):
-                    confused.request(op, fields, timeout_s=DEADLINE_S)
-        with pytest.raises(AuthenticationError):
-            Connection(barrier._address, b"another secret of a barrier", BARRIERS, connect_timeout_s=DEADLINE_S)
-        assert not barrier.broken
-        assert sorted(in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))) == [0, 1]
-
-
-@pytest.mark.parametrize("parties", [0, -3, True, "2"])
-def test_a_barrier_takes_a_positive_number(parties: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="parties"):
-        Barrier(parties)
-
-
-def test_a_barrier_refuses_odd_timeouts() -> None:
-    with pytest.raises(InvalidArgumentError, match="timeout"):
-        Barrier(2, timeout=-1)
-
-
-# -- collective groups ------------------------------------------------------------------------------------------
-
-
 def test_ranks_of_a_collective_group_reduce_together(tmp_path: Path) -> None:
     with CollectiveGroup(ddict_members.reduce_ranks, (str(tmp_path),), policies=[Policy()] * 2) as group:
         group.init()
@@ -626,9 +332,6 @@ def test_a_process_without_a_rank_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(DDictError, match="RANK is not set"):
         RankInfo()
-
-
-# -- the machine ------------------------------------------------------------------------------------------------
 
 
 def test_the_machine_is_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.ddict.entries import StoredValue
-from ml_flashpoint.ddict.snapshots import Snapshots
 from ml_flashpoint.format.errors import (
-    CapacityError,
-    DamagedError,
-    DigestMismatchError,
     InvalidArgumentError,
-    ObjectNotFoundError,
-    ProtocolError,
-    ReplicationError,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
+from ml_flashpoint.format.manifest import read_manifest
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, RingReplicationStrategy
-from ml_flashpoint.replication.transfer_client import PeerConnection
-from tests.support.managers import SECRET, Cluster, Content, Member, content_of
-
-PAGE = 4096
-SMALL_PART = 4 * PAGE
-"""More than a snapshot takes in which hardly anything is new."""
+from tests.ddict.snapshot_support import SMALL_PART, some, value_ids
+from tests.support.managers import Cluster
 
 
 @pytest.fixture
 def pair(tmpfs: Path) -> Iterator[Cluster]:
     with Cluster(tmpfs) as cluster:
         yield cluster
-
-
-def some(count: int, size: int = 100, salt: int = 0) -> dict[bytes, bytes | None]:
-    return {b"key-%d" % i: bytes([i % 256, salt]) * (size // 2) for i in range(count)}
-
-
-def part_of(member: Member, of: int, attempt: str) -> Path:
-    (path,) = member.folder.glob(f"step-*_ckpt/{object_name(of, attempt)}")
-    return path
-
-
-def flip_a_byte(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
-
-
-def value_ids(member: Member) -> list[str]:
-    return [e.value.value_id for e in member.entries.values() if isinstance(e.value, StoredValue)]
-
-
-# ---- sealing and recovering -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lose_node", [False, True], ids=["process", "node"])
@@ -153,9 +114,6 @@ def test_several_managers_of_a_node_and_two_copies(tmpfs: Path) -> None:
         for member in cluster.members:
             member.snapshots.replicate(10)
         assert cluster[4].restart(lose_node=True) == {0: sealed[4]}
-
-
-# ---- what a snapshot costs --------------------------------------------------------------------------------
 
 
 def test_unchanged_data_is_neither_copied_nor_sent(pair: Cluster) -> None:
@@ -260,9 +218,6 @@ def test_many_small_changes_do_not_make_many_segments(pair: Cluster) -> None:
         owner.snapshots.retain([checkpoint_id])
     assert len([name for name in owner.files(0) if name.endswith(".manifest")]) <= 9
     assert owner.restart(lose_node=True)[59] == sealed
-
-
-# ---- retention --------------------------------------------------------------------------------------------
 
 
 def test_what_retires_is_dropped_here_and_at_the_holder(pair: Cluster) -> None:
@@ -405,301 +360,3 @@ def test_a_late_message_drops_nothing_that_is_newer(pair: Cluster) -> None:
 def test_drop_copies_refuses_what_is_no_message(pair: Cluster, of: int, keep: list[str], before: str) -> None:
     with pytest.raises(InvalidArgumentError):
         pair[1].snapshots.drop_copies(of, keep, before)
-
-
-# ---- damage and loss --------------------------------------------------------------------------------------
-
-
-def damage(member: Member, of: int, what: str, value_id: str) -> None:
-    attempt = (
-        value_id
-        if what == "value"
-        else max(part.save_id for part in member.store.held() if part.rank == of and part.save_id.startswith("s-"))
-    )
-    path = part_of(member, of, attempt)
-    if what == "manifest":
-        flip_a_byte(path.with_suffix(".manifest"), 80)
-    elif what == "header":
-        flip_a_byte(path, 9)
-    else:
-        flip_a_byte(path, read_manifest(path.with_suffix(".manifest")).total_size - 1)
-
-
-@pytest.mark.parametrize("what", ["value", "segment", "header", "manifest"])
-def test_what_is_damaged_here_comes_from_the_holder(pair: Cluster, what: str) -> None:
-    owner = pair[0]
-    owner.put(0, {**some(50), b"big": None})
-    owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    sealed = owner.seal(0)
-    (value_id,) = value_ids(owner)
-    damage(owner, 0, what, value_id)
-    assert owner.restart() == {0: sealed}
-    # It is whole again here.
-    pair[1].down(lose_node=True)
-    assert owner.restart() == {0: sealed}
-
-
-@pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("what", ["value", "segment"])
-def test_a_damaged_copy_is_refused_and_an_older_snapshot_is_there(pair: Cluster, what: str) -> None:
-    owner, holder = pair.members
-    owner.put(0, some(50))
-    first = owner.seal(0)
-    owner.put(1, some(50, salt=1))
-    owner.put(1, {b"big": os.urandom(300_000)}, stored=True)
-    owner.seal(1)
-    (value_id,) = value_ids(owner)
-    damage(holder, 0, what, value_id)
-    assert owner.restart(lose_node=True) == {0: first}
-    error = owner.failures.pop(1)
-    assert isinstance(error, DigestMismatchError)
-    assert error.rank == 0
-
-
-@pytest.mark.damages_on_purpose
-def test_damage_on_both_sides_is_lost_and_told(pair: Cluster) -> None:
-    owner, holder = pair.members
-    owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    owner.seal(0)
-    (value_id,) = value_ids(owner)
-    damage(owner, 0, "value", value_id)
-    damage(holder, 0, "value", value_id)
-    assert owner.restart() == {}
-    assert isinstance(owner.failures.pop(0), DamagedError)
-
-
-def test_a_part_that_was_sealed_and_changed_is_not_pushed_to_a_new_holder(pair: Cluster) -> None:
-    owner, holder = pair.members
-    owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    owner.seal(0)
-    (value_id,) = value_ids(owner)
-    owner.take_out(b"big")
-    damage(owner, 0, "value", value_id)
-    owner.put(1, some(5))
-    holder.restart(lose_node=True)
-    # The older snapshot is lost; that must not keep the newer one from being copied.
-    sealed = owner.seal(1)
-    assert owner.restart(lose_node=True) == {1: sealed}
-    holder.restart(lose_node=True)
-
-
-def test_a_holder_that_is_away_fails_the_seal_and_nothing_is_sent_twice(pair: Cluster) -> None:
-    owner, holder = pair.members
-    owner.put(0, some(10))
-    owner.put(0, {b"big-%d" % i: os.urandom(300_000) for i in range(3)}, stored=True)
-    holder.down()
-    began = time.monotonic()
-    with pytest.raises(ReplicationError, match="not there"):
-        owner.seal(0, deadline_s=30)
-    assert time.monotonic() - began < 15
-    files = owner.files(0)
-    holder.up()
-    sealed = owner.seal(0)
-    assert owner.files(0) == files  # nothing was digested or written again
-    total = sum(read_manifest(owner.folder / name).total_size for name in files if name.endswith(".manifest"))
-    assert owner.snapshots.pushed_bytes == total
-    # The holder's process dies, but not its node.
-    holder.restart()
-    owner.seal(0)
-    assert owner.snapshots.pushed_bytes == total
-    assert owner.restart(lose_node=True) == {0: sealed}
-
-
-def test_a_holder_that_came_back_empty_gets_every_snapshot_again(pair: Cluster) -> None:
-    owner, holder = pair.members
-    contents = {}
-    for checkpoint_id in range(3):
-        owner.put(checkpoint_id, some(10, salt=checkpoint_id))
-        owner.put(checkpoint_id, {b"big": os.urandom(300_000)}, stored=True)
-        contents[checkpoint_id] = owner.seal(checkpoint_id)
-    holder.restart(lose_node=True)
-    assert holder.files(0) == set()
-    owner.snapshots.replicate(10)
-    assert holder.files(0) == owner.files(0)
-    assert owner.restart(lose_node=True) == contents
-
-
-# ---- values that come and go ------------------------------------------------------------------------------
-
-
-def test_a_pinned_value_that_is_let_go_is_released_at_the_end(pair: Cluster) -> None:
-    owner = pair[0]
-    owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    entries = list(owner.entries.values())
-    (value_id,) = value_ids(owner)
-    with owner.snapshots.pin(entries), owner.snapshots.pin(entries) as second:
-        owner.take_out(b"big")
-        second.release()
-        second.release()
-        assert owner.released == []
-    assert owner.released == [value_id]
-
-
-def test_a_value_let_go_while_it_is_sealed_belongs_to_the_snapshot(pair: Cluster) -> None:
-    owner = pair[0]
-    data = os.urandom(300_000)
-    owner.put(0, {b"big": data}, stored=True)
-    entries = list(owner.entries.values())
-    with owner.snapshots.pin(entries):
-        owner.take_out(b"big")
-        owner.seal(0, entries=entries)
-    assert owner.released == []
-    assert owner.restart() == {0: {b"big": data}}
-
-
-def test_a_part_that_is_pinned_does_not_retire(pair: Cluster) -> None:
-    owner = pair[0]
-    data = os.urandom(300_000)
-    owner.put(0, {b"big": data}, stored=True)
-    owner.seal(0)
-    entries = list(owner.entries.values())
-    with owner.snapshots.pin(entries):
-        owner.take_out(b"big")
-        owner.snapshots.forget_after(-1)
-        owner.seal(1, entries=entries)
-    owner.snapshots.retain([1])
-    assert owner.restart(lose_node=True) == {1: {b"big": data}}
-
-
-def test_a_value_that_no_snapshot_has_is_the_callers(pair: Cluster) -> None:
-    owner = pair[0]
-    owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    value = owner.entries[b"big"].value
-    assert isinstance(value, StoredValue)
-    assert not owner.snapshots.let_go(value)
-
-
-@pytest.mark.slow
-def test_puts_seals_and_retirement_at_once(pair: Cluster) -> None:
-    """The shard goes on, under its lock, while checkpoints are sealed and others retire."""
-    owner = pair[0]
-    lock = threading.RLock()
-    done = threading.Event()
-    errors: list[BaseException] = []
-    sealed: dict[int, Content] = {}
-
-    def guarded(work: Callable[[random.Random], None], seed: int) -> None:
-        dice = random.Random(seed)
-        try:
-            while not done.is_set():
-                work(dice)
-        except BaseException as error:
-            errors.append(error)
-            done.set()
-
-    def put(dice: random.Random) -> None:
-        with lock:
-            owner.put(0, {b"key-%d" % dice.randrange(20): dice.randbytes(2000)})
-            owner.put(0, {b"big-%d" % dice.randrange(5): dice.randbytes(300_000)}, stored=True)
-        done.wait(0.001)
-
-    def seal(_: random.Random) -> None:
-        checkpoint_id = max(sealed, default=-1) + 1
-        with lock:
-            entries = list(owner.entries.values())
-            content = content_of(entries)
-            pin = owner.snapshots.pin(entries)
-        with pin:
-            owner.seal(checkpoint_id, entries=entries)
-        sealed[checkpoint_id] = content
-        if checkpoint_id == 25:
-            done.set()
-
-    def retire(_: random.Random) -> None:
-        owner.snapshots.retain(sorted(sealed)[-2:])
-        done.wait(0.002)
-
-    in_use = owner.snapshots._in_use
-
-    def in_use_under_the_lock(value_id: str) -> bool:
-        with lock:
-            return in_use(value_id)
-
-    owner.snapshots._in_use = in_use_under_the_lock
-    threads = [threading.Thread(target=guarded, args=(work, at)) for at, work in enumerate((put, put, seal, retire))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert errors == []
-    found = owner.restart(lose_node=True)
-    for checkpoint_id in sorted(sealed)[-2:]:
-        assert found[checkpoint_id] == sealed[checkpoint_id]
-
-
-@pytest.mark.slow
-def test_no_room_at_the_holder_is_a_capacity_error(tmpfs: Path, small_tmpfs: Path) -> None:
-    with Cluster(tmpfs) as cluster:
-        owner, holder = cluster.members
-        holder.down(lose_node=True)
-        holder.folder = small_tmpfs
-        holder.up()
-        owner.put(0, some(3))
-        sealed = owner.seal(0)
-        owner.put(1, {b"big-%d" % number: os.urandom(1_500_000) for number in range(4)}, stored=True)
-        with pytest.raises(CapacityError):
-            owner.seal(1)
-        for number in range(3):
-            owner.take_out(b"big-%d" % number)
-        # Copies that no snapshot needs make room.
-        owner.snapshots.forget_after(0)
-        sealed_then = owner.seal(1)
-        assert owner.restart(lose_node=True) == {0: sealed, 1: sealed_then}
-
-
-# ---- strangers and limits ---------------------------------------------------------------------------------
-
-
-def push(member: Member, manifest: Manifest, data: bytes) -> None:
-    address = member.snapshots.address
-    assert address is not None
-    with PeerConnection(address, SECRET) as peer:
-        peer.push(manifest, encode(manifest), [memoryview(data)])
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "labels"),
-    [
-        (1, 2, {"ddict": "value", "checkpoint": "0", "stamp": "0" * 20}),  # its own
-        (0, 3, {"ddict": "value", "checkpoint": "0", "stamp": "0" * 20}),  # of another dictionary
-        (0, 2, {}),
-        (0, 2, {"ddict": "snapshot", "checkpoint": "0", "stamp": "0" * 20}),  # not called like one
-        (0, 2, {"ddict": "value", "checkpoint": "1", "stamp": "0" * 20}),
-        (0, 2, {"ddict": "value", "checkpoint": "0", "stamp": "now"}),
-    ],
-)
-def test_only_copies_to_be_held_are_taken_in(pair: Cluster, rank: int, world_size: int, labels: dict[str, str]) -> None:
-    record = ObjectRecord(object_name(rank, "v-1"), 0, PAGE, ())
-    manifest = Manifest("step-0_ckpt", rank, world_size, "v-1", "node-0", (record,), labels)
-    with pytest.raises(ProtocolError):
-        push(pair[1], manifest, b"")
-    assert pair[1].files(rank) == set()
-
-
-def test_bad_arguments_are_refused(pair: Cluster) -> None:
-    def make(**changed: object) -> Snapshots:
-        arguments = {
-            "nodes": ("a", "b"),
-            "strategy": NoReplicationStrategy(),
-            "secret": SECRET,
-            "peer_address": lambda _: None,
-            "tell_holder": lambda *_: None,
-            "in_use": lambda _: False,
-            "incarnation": "1",
-            **changed,
-        }
-        return Snapshots(pair[0].store, **arguments)  # type: ignore[arg-type]
-
-    make()
-    for changed in ({"nodes": ()}, {"secret": b"short"}, {"incarnation": "../x"}):
-        with pytest.raises(InvalidArgumentError):
-            make(**changed)
-
-
-def test_a_closed_manager_seals_no_more(pair: Cluster) -> None:
-    pair[0].snapshots.close()
-    with pytest.raises(ReplicationError, match="closed"):
-        pair[0].seal(0)
-    with pytest.raises((ReplicationError, ObjectNotFoundError)):
-        pair[1].seal(0, deadline_s=2)

@@ -1,0 +1,45 @@
+"""What tests of persisters write, and find again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_flashpoint.ddict.persistence import (
+    CheckpointPersister,
+    PersistedCheckpoint,
+)
+
+MANAGERS = 2
+
+
+def _items(run: str, checkpoint_id: int, manager: int) -> list[tuple[str, bytes]]:
+    seed = f"{run}, {checkpoint_id}, {manager}".encode()
+    return [("small", seed), ("empty", b""), ("large", seed * 2000)]
+
+
+def _write(persister: CheckpointPersister, run: str, checkpoint_id: int) -> list[str]:
+    return [
+        persister.write_part(checkpoint_id, manager, f"index {manager}".encode(), _items(run, checkpoint_id, manager))
+        for manager in range(persister.managers)
+    ]
+
+
+def _persist(persister: CheckpointPersister, run: str, *checkpoint_ids: int) -> None:
+    for checkpoint_id in checkpoint_ids:
+        persister.complete(checkpoint_id, _write(persister, run, checkpoint_id))
+
+
+def _begun(persister: CheckpointPersister, run: str, restored: PersistedCheckpoint | None = None) -> Any:
+    persister.begin_run(run, restored=restored)
+    return persister
+
+
+def _assert_whole(persister: CheckpointPersister, checkpoint_id: int, run: str) -> None:
+    checkpoint = PersistedCheckpoint.from_fields(persister.locate(checkpoint_id).to_fields())
+    assert (checkpoint.run, checkpoint.checkpoint_id) == (run, checkpoint_id)
+    for part in range(checkpoint.managers):
+        assert persister.read_index(checkpoint, part) == f"index {part}".encode()
+        for name, content in _items(run, checkpoint_id, part):
+            assert persister.read_item(checkpoint, part, name) == content
+            into = bytearray(len(content) + 1)
+            assert persister.read_item(checkpoint, part, name, into) == content

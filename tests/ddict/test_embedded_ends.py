@@ -1,0 +1,177 @@
+"""Managers as child processes: the ends of the creator and of the fork server, and the folders that are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ml_flashpoint.ddict import runtime_folder, supervisor
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
+from tests.ddict.embedded_support import (
+    DEADLINE_S,
+    creator,
+    server_pid,
+    started,
+    watching,
+)
+from tests.support.forked import wait_until
+from tests.support.processes import suspend
+
+pytestmark = pytest.mark.slow
+
+
+def test_all_end_and_nothing_stays_when_the_creator_is_killed(tmpfs: Path) -> None:
+    with creator(tmpfs) as one, watching(one.fork_server, *one.managers) as watch:
+        assert one.base.is_dir()
+        one.process.kill()
+        watch.await_end()
+        assert list(tmpfs.iterdir()) == []
+
+
+def test_a_creator_that_just_ends_leaves_nothing(tmpfs: Path) -> None:
+    with creator(tmpfs, how="exit") as one:
+        assert one.process.wait(DEADLINE_S) == 0
+        assert list(tmpfs.iterdir()) == []
+        assert not [pid for pid in (one.fork_server, *one.managers) if psutil.pid_exists(pid)]
+
+
+def test_forked_children_of_the_creator_do_not_keep_managers_alive(tmpfs: Path) -> None:
+    with creator(tmpfs, how="fork") as one, watching(*one.children, kill=True) as children:
+        with watching(one.fork_server, *one.managers) as watch:
+            one.process.kill()
+            watch.await_end()
+        assert sorted(children.alive()) == sorted(one.children)
+        assert list(tmpfs.iterdir()) == []
+
+
+def test_a_forked_child_cannot_stop_its_parents_managers(tmpfs: Path) -> None:
+    with started(tmpfs, 1) as runtime, watching(*runtime.pids().values()) as watch:
+        child = os.fork()
+        if child == 0:
+            runtime.stop()
+            refused = False
+            try:
+                runtime.start([])
+            except DDictDestroyedError:
+                refused = True
+            os._exit(0 if refused else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(watch.alive()) == 1
+        assert runtime.base.is_dir()
+        killed = runtime.pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        assert runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+
+
+def test_managers_live_on_when_the_fork_server_is_killed_and_come_back_by_another(tmpfs: Path) -> None:
+    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
+        before = server_pid()
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: server_pid() != before, "another fork server")
+        assert len(watch.alive()) == 2
+        killed = runtime.pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        again = runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        assert psutil.Process(again).ppid() == server_pid()
+        runtime.stop()
+        assert watch.alive() == []
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_stopped_manager_without_a_fork_server_is_killed(tmpfs: Path) -> None:
+    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
+        suspend(runtime.pids()[0])
+        os.kill(server_pid(), signal.SIGKILL)
+        runtime.stop(timeout_s=0.3)
+        assert watch.alive() == []
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_fork_server_that_does_not_answer_is_in_nobodys_way(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_CODE_S", 0.1)
+    with started(tmpfs, 2, "deaf") as runtime, watching(*runtime.pids().values()) as watch:
+        before = server_pid()
+        suspend(before)
+        runtime.stop(timeout_s=0.1)
+        assert watch.alive() == []
+        end = supervisor.ForkServer.end
+
+        def end_and_be_patient(server: supervisor.ForkServer) -> None:
+            monkeypatch.setattr(supervisor, "_ANSWER_S", DEADLINE_S)
+            end(server)
+
+        monkeypatch.setattr(supervisor, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(supervisor.ForkServer, "end", end_and_be_patient)
+        forked = supervisor._fork()  # what it is told to do it does not, and so another one does
+        assert psutil.Process(forked.pid).ppid() == server_pid() != before
+        assert forked.reap() == "was killed by SIGKILL"
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_managers_remove_the_folder_when_creator_and_fork_server_are_killed(tmpfs: Path) -> None:
+    with creator(tmpfs, 3) as one, watching(*one.managers) as watch:
+        suspend(one.fork_server)  # so that it does nothing between the two
+        one.process.kill()
+        one.process.wait(DEADLINE_S)
+        os.kill(one.fork_server, signal.SIGKILL)
+        watch.await_end()
+        assert list(tmpfs.iterdir()) == []
+
+
+def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
+    with creator(tmpfs, 2) as one, started(tmpfs, 1) as in_use:
+        with watching(one.fork_server, *one.managers) as watch:
+            for pid in (one.fork_server, one.process.pid, *one.managers):
+                suspend(pid)
+            for pid in (one.process.pid, one.fork_server, *one.managers):
+                os.kill(pid, signal.SIGKILL)
+            watch.await_end()
+        one.process.wait(DEADLINE_S)
+        assert one.base.is_dir()
+        (one.base / "node-0" / "pool").mkdir(parents=True)
+        (one.base / "node-0" / "pool" / "arena").write_bytes(bytes(1 << 16))
+        stranger = tmpfs / "0123456789ab"
+        (stranger / "not-a-dictionary").mkdir(parents=True)
+        with started(tmpfs, 1) as another:
+            assert {f.name for f in tmpfs.iterdir()} == {in_use.base.name, another.base.name, stranger.name}
+        assert psutil.pid_exists(in_use.pids()[0])
+
+
+def test_a_folder_that_is_being_made_is_not_swept(tmpfs: Path) -> None:
+    unfinished = tmpfs / ".new-0123456789ab"
+    unfinished.mkdir()
+    (unfinished / "owner").touch()
+    assert runtime_folder.sweep(tmpfs) == []
+    os.utime(unfinished, (0, 0))
+    assert runtime_folder.sweep(tmpfs) == [unfinished]
+
+
+def test_the_folder_of_dictionaries_may_be_chosen(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runtime_folder.BASE_VARIABLE, str(tmpfs / "a" / "b"))
+    assert runtime_folder.runtime_root() == tmpfs / "a" / "b"
+    assert (tmpfs / "a" / "b").is_dir()
+
+
+def test_a_folder_of_dictionaries_that_others_may_enter_is_refused(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(runtime_folder.BASE_VARIABLE, raising=False)
+    monkeypatch.setattr(runtime_folder, "_SHM", tmpfs)
+    root = runtime_folder.runtime_root()
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o755)
+    with pytest.raises(DDictError, match="private"):
+        runtime_folder.runtime_root()
+    root.rmdir()
+    (tmpfs / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmpfs / "elsewhere")
+    with pytest.raises(DDictError):
+        runtime_folder.runtime_root()
+    tmpfs.chmod(0o777)  # anybody may replace what is there
+    with pytest.raises(DDictError) as caught:
+        runtime_folder.runtime_root()
+    assert runtime_folder.BASE_VARIABLE in str(caught.value)

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from ml_flashpoint.core.open_version import open_version
     from ml_flashpoint.facade.rest_of_epoch import rest_of_epoch
     from ml_flashpoint.flashpoint import Flashpoint
+    from ml_flashpoint.ranks.retention import Keep
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "Flashpoint", "__version__", "open_version", "rest_of_epoch"]
+__all__ = ["Engine", "Flashpoint", "Keep", "__version__", "open_version", "rest_of_epoch"]
 
 
 def _others() -> list[str]:
@@ -68,6 +69,7 @@ if _found := _others():
 _LAZY = {
     "Engine": "ml_flashpoint.adapter.pytorch.engine",
     "Flashpoint": "ml_flashpoint.flashpoint",
+    "Keep": "ml_flashpoint.ranks.retention",
     "open_version": "ml_flashpoint.core.open_version",
     "rest_of_epoch": "ml_flashpoint.facade.rest_of_epoch",
 }

@@ -31,15 +31,16 @@ from ml_flashpoint.core.arguments import (
 )
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.overlap import Overlap
-from ml_flashpoint.facade.agreement import check_capacity, fall_back
+from ml_flashpoint.core.room import check_capacity
+from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery
+from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
-from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
-from ml_flashpoint.facade.state_loader import LoadOutcome, StateLoader
+from ml_flashpoint.facade.state_loader import StateLoader
 from ml_flashpoint.facade.tracked_state import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
@@ -49,6 +50,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -57,7 +59,7 @@ _log = logging.getLogger(__name__)
 _IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
 
 
-class Flashpoint:
+class Flashpoint(KeptVersions):
     """Saves a training loop's state into memory every few steps, and restores it after a crash.
 
     ::
@@ -103,6 +105,7 @@ class Flashpoint:
             that of rank r modulo the old number, random numbers and place in the data included.
         overlap: copy parameters and optimizer state while training goes on, where that takes less of the loop than
             waiting until all is copied. Off, the loop always waits.
+        keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
         verify_staging: fail saves in which something changed while it was copied, by comparing all content. Slow.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
 
@@ -132,6 +135,7 @@ class Flashpoint:
         overlap: bool = True,
         verify_staging: bool = False,
         on_event: Callable[[events.Event], object] | None = None,
+        keep: int | Keep = 1,
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -146,7 +150,7 @@ class Flashpoint:
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
 
         on_event = checked_callable("on_event", on_event, "of one event")
-
+        self._keep = checked_keep(keep)
         self._world = _default_group()
         self._open(strategy, discard_existing, verify_saves, every_n_steps=self._every, on_world_size_change=change)
         self._ranks = self._engine.ranks
@@ -193,7 +197,11 @@ class Flashpoint:
             rank_group().agree_on(**alike)
             self._engine = undo.enter_context(
                 CheckpointEngine(
-                    self._base, replication=replication, verify_saves=verify_saves, discard_existing=discard_existing
+                    self._base,
+                    replication=replication,
+                    verify_saves=verify_saves,
+                    discard_existing=discard_existing,
+                    keep=self._keep,
                 )
             )
             # One of its own, so that saves never interleave with the program's collectives, on any device.
@@ -248,8 +256,8 @@ class Flashpoint:
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    def resume(self, fallback: Callable[[], int | None] | None = None) -> int:
-        """Restore the newest state that all ranks can load. Collective.
+    def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | str | None = None) -> int:
+        """Restore the newest state that all ranks can load, or that of a step. Collective.
 
         Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
         ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards the filesystem is checked to have room for the checkpoints
@@ -257,7 +265,9 @@ class Flashpoint:
 
         Args:
             fallback: called on all ranks when memory has no version to load; loads the state from elsewhere and
-                returns the number of steps done, or None for 0.
+                returns the number of steps done, or None for 0. Not together with ``step``.
+            step: load the version of this step, or of the pin with this label, or raise. What is newer is left: no
+                `resume` finds it again, except by its step, as long as it is there (until the next save, or pinned).
 
         Returns:
             The number of steps done, which is where to go on; 0 if there is nothing to go on from. `step` counts on
@@ -268,18 +278,19 @@ class Flashpoint:
                 each of them had of its own. Names it, on all ranks; nothing older is loaded, nor the fallback called.
             LoadError: there are versions, and none could be loaded (`NothingLoadableError`) or they do not fit the
                 tracked objects, and no fallback. Going on from step 0 would in the end overwrite them. May be called
-                again: nothing is remembered of what failed.
+                again: nothing is remembered of what failed. Or there is no version of ``step``: names those there are.
             CapacityError: the filesystem is too small.
             InvalidArgumentError: ``fallback`` cannot be called.
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
             Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
+        wanted = checked_wanted(step, fallback)
         self._check_usable()
         began = time.perf_counter()
         if not self._saves.help_and_await(self._deadline_s):
             raise DeadlineError("a save is still under way", rank=self._ranks.rank)
-        outcome = self._load_newest()
+        outcome = self._load(wanted)
         source: Literal["memory", "fallback", "nothing"] = "memory"
         if outcome.version is not None:
             step = self._resumed_from = outcome.version.step or 0
@@ -299,19 +310,6 @@ class Flashpoint:
         events.emit(events.Resumed, self._ranks, self._base, step, source=source, seconds=seconds)
         tell(_log, self._ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
         return step
-
-    def _load_newest(self) -> LoadOutcome:
-        fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), False
-        try:
-            outcome = self._states.load_newest(self._base)
-            loaded = outcome.version is not None
-        finally:
-            if not loaded:  # what the tries left behind must not show in a training that starts anew
-                for each in fresh:
-                    each.forget()
-                restore_rng_state(generators)
-        outcome.refuse_to_decide(self._ranks.rank)
-        return outcome
 
     def _check_capacity(self) -> None:
         check_capacity(self._ranks, self._tracked.expected_bytes(), self._engine.store, self._engine.replication)
@@ -429,6 +427,7 @@ class Flashpoint:
             replication_error=stats.replication_error,
             agreement_error=stats.agreement_error,
             bytes=self._part_bytes,
+            gave_way=self._engine.store.retained.gave_way,
             degraded=bool(saves.failures_in_a_row or saves.hangs or stats.replication_error or stats.agreement_error),
         )
 

@@ -12,6 +12,13 @@ from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from tests.support.injector import Fault, Injector
 
+# What a store does with older versions.
+RETAINING: dict[str, Any] = {
+    "advance": lambda save_id, **known: None,
+    "follow": lambda given_up_to: None,
+    "retained": SimpleNamespace(given_up_to=0),
+}
+
 
 class TwoRanks:
     """A group of which the other rank always agrees, and its numbering; it records this rank's votes."""
@@ -51,7 +58,7 @@ def test_a_rank_votes_whatever_goes_wrong_before() -> None:
     assert isinstance(broken.error, OSError)
 
     part = SimpleNamespace(doomed=False, size=0)
-    store = SimpleNamespace(base="/job", advance=lambda save_id: None, pinned=lambda part: nullcontext(True))
+    store = SimpleNamespace(base="/job", pinned=lambda part: nullcontext(True), **RETAINING)
     later = Save(SaveIdentity("a", 2))
     later.version = CheckpointContainerId("/job/step-2_ckpt")
     later.commit(part, store)  # type: ignore[arg-type]
@@ -82,7 +89,7 @@ def test_a_save_that_turns_out_verified_is_not_evicted_at_that_instant() -> None
     group: Any = TwoRanks()
     evicted: list[bool] = []
     queue = CommitQueue(group, group, group, None, seal_deadline_s=lambda: 10.0, watch=lambda save: 0.1)
-    store = SimpleNamespace(base="/job", advance=lambda save_id: None, reject=lambda save_id: None)
+    store = SimpleNamespace(base="/job", reject=lambda save_id: None, **RETAINING)
     uncertain = Save(SaveIdentity("a", 4))
     uncertain.commit(SimpleNamespace(), store)  # type: ignore[arg-type]
     uncertain.replicate()

@@ -61,6 +61,8 @@ class ArenaPool:
         self._wanted: deque[int] = deque(maxlen=_TRIM_AFTER)
         self.budget: Budget | None = None
         """How many arenas there may be, if that is limited."""
+        self.kept: Callable[[], Collection[Arena]] = tuple
+        """Those that hold what is kept as far as there is room, and do not count."""
 
     # ---- taking and releasing -----------------------------------------------------------------------------
 
@@ -192,38 +194,52 @@ class ArenaPool:
             self._discard_outgrown(size)
             return bool(self._free) or self.is_within_budget(size)
 
+    def has_room_beside(self, size: int, others: int) -> bool:
+        """Whether there is room for an arena of ``size`` bytes, ``others`` of that size and what other ranks need."""
+        with self._lock:
+            return self.budget is None or self.budget.has_room_beside(with_headroom(size) * (1 + others))
+
     @property
     def count(self) -> int:
-        """Arenas that there are."""
+        """Arenas that there are, but for those that are `kept`."""
         with self._lock:
-            return len(self._free) + len(self._in_use)
+            return len(self._free) + len(self._in_use.difference(self.kept()))
 
     def in_use_beside(self, arenas: Collection[Arena]) -> int:
-        """Arenas in use that are not among these."""
+        """Arenas in use that are not among these, but for those that are `kept`."""
         with self._lock:
-            return len(self._in_use.difference(arenas))
+            return len(self._in_use.difference(arenas, self.kept()))
 
-    def prepare_spare(self, size: int) -> None:
-        """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background."""
+    def exact_beside_kept(self, arenas: Collection[Arena]) -> int:
+        """Arenas in use that were taken for copies, or are among these, but for those that are `kept`."""
+        with self._lock:
+            copies = {arena for arena in self._in_use if arena.exact or arena in arenas}
+            return len(copies.difference(self.kept()))
+
+    def prepare_spare(self, size: int) -> bool:
+        """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background; whether it is."""
         with self._lock:
             if self.has_free(size):
-                return
+                return True
             try:
                 arena = self._create(with_headroom(size))
             except FlashpointError as error:
                 _log.warning("no room for a second arena yet: %s", error)
-                return
+                return False
             arena.prefault_in_background()
             self._free.append(arena)
+            return True
 
-    def trim(self, expected: int) -> None:
+    def trim(self, expected: int, *, to_keep: int = 0) -> None:
         """Delete free arenas beyond ``expected``, if there were too many at the last calls, too; those beyond what
         there may be at all (taken over from other ranks, say) at once. One that is larger than all that was asked for
-        lately (once, a rank staged what others write) makes way for one of that size."""
+        lately (once, a rank staged what others write) makes way for one of that size. ``to_keep`` more are wanted for
+        what will be `kept`."""
         self._replace_outgrown()
+        expected += to_keep
         with self._lock:
             if self.budget is not None:
-                self.discard(self._free[: max(0, self.count - self.budget.most)])
+                self.discard(self._free[: max(0, self.count - self.budget.most - to_keep)])
             self._spare_for = self._spare_for + 1 if len(self._free) > expected else 0
             if self._spare_for < _TRIM_AFTER:
                 return

@@ -53,6 +53,8 @@ class Budget:
     def has_room(self, count: int, size: int, *, given_back: int = 0) -> bool:
         """Whether a rank that has ``count`` arenas may have one of ``size`` bytes more, beside what the others need.
 
+        Versions that are kept as far as there is room are not counted: they give way to what is.
+
         Args:
             given_back: bytes of the arena that it grows from.
         """
@@ -60,8 +62,16 @@ class Budget:
             return True
         if count >= self.most:
             return False
+        return self.has_room_beside(size, given_back=given_back)
+
+    def has_room_beside(self, size: int, *, given_back: int = 0) -> bool:
+        """Whether the filesystem has room for so many bytes more, beside what the other ranks need."""
+        return size - given_back <= self.left(size)
+
+    def left(self, size: int = 0) -> int:
+        """Bytes of the filesystem that the other ranks do not need, whose arenas have ``size`` bytes, or more."""
         owed = sum(max(0, self.due * max(size, *sizes) - sum(sizes)) for sizes in map(_sizes, self.neighbours))
-        return size - given_back + owed <= available_bytes(self.directory)
+        return available_bytes(self.directory) - owed
 
 
 def _sizes(directory: Path) -> list[int]:

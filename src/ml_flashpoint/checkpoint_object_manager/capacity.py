@@ -97,12 +97,18 @@ def warn_unless_memory(base: Path) -> None:
     )
 
 
-def needed_bytes(state_bytes: int, copies: int) -> int:
-    """Bytes that a rank's checkpoints take: its own versions, and as many of each copy it holds for peers."""
-    return OWN_VERSIONS * state_bytes * (1 + copies)
+def needed_bytes(state_bytes: int, copies: int, kept: int = 0) -> int:
+    """Bytes that a rank's checkpoints take: its own versions, and as many of each copy it holds for peers.
+
+    Args:
+        kept: versions that are kept beside the newest complete one.
+    """
+    return (OWN_VERSIONS + kept) * state_bytes * (1 + copies)
 
 
-def preflight(base: Path, state_bytes: int, *, copies: int = 0, ranks_on_node: int = 1, held_bytes: int = 0) -> None:
+def preflight(
+    base: Path, state_bytes: int, *, copies: int = 0, ranks_on_node: int = 1, held_bytes: int = 0, kept: int = 0
+) -> None:
     """Check that ``base`` can hold what a node's ranks need.
 
     Args:
@@ -111,19 +117,22 @@ def preflight(base: Path, state_bytes: int, *, copies: int = 0, ranks_on_node: i
         copies: peers whose parts each rank holds.
         ranks_on_node: ranks that share this filesystem.
         held_bytes: bytes of arenas that are there already and will be reused.
+        kept: see `needed_bytes`.
 
     Raises:
         CapacityError: with both numbers and the remedy.
     """
-    needed = needed_bytes(state_bytes, copies) * ranks_on_node
+    needed = needed_bytes(state_bytes, copies, kept) * ranks_on_node
     available = available_bytes(base) + held_bytes
     if needed > available:
+        beside = f", {kept} of them kept beside the newest" if kept else ""
         raise CapacityError(
             f"checkpoints of {ranks_on_node} rank(s) x {state_bytes} bytes need {needed} bytes in {base} "
-            f"({OWN_VERSIONS} own versions, {copies} peer cop{'y' if copies == 1 else 'ies'} of each), "
+            f"({OWN_VERSIONS + kept} own versions{beside}, {copies} peer cop{'y' if copies == 1 else 'ies'} of each), "
             f"but only {available} bytes are available",
             needed_bytes=needed,
             available_bytes=available,
             path=base,
-            hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or replicate less",
+            hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, "
+            + ("keep fewer versions, unpin some, or replicate less" if kept else "or replicate less"),
         )

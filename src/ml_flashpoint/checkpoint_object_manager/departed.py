@@ -48,10 +48,10 @@ def sweep_departed(store: RankStore, ranks_here: Collection[int], save_id: str) 
 
     Args:
         ranks_here: ranks that run on this node; theirs is never touched.
-        save_id: older parts may go, see `RankStore.advance`.
+        save_id: older parts may go, but for what the store retains.
 
     Returns:
-        Whether nothing is left to be swept. False: a process still uses some of it.
+        Whether nothing is left to be swept. False: a process still uses some of it, or some is retained.
     """
     done = True
     for rank in _departed(store, ranks_here):
@@ -60,7 +60,9 @@ def sweep_departed(store: RankStore, ranks_here: Collection[int], save_id: str) 
         except JobInUseError:
             done = False
             continue
-        left.advance(save_id)
+        left.retained = store.retained
+        left.prune(save_id)
+        done = done and not left.held()
         left.delete_and_close()
     return done
 

@@ -3,7 +3,7 @@
 Owns: the directory layout, the parts that sit in the arenas, and the lock that keeps a second process from using
 the same arenas. Which arena is free, and when one is made, is `arena_pool`'s; how the files of a part come and go is
 `version_files`', what a dead process left is sorted out by `orphans`. It decides nothing about *which* part may
-go: the saver does.
+go: the saver does, and `retained`.
 
 ::
 
@@ -22,38 +22,34 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
+from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
+from ml_flashpoint.checkpoint_object_manager.retaining_store import RetainingStore
 from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, list_versions, map_object, remove_part
-from ml_flashpoint.format.errors import CapacityError, JobInUseError
+from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, read_manifest
-from ml_flashpoint.format.private_folders import is_at, make_tree, open_own, sweep_folder
+from ml_flashpoint.format.private_folders import open_own, sweep_folder
 from ml_flashpoint.format.status import NAME as STATUS
-from ml_flashpoint.ranks.recovery import superseded
 
 _log = logging.getLogger(__name__)
 
-_LOCK = "lock"
 AT_WORK = "saving"
 # Memory that another rank of the node gives back is not announced to this one.
 _ROOM_POLL_S = 0.1
 
-_open_here: weakref.WeakValueDictionary[tuple[int, int], RankStore] = weakref.WeakValueDictionary()
-"""The stores of this process by device and inode of their directory: one directory may have several paths."""
 
-
-class RankStore:
+class RankStore(RetainingStore):
     """See the module. Thread-safe.
 
     Args:
@@ -81,14 +77,14 @@ class RankStore:
         self.base = base
         self.rank = rank
         self.directory = self.directory_of(rank)
-        self._lock = threading.RLock()
+        super().__init__()
         self._lock_fd = -1
         self._released = threading.Condition(self._lock)
         self.evict: Callable[[], bool] | None = None
         """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
-        self._lock_fd = self._take_lock(lock_deadline_s)
+        self._lock_fd = take_lock(self, lock_deadline_s)
         self.arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
-        self._parts: dict[tuple[str, int], HeldPart] = {}
+        self.arenas.kept = self._arenas_kept_beside
         self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
@@ -133,7 +129,8 @@ class RankStore:
 
     def acquire_for_copy(self, size: int, rank: int, *, timeout_s: float = 0.0) -> Arena:
         """An arena of exactly ``size`` bytes for a part of another rank. Without room, or beyond the budget, some must
-        give way: that rank's copies that will never be verified, and own unverified versions but the newest.
+        give way: that rank's copies that will never be verified, versions that are kept beside the newest verified one,
+        and own unverified versions but the newest.
 
         Args:
             timeout_s: seconds to wait for one if there is no room: this rank, or a neighbour, may be about to learn
@@ -162,7 +159,7 @@ class RankStore:
                         raise
 
     def _make_way(self, rank: int) -> bool:
-        return self._drop_rejected_of(rank) or (self.evict is not None and self.evict())
+        return self._drop_rejected_of(rank) or self.give_up_kept() or (self.evict is not None and self.evict())
 
     def _drop_rejected_of(self, rank: int) -> bool:
         with self._lock:
@@ -242,11 +239,6 @@ class RankStore:
             manifest = read_manifest(self.base / version / manifest_name(self.rank, save_id))
             return self.add_committed(manifest, [self.arena_by_path(path) for path in paths])
 
-    def held(self) -> list[HeldPart]:
-        """Parts in this store, own and copies, oldest save id first."""
-        with self._lock:
-            return [self._parts[key] for key in sorted(self._parts)]
-
     def find(self, save_id: str, rank: int) -> HeldPart | None:
         """The part of ``rank`` from ``save_id``, if this store holds it."""
         with self._lock:
@@ -323,16 +315,6 @@ class RankStore:
                 if part.save_id in self._rejected and part.save_id < newest[part.rank]:
                     self.drop(part)
 
-    def advance(self, save_id: str) -> None:
-        """Drop every part older than ``save_id``, which is verified on every rank and copy."""
-        mark_complete(self.base)
-        for part in self.held():
-            if superseded(part.save_id, save_id):
-                self.drop(part)
-        with self._lock:
-            self.arenas.trim(sum(len(part.arenas) for part in self._parts.values()))
-        keep_reserve(self.directory)
-
     def drop_before_next_save(self, parts: Iterable[HeldPart]) -> None:
         """Drop these parts, and no longer those named before, as soon as an arena is needed."""
         with self._lock:
@@ -342,7 +324,8 @@ class RankStore:
         """Drop the parts that :meth:`drop_before_next_save` has named, and what readers have let go of."""
         with self._lock:
             for part in self._useless:
-                self.drop(part)
+                if not self.retained.is_beside(part.save_id):  # it may be pinned since
+                    self.drop(part)
             self._useless.clear()
             self._retire_doomed()
 
@@ -384,50 +367,10 @@ class RankStore:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def _take_lock(self, deadline_s: float) -> int:
-        # POSIX record locks: released by the kernel on SIGKILL and, unlike flock, not shared with forked children.
-        path = self.directory / _LOCK
-        give_up = time.monotonic() + deadline_s
-        while True:
-            make_tree(self.base, self.directory)
-            keep_reserve(self.directory)
-            self._register()
-            fd = open_own(path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                os.close(fd)
-                if time.monotonic() > give_up:
-                    raise JobInUseError(
-                        f"another live process (pid {owner or 'unknown'}) uses the arenas of this rank",
-                        rank=self.rank,
-                        path=self.directory,
-                        hint="stop that process, or give each job a base container of its own",
-                    ) from None
-                time.sleep(0.05)
-                continue
-            if is_at(fd, path):
-                break
-            os.close(fd)  # it was removed, with the directory, before it was locked
-        with contextlib.suppress(OSError):  # for others to see: a full filesystem can be loaded from without it
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-        return fd
-
-    def _register(self) -> None:
-        # Before the lock's file is opened: a process's locks do not keep each other out, and closing one of several
-        # descriptors of a file lets go of the lock.
-        found = os.stat(self.directory)
-        other = _open_here.get((found.st_dev, found.st_ino))
-        if other is not None and other is not self and not other.closed:
-            text = "this process uses the arenas of this rank already"
-            raise JobInUseError(text, rank=self.rank, path=self.directory)
-        _open_here[(found.st_dev, found.st_ino)] = self
-
     def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
-        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (_LOCK, AT_WORK, RESERVE))
+        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, AT_WORK, RESERVE))
+        self._read_pins()
         with self._keeping_saving_processes_out() as alone:
             arenas = {arena.inode: arena for arena in self.arenas.open_left(alone=alone)}
             for part in inherit_parts(self.base, arenas):
@@ -474,8 +417,8 @@ class RankStore:
         with self._lock:
             self.arenas.discard(self.arenas.free)
             if not self._parts:
-                # The lock's file goes while it is held: who opens it just before finds out, see _take_lock.
-                for name in (RESERVE, AT_WORK, STATUS, _LOCK):
+                # The lock's file goes while it is held: who opens it just before finds out, see `take_lock`.
+                for name in (RESERVE, AT_WORK, STATUS, LOCK):
                     (self.directory / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
@@ -491,6 +434,3 @@ class RankStore:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
             self._released.notify_all()
-
-
-os.register_at_fork(after_in_child=_open_here.clear)  # a child owns none of the files

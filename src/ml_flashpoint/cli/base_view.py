@@ -33,6 +33,7 @@ from ml_flashpoint.format.manifest import (
     parse_object_name,
     read_manifest,
 )
+from ml_flashpoint.format.retention_record import RetentionRecord, read_record
 
 # `checkpoint_object_manager.rank_store` says so too; importing it would import torch.
 PRIVATE_DIR = ".flashpoint"
@@ -113,6 +114,8 @@ class VersionView:
         state: see `State`.
         parts: parts on this node, by rank.
         writing: ranks of this node whose parts are not committed.
+        pins: labels of its pins.
+        abandoned: whether the job has gone back behind it, so that it is not the newest whatever its step.
     """
 
     version: str
@@ -122,6 +125,8 @@ class VersionView:
     state: State
     parts: tuple[PartView, ...]
     writing: tuple[int, ...]
+    pins: tuple[str, ...] = ()
+    abandoned: bool = False
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
@@ -237,7 +242,7 @@ def _read_base(base: Path) -> BaseView:
             saves.setdefault((owner[1], path_of_object.parent.name), [])
     return BaseView(
         base=base,
-        versions=tuple(_judge(saves, private)),
+        versions=tuple(_judge(saves, private, _read_record(base / PRIVATE_DIR))),
         live={rank: pid for rank, (pid, _) in sorted(private.live.items())},
         resident_bytes=sum(resident.values()),
         leftovers=tuple(sorted(str(path_of_object) for path_of_object in loose)),
@@ -401,7 +406,16 @@ def _lock_holder(path: Path) -> tuple[int, int] | None:
         os.close(descriptor)
 
 
-def _judge(saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private) -> Iterator[VersionView]:
+def _read_record(private: Path) -> RetentionRecord:
+    try:
+        return read_record(private)
+    except FlashpointError:  # nothing depends on it here; the job says that it is damaged
+        return RetentionRecord()
+
+
+def _judge(
+    saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private, record: RetentionRecord
+) -> Iterator[VersionView]:
     """The saves, newest first, with their states."""
     own: dict[tuple[str, str], set[int]] = {}
     copied: dict[tuple[str, str], set[int]] = {}
@@ -442,6 +456,8 @@ def _judge(saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private)
                 for p in sorted(parts, key=lambda p: p.rank)
             ),
             writing=tuple(sorted(writing)),
+            pins=record.labels_of(save[0]),
+            abandoned=record.is_abandoned(save[0]),
         )
 
 

@@ -31,6 +31,7 @@ from ml_flashpoint.core.part_reader import (
 )
 from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.recovery_run import RecoveryRun
+from ml_flashpoint.core.retaining import shown_versions
 from ml_flashpoint.core.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.core.unloadable import HINT, why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -74,6 +75,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         self._source = PartSource(replication_manager)
         self._rank_getter = global_rank_getter
         self._recovered: CompleteVersion | None = None
+        self._line_then: set[str] = set()  # what was verified by then: a later save of that step is another version
         self._verified: set[tuple[str, str, str]] = set()
         self._discarded: set[tuple[str, str]] = set()
         self._open = contextlib.ExitStack()
@@ -100,6 +102,18 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             FlashpointError: this rank cannot take part (base container unusable or in use, a peer is gone).
         """
         base = CheckpointContainerId(checkpoint_base_container)
+        run = self._recover(base, None)
+        if self._recovered is not None:
+            return CheckpointContainerId.create_child(base, self._recovered.version)
+        group = rank_group()
+        abandoned = sorted({each.step for each in run.complete if run.record.is_abandoned(each.save_id)})
+        if (why := why_nothing(run.reports, run.given_up, self._discarded, abandoned)) is not None:
+            raise NothingLoadableError(why, rank=group.rank, node=group.node, path=str(base), hint=HINT)
+        if any(report.inventory.parts for report in run.reports) and not self._discarded:
+            _log.warning("starting anew: the first save of this job was cut short, and no other was ever complete")
+        return None
+
+    def _recover(self, base: CheckpointContainerId, wanted: int | str | None) -> RecoveryRun:
         group = rank_group()
         rank = self._rank_getter() if self._rank_getter is not None else group.rank
         store = open_together(self._objects, base, rank, group)
@@ -111,18 +125,51 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             verified=self._verified,
             discarded=self._discarded,
             finish=lambda version: self._restore_sidecars(version, store),
+            wanted=wanted,
         )
         self._recovered = run.run()
+        self._line_then = {each.save_id for each in store.retained.line}
+        if self._recovered is not None:
+            self._line_then.add(self._recovered.save_id)
         self.last_recovery = run.report()
-        newest = max((part.save_id for report in run.reports for part in report.inventory.parts), default=None)
-        group.renew_run(newest)
+        found = [part.save_id for report in run.reports for part in report.inventory.parts]
+        group.renew_run(max((*found, *run.record.bounds), default=None))
+        return run
+
+    def get_checkpoint(self, base: CheckpointContainerId, wanted: int | str) -> CheckpointContainerId:
+        """Collective: bring one version here, verify it, vote. What is newer stays the newest, until
+        `Retention.leave_newer`.
+
+        Args:
+            wanted: a step, or the label of a pin; of several saves of a step, the newest that was not gone back from.
+
+        Raises:
+            LoadError: there is no such version, or it cannot be loaded. On all ranks.
+            FlashpointError: this rank cannot take part.
+        """
+        run = self._recover(base, wanted)
         if self._recovered is not None:
             return CheckpointContainerId.create_child(base, self._recovered.version)
-        if (why := why_nothing(run.reports, run.given_up, self._discarded)) is not None:
-            raise NothingLoadableError(why, rank=group.rank, node=group.node, path=str(base), hint=HINT)
-        if any(report.inventory.parts for report in run.reports) and not self._discarded:
-            _log.warning("starting anew: the first save of this job was cut short, and no other was ever complete")
-        return None
+        what = f"step {wanted}" if isinstance(wanted, int) else f"the pin {wanted!r}"
+        reasons = [f"{version}: {why}" for (version, _), why in run.given_up.items()]
+        there = shown_versions([(each.step, run.record.labels_of(each.save_id)) for each in run.complete])
+        raise LoadError(
+            f"the version of {what} cannot be loaded: {'; '.join(reasons)}"
+            if reasons
+            else f"no version of {what} is held by this job; there are {there}",
+            rank=rank_group().rank,
+            path=str(base),
+        )
+
+    @property
+    def source(self) -> PartSource:
+        """Where parts come from that are elsewhere."""
+        return self._source
+
+    @property
+    def recovered(self) -> CompleteVersion | None:
+        """The version that was recovered last."""
+        return self._recovered
 
     def _restore_sidecars(self, version: CompleteVersion, store: RankStore) -> None:
         """Write the files that belong beside the parts of a version on this node: see `core.sidecars`."""
@@ -248,7 +295,11 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
 
     def _known(self, version: CheckpointContainerId) -> CompleteVersion | None:
         known = self._recovered
-        return known if known is not None and known.version == version.name else None
+        if known is None or known.version != version.name:
+            return None
+        line = self._store_of(version).retained.line
+        again = any(each.step == known.step and each.save_id not in self._line_then for each in line)
+        return None if again else known
 
     def _fetch_blocks(self, manifest: Manifest, record: ObjectRecord, first: int, buffer: memoryview) -> None:
         known = self._recovered

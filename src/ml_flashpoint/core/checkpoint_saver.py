@@ -20,8 +20,8 @@ from typing import Any
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
-from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS, Budget
-from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, preflight
+from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS
+from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
@@ -32,6 +32,7 @@ from ml_flashpoint.core.object_stages import StagedObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.read_back import checked_mode
+from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
@@ -312,7 +313,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def _holds_arena(self, save: Save) -> bool:
         if save.part is not None:
-            return save.store is not None and save.store.find(save.save_id, save.part.rank) is not None
+            return save.store is not None and save.store.counts(save.save_id, save.part.rank)
         return not save.decided.is_set() and (save in self._taking or bool(save.arenas))
 
     def _saves_with_arenas(self) -> list[Save]:
@@ -323,7 +324,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         """Versions of this rank that no save of this saver has made: those of an earlier process, say."""
         with self._lock:
             mine = {save.save_id for save in self._saves}
-        return [part for part in store.held() if part.rank == self.rank and part.save_id not in mine]
+        own = [part for part in store.held() if part.rank == self.rank and store.counts(part.save_id, part.rank)]
+        return [part for part in own if part.save_id not in mine]
 
     def _missing_for_copies(self, store: RankStore) -> int:
         own = [arena for part in store.held() if part.rank == self.rank for arena in part.arenas]
@@ -368,6 +370,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     error, full = caught, True
                 finally:
                     self._taking.discard(save)
+            if full and store.give_up_kept():
+                continue
             if self._evict_one(save, full=full, inherited=len(self._inherited(store))) or self._fail_deserted():
                 continue
             if not preceded and not full:
@@ -377,14 +381,14 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     return save.take(store.acquire(size))
                 except CapacityError as caught:
                     error = caught
-                if self._evict_one(save, full=True, inherited=len(self._inherited(store))):
+                if store.give_up_kept() or self._evict_one(save, full=True, inherited=len(self._inherited(store))):
                     continue
             # Nothing to take back now; an earlier save that is under way may free something when it ends, or when
             # it turns out that nobody goes on with it.
             finished = self._commits.finished_count
             left = give_up - time.monotonic()
             if left <= 0 or not preceded:
-                raise error
+                raise store.retained.explain(error)
             self._commits.wait_for_change(
                 lambda seen=finished: self._commits.finished_count > seen,  # type: ignore[misc]
                 min(left, DESERTED_POLL_S),
@@ -413,11 +417,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         if size > self._expected_bytes:
             _log.info("the state of rank %d has %d bytes, more than expected", self.rank, size)
         copies = len(self._replication.held_by(self.rank)) if self._replicates() and self._replication else 0
-        in_use, free = store.arenas.resident_bytes()
-        preflight(store.base, size, copies=copies, held_bytes=in_use + free)
-        here = self._group.topology.ranks_of(self._group.node)
-        neighbours = tuple(store.directory_of(rank) for rank in here if rank != self.rank)
-        store.arenas.budget = Budget(store.directory, neighbours, copies)
+        prepare_room(store, self._group, size, copies)
         store.evict = lambda: self._evict_one(None, full=False)
         self._largest = size
 

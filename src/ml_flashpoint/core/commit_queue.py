@@ -20,6 +20,7 @@ from typing import Any
 
 from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
+from ml_flashpoint.checkpoint_object_manager.retained import NOTHING_GIVEN_UP
 from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import Numbering
@@ -228,7 +229,7 @@ class CommitQueue:
         self._tell(events.VersionVerified, save, seconds=time.monotonic() - save.began)
         if save.store is None:
             return
-        save.store.advance(save.save_id)
+        save.store.advance(save.save_id, step=save.step, age=save.sequence)
         if not self._swept and self._group.is_node_leader:
             here = self._group.topology.ranks_of(self._group.node)
             self._swept = sweep_departed(save.store, here, save.save_id)
@@ -361,13 +362,17 @@ class CommitQueue:
         step = save.step if ready and save.step is not None else None
         low, negated = (_UNKNOWN, _UNKNOWN) if step is None else (step, -step)
         newest_ms = self._numbering.newest_ms(str(save.store.base)) if save.store is not None else -1
+        given_up_to = save.store.retained.given_up_to if save.store is not None else NOTHING_GIVEN_UP
         reported = self._agreement.minimum(
             (
                 *(int(ready), save.sequence, -save.sequence, low, negated),
                 *(-self._numbering.highest, -newest_ms, -self._verified, int(save.state is not SaveState.WITHDRAWN)),
+                -given_up_to,
             )
         )
-        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, intact = reported
+        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, intact, given_up = reported
+        if save.store is not None:
+            save.store.follow(-given_up)
         same_step = lowest in (_UNKNOWN, -highest)
         return _Vote(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified, bool(intact))
 

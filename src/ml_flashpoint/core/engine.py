@@ -17,11 +17,13 @@ from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLo
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
@@ -39,6 +41,7 @@ class CheckpointEngine:
         verify_saves: what is read back of each part in the background: ``"sample"``, ``"all"`` or ``"none"``.
         initial_buffer_size_bytes: expected bytes of a rank's part; costs nothing until used.
         discard_existing: remove every version that is there, on all nodes, before anything else.
+        keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
 
     Attributes:
         base: the base container.
@@ -48,6 +51,7 @@ class CheckpointEngine:
         store: what this rank keeps of the base container, its own parts and copies of others.
         objects: gives a process its one store in each base container.
         replication: makes copies, and reaches the peers that hold some.
+        retention: pins, which versions there are, and going back to one.
         unasked: whether some node had versions of an earlier run when it was opened that nobody has asked about since.
             Set it to False when the program goes on from elsewhere, and knows of them.
 
@@ -65,8 +69,10 @@ class CheckpointEngine:
         verify_saves: str = "sample",
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
+        keep: int | Keep = 1,
     ) -> None:
         self.base = checked_base(base)
+        rule = checked_keep(keep)
         strategy = checked_strategy(replication)
         discard_existing = checked_bool("discard_existing", discard_existing)
         self.ranks = rank_group()
@@ -75,7 +81,8 @@ class CheckpointEngine:
             self.objects = CheckpointObjectManager()
             undo.callback(self.objects.close)
             self.store = open_together(self.objects, self.base, self.ranks.rank, self.ranks)
-            self.ranks.agree_on(discard_existing=discard_existing)
+            self.ranks.agree_on(discard_existing=discard_existing, keep=repr(rule))
+            self.store.retained.keep = rule
             if discard_existing:
                 discard_versions(self.store, self.ranks)
             self.replication = ReplicationManager(strategy)
@@ -89,6 +96,7 @@ class CheckpointEngine:
             )
             undo.callback(self.saver.close)
             self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
+            self.retention = Retention(self.store, self.ranks, self.replication, self.loader.source, self.saver.wait)
             self._status = StatusBoard(self.store, self.ranks)
             undo.callback(self._status.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
@@ -118,6 +126,49 @@ class CheckpointEngine:
         version = self.loader.get_latest_complete_checkpoint(self.base)
         self.unasked = False
         return version
+
+    def versions(self) -> list[KeptVersion]:
+        """What this job holds and can go back to, newest save first. Collective."""
+        return self.retention.versions()
+
+    def pin(self, label: str, step: int | None = None) -> int:
+        """Keep a version, by default the newest, until it is unpinned. Collective; see `Retention.pin`."""
+        return self.retention.pin(label, step)
+
+    def unpin(self, label: str) -> None:
+        """Undo :meth:`pin`. Collective; see `Retention.unpin`."""
+        self.retention.unpin(label)
+
+    def go_back(self, to: int | str) -> CheckpointContainerId:
+        """Bring one version here, verified, to be loaded, and leave all newer ones: :meth:`latest` gives it, too, until
+        the next save. Collective.
+
+        Args:
+            to: its step, or the label of a pin.
+
+        Raises:
+            LoadError: there is no such version, or it cannot be loaded. All is as it was then, as after the others.
+            DeadlineError: a save is still under way.
+            SaveError: it cannot be recorded on some node.
+        """
+        version = self.bring(to)
+        self.leave_newer()
+        return version
+
+    def bring(self, wanted: int | str) -> CheckpointContainerId:
+        """The first half of :meth:`go_back`: what is newer stays the newest."""
+        self.retention.settle()
+        self.loader.reconsider()
+        self.store.drop_before_next_save([])  # it may be one of those
+        return self.loader.get_checkpoint(self.base, wanted)
+
+    def leave_newer(self) -> None:
+        """The second half of :meth:`go_back`."""
+        version = self.loader.recovered
+        assert version is not None
+        self.retention.leave_newer(version)
+        self.saver.stats.last_verified = None
+        self.unasked = False
 
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.

@@ -10,19 +10,28 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import ranks_with_arenas, was_complete
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, ranks_with_arenas, was_complete
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.part_reader import read_local_manifests
-from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, ProtocolError, UnreadableError
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    ObjectNotFoundError,
+    ProtocolError,
+    UnreadableError,
+)
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses
 from ml_flashpoint.format.manifest import Manifest, manifest_name
+from ml_flashpoint.format.retention_record import RetentionRecord, read_record
+from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import NodeInventory, PartRecord
 
 _log = logging.getLogger(__name__)
 
+_NOT_ONE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _MAX_UNREAD = 1000
 _MAX_TEXT = 500
 
@@ -51,12 +60,14 @@ class NodeReport:
         unread: the others.
         was_complete: whether a version of this job was once complete on all ranks, as far as this node knows.
         savers: ranks that have saved on this node, or held copies here, in this run or an earlier one.
+        record: what is pinned and what was gone back from, as far as this node knows.
     """
 
     inventory: NodeInventory
     unread: tuple[Unread, ...] = ()
     was_complete: bool = False
     savers: frozenset[int] = frozenset()
+    record: RetentionRecord = field(default_factory=RetentionRecord)
 
     def to_json(self) -> bytes:
         """To be read by `from_json`."""
@@ -65,6 +76,7 @@ class NodeReport:
             "unread": [[u.version, u.why, u.transient] for u in self.unread],
             "was_complete": self.was_complete,
             "savers": sorted(self.savers),
+            "record": self.record.to_json(),
         }
         return json.dumps(document).encode()
 
@@ -84,8 +96,9 @@ class NodeReport:
                 ),
                 bool(document["was_complete"]),
                 frozenset(int(rank) for rank in document["savers"]),
+                RetentionRecord.from_json(document["record"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (*_NOT_ONE, DamagedError) as error:
             raise ProtocolError(f"a node's report is not one: {error}") from None
 
 
@@ -109,7 +122,23 @@ def read_node(base: Path, node: str, until: float) -> NodeReport:
         complete, savers = was_complete(base), ranks_with_arenas(base)
     except Exception as error:
         unread.append(Unread("", f"{type(error).__name__}: {error}"[:_MAX_TEXT], True))
-    return NodeReport(NodeInventory(node, tuple(parts)), tuple(unread[:_MAX_UNREAD]), complete, savers)
+    return NodeReport(
+        NodeInventory(node, tuple(parts)), tuple(unread[:_MAX_UNREAD]), complete, savers, _record_of(base)
+    )
+
+
+def _record_of(base: Path) -> RetentionRecord:
+    try:
+        return read_record(base / PRIVATE_DIR)
+    except (FlashpointError, OSError) as error:
+        _log.error("what this node knows of pins is not used: %s", error)
+        return RetentionRecord()
+
+
+def gather_reports(base: Path, group: RankGroup, until: float) -> list[NodeReport]:
+    """The report of every node; one rank a node reads the manifests there. Collective."""
+    blob = read_node(base, group.node, until).to_json() if group.is_node_leader else b""
+    return [NodeReport.from_json(found) for found in group.gather(blob) if found]
 
 
 _OVER = object()

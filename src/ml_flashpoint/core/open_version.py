@@ -16,12 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object
 from ml_flashpoint.core.part_reader import ObjectReader, read_local_manifests
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
 from ml_flashpoint.format.failure_kinds import is_transient
 from ml_flashpoint.format.manifest import Manifest, manifest_name
+from ml_flashpoint.format.retention_record import RetentionRecord, read_record
 
 TRIES: Final = 5
 """How often the newest version is looked for, when it goes while it is being opened."""
@@ -147,7 +149,7 @@ def _opened(kind: Callable[[Path, list[Manifest]], _Version], base: Path, step: 
 
 
 def _choose(base: Path, step: int | None, partial: bool) -> list[Manifest]:
-    found: dict[tuple[int, str], list[Manifest]] = {}
+    found: dict[tuple[str, int], list[Manifest]] = {}  # by age: what a crash would go back to comes last
     problems: list[FlashpointError] = []
     try:
         for version in list_versions(base):
@@ -155,13 +157,16 @@ def _choose(base: Path, step: int | None, partial: bool) -> list[Manifest]:
                 manifests, errors = read_local_manifests(base, version)
                 problems += errors
                 for manifest in manifests:
-                    found.setdefault((manifest.step, manifest.save_id), []).append(manifest)
+                    found.setdefault((manifest.save_id, manifest.step), []).append(manifest)
     except OSError as error:
         raise UnreadableError(f"the versions cannot be listed: {error.strerror}", path=base) from error
     problems = [each for each in problems if is_transient(each) or not found]
     if problems:
         raise problems[0]
+    record = _record_of(base)
     for key in sorted(found, reverse=True):
+        if step is None and record.is_abandoned(key[0]):
+            continue
         if partial or len(found[key]) == found[key][0].world_size:
             return found[key]
     wanted = "version" if step is None else f"version of step {step}"
@@ -172,6 +177,13 @@ def _choose(base: Path, step: int | None, partial: bool) -> list[Manifest]:
         path=base,
         hint="take what is here with partial=True (--partial), and the rest on the other nodes",
     )
+
+
+def _record_of(base: Path) -> RetentionRecord:
+    try:
+        return read_record(base / PRIVATE_DIR)
+    except FlashpointError:  # the job says so
+        return RetentionRecord()
 
 
 class OpenVersion(HeldVersion):

@@ -19,13 +19,15 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import mark_complete
 from ml_flashpoint.checkpoint_object_manager.departed import take_over_departed
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.inventory import NodeReport, read_node
+from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local
 from ml_flashpoint.core.part_source import Failures, PartSource
+from ml_flashpoint.core.retaining import protect, retained_line, spread, without_lost
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.format.retention_record import RetentionRecord, newest_record
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -57,11 +59,15 @@ class RecoveryRun:
         verified: what need not be verified again; grows.
         discarded: versions (name, save id) that are not wanted.
         finish: called on one rank of each node with the version, once its parts are in their places; may raise.
+        wanted: a step, or the label of a pin: the newest save of it is recovered, or nothing. By default the newest
+            version that was not gone back from, beside which others are kept.
 
     Attributes:
         plan: the one that all ranks have carried out; None if there was none.
         reports: what the nodes have, as of the last look.
         given_up: why versions could not be recovered, by name and save id.
+        complete: versions of which every part was there, newest first, those that were gone back from included.
+        record: what was pinned and gone back from.
     """
 
     def __init__(
@@ -73,12 +79,15 @@ class RecoveryRun:
         verified: Verified,
         discarded: Collection[tuple[str, str]],
         finish: Callable[[CompleteVersion], None],
+        wanted: int | str | None = None,
     ) -> None:
         self._store = store
         self._group = group
         self._source = source
         self._verified = verified
         self._finish = finish
+        self._wanted = wanted
+        self._target: CompleteVersion | None = None
         self._discarded = frozenset(discarded)
         self._excluded: set[tuple[str, str]] = set(discarded)
         self._damaged: set[Damage] = set()
@@ -88,6 +97,8 @@ class RecoveryRun:
         self.plan: RecoveryPlan | None = None
         self.reports: list[NodeReport] = []
         self.given_up: dict[tuple[str, str], str] = {}
+        self.complete: list[CompleteVersion] = []
+        self.record = store.retained.record
 
     def run(self) -> CompleteVersion | None:
         """Carry out one plan after the other, until one succeeds on all ranks or there is none. Collective.
@@ -99,7 +110,8 @@ class RecoveryRun:
         tried: CompleteVersion | None = None
         while True:
             began = time.monotonic()
-            self.reports = self._gather()
+            self.reports = gather_reports(store.base, group, self._until)
+            self.record = newest_record(report.record for report in self.reports)
             inventories = [report.inventory for report in self.reports]
             gathered = time.monotonic()
             plan = plan_recovery(
@@ -107,7 +119,7 @@ class RecoveryRun:
                 group.topology,
                 strategy=self._source.strategy,
                 damaged=self._damaged,
-                excluded=self._excluded,
+                excluded=self._excluded | self._unwanted(inventories),
             )
             self._tries += 1
             planned = time.monotonic()
@@ -121,6 +133,9 @@ class RecoveryRun:
             tried = plan.version
             # First, so that there is room for what is fetched; after the look, which shows who has saved where.
             take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
+            if self._wanted is None:  # so that what is kept can give way for what is fetched
+                line = retained_line(self.complete, self.record, plan.version.save_id, store.retained.keep)
+                store.retain(line, self.record)
             share = self._carry_out(plan)
             self._fetched += share.count
             done, protected = self._vote(plan, share)
@@ -131,11 +146,9 @@ class RecoveryRun:
             # What could not be read may be newer than what was found, and sound.
             unread = any(each.transient for report in self.reports for each in report.unread)
             sure = self._excluded <= self._discarded and not unread
-            # Not at once: what is loaded now may turn out unusable, and be discarded for an older version.
-            due = self._due_here()
-            useless = _useless(store, plan.version, inventories, group.run_id, due) if protected and sure else []
-            store.drop_before_next_save(useless)
             self.plan = plan
+            if self._wanted is None:
+                self._keep_others(plan.version, inventories, sure=protected and sure)
             self._tell(
                 events.VersionRecovered,
                 plan.version,
@@ -149,6 +162,40 @@ class RecoveryRun:
 
     def _tell(self, kind: type[events.Event], version: CompleteVersion, **fields: Any) -> None:
         events.emit(kind, self._group, self._store.base, version.step, **fields)
+
+    def _unwanted(self, inventories: Sequence[NodeInventory]) -> set[tuple[str, str]]:
+        """Versions that are not to be recovered, whatever else there is: those that were gone back from; or all but
+        the one that is asked for."""
+        complete = self.complete = complete_versions(inventories, damaged=self._damaged)
+        if self._wanted is None:
+            return {(each.version, each.save_id) for each in complete if self.record.is_abandoned(each.save_id)}
+        if self._target is None:
+            self._target = find_version(complete, self.record, self._wanted)
+        return {(each.version, each.save_id) for each in complete if each.save_id != self._save_id_wanted}
+
+    @property
+    def _save_id_wanted(self) -> str | None:
+        return None if self._target is None else self._target.save_id
+
+    def _keep_others(self, version: CompleteVersion, inventories: Sequence[NodeInventory], *, sure: bool) -> None:
+        """Go on from a version: what is older and kept is protected again, the rest goes before the next save.
+
+        Args:
+            sure: whether the version is what all that is older may go for.
+        """
+        store, group = self._store, self._group
+        if not any(each.transient for report in self.reports for each in report.unread):
+            self.record = without_lost(self.record, self.complete)
+        spread(self.record, self.reports, store, group)
+        store.note_pins(self.record)
+        kept = [each for each in self.complete if store.retained.is_beside(each.save_id)]
+        self._fetched += protect(kept, store, group, self._source, inventories, self._damaged)
+        # Not at once: what is loaded now may turn out unusable, and be discarded for an older version.
+        useless = _useless(store, version, inventories, group.run_id, self._due_here()) if sure else []
+        abandoned = [part for part in store.held() if self.record.is_abandoned(part.save_id)]
+        store.drop_before_next_save(
+            part for part in [*useless, *abandoned] if not store.retained.is_beside(part.save_id)
+        )
 
     def _due_here(self) -> set[int] | None:
         """Ranks whose parts belong on this node; None if that is not known."""
@@ -170,12 +217,6 @@ class RecoveryRun:
             self._tries,
             None if version is None else version.world_size,
         )
-
-    def _gather(self) -> list[NodeReport]:
-        """The report of every node; one rank a node reads the manifests there."""
-        group = self._group
-        blob = read_node(self._store.base, group.node, self._until).to_json() if group.is_node_leader else b""
-        return [NodeReport.from_json(found) for found in group.gather(blob) if found]
 
     def _carry_out(self, plan: RecoveryPlan) -> _Share:
         """This rank's share of a plan. Nothing is raised: the other ranks wait for the vote."""
@@ -213,6 +254,7 @@ class RecoveryRun:
                 first=fetch.source_node,
                 until=self._until if needed else 0.0,
                 failures=failures,
+                make_way=self._wanted is None,
             )
         except Exception as error:
             share.protected = False
@@ -317,6 +359,17 @@ class _Share:
     damage: list[Damage] = field(default_factory=list)
     error: FlashpointError | None = None
     protected: bool = True
+
+
+def find_version(
+    complete: Sequence[CompleteVersion], record: RetentionRecord, wanted: int | str
+) -> CompleteVersion | None:
+    """The version of a step, or with a label. Of several saves of a step, the newest that was not gone back from."""
+    if isinstance(wanted, str):
+        pin = record.labels.get(wanted)
+        return next((each for each in complete if pin is not None and each.save_id == pin.save_id), None)
+    of_step = [each for each in complete if each.step == wanted]
+    return min(of_step, key=lambda each: record.is_abandoned(each.save_id), default=None)
 
 
 def _useless(

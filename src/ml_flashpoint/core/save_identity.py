@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DivergedError
+from ml_flashpoint.format.errors import DivergedError, FlashpointError
 from ml_flashpoint.format.manifest import parse_manifest_name
+from ml_flashpoint.format.retention_record import read_record
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 _MS_DIGITS = 13
@@ -76,20 +78,27 @@ def later_than(identity: SaveIdentity, newest_ms: int) -> SaveIdentity:
 def newest_of_other_runs(base: Path, run_id: str) -> int:
     """The time in the newest save id in a base container that does not sort before this run's, in milliseconds since
     the epoch; -1 if there is none. A clock that was set back leaves such save ids behind."""
-    newest = -1
+    save_ids = [*_bounds(base)]
     for version in list_versions(base):
         try:
             names = os.listdir(base / version)
         except FileNotFoundError:  # pruned meanwhile
             continue
-        for name in names:
-            found = parse_manifest_name(name)
-            if found is not None and found[1] > run_id and not found[1].startswith(run_id):
-                digits = found[1][:_MS_DIGITS]
-                # Of another form it was not made here, and nothing could be made to sort after it.
-                if digits.isascii() and digits.isdigit() and len(digits) == _MS_DIGITS:
-                    newest = max(newest, int(digits))
+        save_ids += [found[1] for found in map(parse_manifest_name, names) if found is not None]
+    newest = -1
+    for save_id in save_ids:
+        digits = save_id[:_MS_DIGITS]
+        # Of another form it was not made here, and nothing could be made to sort after it.
+        if save_id > run_id and not save_id.startswith(run_id) and digits.isascii() and digits.isdigit():
+            newest = max(newest, int(digits) if len(digits) == _MS_DIGITS else -1)
     return newest
+
+
+def _bounds(base: Path) -> tuple[str, ...]:
+    try:
+        return read_record(base / PRIVATE_DIR).bounds
+    except FlashpointError:  # it is not believed by anybody
+        return ()
 
 
 def _diverged(who: str, highest_step: int) -> DivergedError:

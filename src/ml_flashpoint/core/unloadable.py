@@ -25,6 +25,7 @@ def why_nothing(
     reports: Sequence[NodeReport],
     given_up: Mapping[tuple[str, str], str],
     discarded: Collection[tuple[str, str]],
+    abandoned: Collection[int] = (),
 ) -> str | None:
     """Why no version can be loaded, where none was found; None where there was none to lose.
 
@@ -32,12 +33,14 @@ def why_nothing(
         reports: of every node that has ranks. All of them answered.
         given_up: versions (name, save id) that could not be fetched or verified, and why.
         discarded: versions that the caller did not want any more.
+        abandoned: steps of versions that are there, and were gone back from.
 
     Returns:
         Words that name every version concerned and what is wrong with it, or None: nothing but what the caller has
         discarded was ever complete.
     """
     reasons = [f"{version} ({why})" for (version, _), why in given_up.items()]
+    reasons += [f"step {step} (was gone back from; resume(step={step}) takes it)" for step in abandoned]
     reasons += [
         f"{unread.version or 'the versions'} on {report.inventory.node} ({unread.why})"
         for report in reports

@@ -5,16 +5,12 @@ Owns the votes, so that what fails on one rank is an error on every one and not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
-from ml_flashpoint.checkpoint_object_manager.capacity import preflight
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import CapacityError, LoadError
+from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 
 def fall_back(ranks: RankGroup, fallback: Callable[[], int | None]) -> int:
@@ -34,25 +30,3 @@ def fall_back(ranks: RankGroup, fallback: Callable[[], int | None]) -> int:
     if len(set(steps)) > 1:
         raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
     return step
-
-
-def check_capacity(ranks: RankGroup, expected_bytes: int, store: RankStore, replication: ReplicationManager) -> None:
-    """Check that every node has room for what its ranks will save, and for the copies that they will hold.
-
-    Raises:
-        CapacityError: one has not.
-    """
-    mine = json.dumps([expected_bytes, sum(store.arenas.resident_bytes())])
-    gathered = [json.loads(blob) for blob in ranks.gather(mine.encode())]
-    here = ranks.topology.ranks_of(ranks.node)
-
-    def check() -> None:
-        preflight(
-            store.base,
-            max(gathered[rank][0] for rank in here),
-            copies=max(len(replication.held_by(rank)) for rank in here),
-            ranks_on_node=len(here),
-            held_bytes=sum(gathered[rank][1] for rank in here),
-        )
-
-    ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))

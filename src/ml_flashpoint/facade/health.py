@@ -23,6 +23,7 @@ class Health:
         bytes: bytes of this rank's part of its newest version.
         overlapped_s, blocking_s: seconds from the beginning of a save to the next update of an optimizer, where the
             copy goes on meanwhile, and where it is made before; see `StagingTrial`. 0.0: not measured.
+        gave_way: versions kept beside the newest one that gave way on this rank for want of room. Pinned ones never do.
         degraded: whether something needs attention: the latest save failed or hangs, copies are missing, or ranks do
             not agree.
     """
@@ -38,6 +39,7 @@ class Health:
     bytes: int
     overlapped_s: float
     blocking_s: float
+    gave_way: int
     degraded: bool
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:

@@ -77,6 +77,16 @@ class LoadOutcome:
             if failure.blame is Blame.CHOICE:
                 raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=rank)
 
+    def refuse_to_miss(self, rank: int) -> None:
+        """Called when one version was asked for.
+
+        Raises:
+            LoadError: it was not loaded.
+        """
+        if self.version is None:
+            in_part = " (and was loaded in part)" if any(failure.touched for failure in self.failures) else ""
+            raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
+
     def refuse_to_start_anew(self, rank: int) -> None:
         """Called when nothing was loaded and training would start from nothing.
 
@@ -137,12 +147,16 @@ class StateLoader:
         self._safe_globals = safe_globals
         self._keep = on_world_size_change == "keep"
 
-    def load_newest(self, base: CheckpointContainerId) -> LoadOutcome:
+    def load(self, base: CheckpointContainerId, wanted: int | str | None = None) -> LoadOutcome:
         """Load the newest version of a base container that all ranks can load. Collective.
 
         What failed in an earlier call is tried again.
 
+        Args:
+            wanted: the step of a version, or the label of a pin, to load that one or none.
+
         Raises:
+            LoadError: there is no such version.
             RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
         """
         joint = JointLoad(self._loader, self._ranks, explain, (Exception, CheckpointException))
@@ -155,14 +169,19 @@ class StateLoader:
             finally:
                 outcome.load_s += time.perf_counter() - began
 
-        loaded = joint.newest(lambda: self._next_version(base, outcome), load_timed)
+        loaded = joint.newest(lambda: self._next_version(base, wanted, outcome), load_timed)
         outcome.version = None if loaded is None else loaded[0]
         return outcome
 
-    def _next_version(self, base: CheckpointContainerId, outcome: LoadOutcome) -> CheckpointContainerId | None:
+    def _next_version(
+        self, base: CheckpointContainerId, wanted: int | str | None, outcome: LoadOutcome
+    ) -> CheckpointContainerId | None:
         version = None
         try:
-            version = self._loader.get_latest_complete_checkpoint(base)
+            if wanted is None:
+                version = self._loader.get_latest_complete_checkpoint(base)
+            elif not outcome.failures:
+                version = self._loader.get_checkpoint(base, wanted)
         except NothingLoadableError as error:
             outcome.unloadable = error
         if (report := self._loader.last_recovery) is not None:

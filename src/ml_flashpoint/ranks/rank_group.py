@@ -219,6 +219,12 @@ class RankGroup:
         if newest > self.run_id and not newest.startswith(self.run_id):
             self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
 
+    def begin_run(self, newest_save_id: str = "") -> str:
+        """Collective: have saves from here on sort after all of this run, and after this one. Returns the new run id,
+        which all their ids begin with."""
+        self.run_id = self.broadcast(new_run_id(max(self.run_id, newest_save_id)).encode()).decode()
+        return self.run_id
+
     def _run(self, what: str, collective: Callable[[dist.ProcessGroup | None], object], data: torch.Tensor) -> None:
         # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
         # they would need the interpreter to free it, and abort the process if that happens to be exiting.

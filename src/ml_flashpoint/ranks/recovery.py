@@ -232,6 +232,19 @@ def plan_recovery(
     return None
 
 
+def is_protected(version: CompleteVersion, topology: Topology, strategy: ReplicationStrategy | None) -> bool:
+    """Whether every part of a version is where it belongs, as are all copies that the strategy asks for.
+
+    Where another number of ranks has saved it, whether as many nodes hold each part.
+    """
+    ranks = range(topology.world_size)
+    copies = [() if strategy is None else strategy.copies_of(rank, topology) for rank in ranks]
+    if version.world_size != topology.world_size:
+        fewest = min((len({topology.node_of(rank) for rank in (rank, *copies[rank])}) for rank in ranks), default=1)
+        return all(len(nodes) >= fewest for nodes in version.holders)
+    return all(topology.node_of(home) in version.holders[rank] for rank in ranks for home in (rank, *copies[rank]))
+
+
 def superseded(save_id: str, verified: str) -> bool:
     """Whether parts of ``save_id`` may be removed: only if saved before the verified save id; see `prunable`."""
     return save_id < verified

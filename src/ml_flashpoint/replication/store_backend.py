@@ -66,6 +66,7 @@ class IncomingCopy:
 
     Args:
         timeout_s: see `RankStore.acquire_for_copy`.
+        make_way: whether what is kept may give way for it.
 
     Raises:
         InvalidNameError: an object is not called like the part.
@@ -73,7 +74,7 @@ class IncomingCopy:
         CapacityError: no room.
     """
 
-    def __init__(self, store: RankStore, manifest: Manifest, *, timeout_s: float = 0.0) -> None:
+    def __init__(self, store: RankStore, manifest: Manifest, *, timeout_s: float = 0.0, make_way: bool = True) -> None:
         _check_names(manifest)
         _check_size(manifest, store)
         self._store = store
@@ -81,7 +82,12 @@ class IncomingCopy:
         self._arenas: list[Arena] = []
         try:
             for record in manifest.objects:
-                self._arenas.append(store.acquire_for_copy(record.file_size, manifest.rank, timeout_s=timeout_s))
+                size = record.file_size
+                self._arenas.append(
+                    store.acquire_for_copy(size, manifest.rank, timeout_s=timeout_s)
+                    if make_way
+                    else store.acquire(size, exact=True)
+                )
         except BaseException:
             self.abort()
             raise

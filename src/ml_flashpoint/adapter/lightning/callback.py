@@ -32,6 +32,7 @@ from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -62,8 +63,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: how often to save.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap:
-            see `ml_flashpoint.Flashpoint`.
+        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap,
+            keep: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
 
     Raises:
@@ -85,6 +86,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         verify_saves: str = "sample",
         on_world_size_change: str = "raise",
         overlap: bool = True,
+        keep: int | Keep = 1,
         grace_s: float = 20.0,
     ) -> None:
         super().__init__()
@@ -103,6 +105,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             "verify_saves": checked_mode(verify_saves),
             "on_world_size_change": checked_choice("on_world_size_change", on_world_size_change, "raise", "keep"),
             "overlap": checked_bool("overlap", overlap),
+            "keep": checked_keep(keep),
             "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None

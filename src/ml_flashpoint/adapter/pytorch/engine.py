@@ -16,6 +16,7 @@ from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -36,7 +37,7 @@ class Engine(CheckpointEngine):
     Args:
         safe_globals: further types that items which are no tensors may be made of, as for
             ``torch.serialization.safe_globals``.
-        base, replication, verify_saves, initial_buffer_size_bytes, discard_existing: see
+        base, replication, verify_saves, initial_buffer_size_bytes, discard_existing, keep: see
             `core.engine.CheckpointEngine`, which also says what is raised.
     """
 
@@ -49,6 +50,7 @@ class Engine(CheckpointEngine):
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
+        keep: int | Keep = 1,
     ) -> None:
         self._safe_globals = checked_globals(safe_globals)
         super().__init__(
@@ -57,6 +59,7 @@ class Engine(CheckpointEngine):
             verify_saves=verify_saves,
             initial_buffer_size_bytes=initial_buffer_size_bytes,
             discard_existing=discard_existing,
+            keep=keep,
         )
 
     @classmethod

@@ -1,0 +1,114 @@
+"""What a recovery does with the versions that are kept beside the one that it goes on from.
+
+Owns which ones these are, from what the nodes have, and having their parts and copies in their places again, as far as
+there is room. Nothing here fails a recovery: what cannot be had is kept with what there is of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.budget import Budget
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.inventory import NodeReport
+from ml_flashpoint.core.part_source import PartSource
+from ml_flashpoint.format.errors import CapacityError, FlashpointError
+from ml_flashpoint.format.failure_kinds import as_ours
+from ml_flashpoint.format.retention_record import RetentionRecord, write_record
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.recovery import CompleteVersion, NodeInventory, plan_recovery
+from ml_flashpoint.ranks.retention import Keep, VerifiedSave, kept
+
+_log = logging.getLogger(__name__)
+
+
+def retained_line(
+    complete: Sequence[CompleteVersion], record: RetentionRecord, newest: str, keep: Keep
+) -> list[VerifiedSave]:
+    """The saves that are kept up to the one with the id ``newest``, oldest first. The same on all ranks.
+
+    Args:
+        complete: versions of which every part is somewhere, newest first.
+    """
+    along = [each for each in complete if each.save_id <= newest and not record.is_abandoned(each.save_id)]
+    # Below all saves of this run, whose numbers are positive.
+    line = [VerifiedSave(each.save_id, each.step, -1 - index) for index, each in enumerate(along)]
+    return kept(line[::-1], keep, record.pinned)
+
+
+def without_lost(record: RetentionRecord, complete: Sequence[CompleteVersion]) -> RetentionRecord:
+    """The record without pins of versions of which a part is nowhere any more. The same on all ranks."""
+    there = {each.save_id for each in complete}
+    lost = [pin for pin in record.pins if pin.save_id not in there]
+    for pin in lost:
+        _log.error("%s, pinned as %r, is lost: no node of this job has all of it", pin.version, pin.label)
+    return record.with_pins(pin for pin in record.pins if pin not in lost) if lost else record
+
+
+def spread(record: RetentionRecord, reports: Sequence[NodeReport], store: RankStore, group: RankGroup) -> None:
+    """Have a record on this node, if it is not there: a node may be new, or a crash may have left it behind."""
+    mine = next((report.record for report in reports if report.inventory.node == group.node), None)
+    if not group.is_node_leader or mine == record:
+        return
+    try:
+        write_record(store.base / PRIVATE_DIR, record)
+    except FlashpointError as error:
+        _log.error("what is pinned would not survive the loss of other nodes: %s", error)
+
+
+def protect(
+    versions: Sequence[CompleteVersion],
+    store: RankStore,
+    group: RankGroup,
+    source: PartSource,
+    inventories: Sequence[NodeInventory],
+    damaged: Collection[tuple[str, str, str, int]],
+) -> int:
+    """Fetch what this rank lacks of kept versions, own parts and copies, newest version first; what there is no room
+    for is left where it is. Returns how many bytes that were."""
+    if source.strategy is None:
+        return 0
+    here = group.topology.ranks_of(group.node)
+    copies = len(source.strategy.held_by(store.rank, group.topology))
+    budget = Budget(store.directory, [store.directory_of(rank) for rank in here], copies)
+    room = budget.left() // len(here)
+    everything = {(part.version, part.save_id) for inventory in inventories for part in inventory.parts}
+    fetched = 0
+    for version in versions:
+        plan = plan_recovery(
+            inventories,
+            group.topology,
+            strategy=source.strategy,
+            damaged=damaged,
+            excluded=everything - {(version.version, version.save_id)},
+        )
+        for fetch in () if plan is None else plan.fetches:
+            if fetch.target_rank != store.rank:
+                continue
+            try:
+                if fetched + fetch.size > room:
+                    raise CapacityError("there is no room beside what saves need", path=store.base)
+                manifest = source.fetch_part(
+                    version,
+                    fetch.part_rank,
+                    store,
+                    group,
+                    first=fetch.source_node,
+                    until=0.0,
+                    failures=[],
+                    make_way=False,
+                )
+            except Exception as error:
+                text = "%s is kept, but the part of rank %d is not where it belongs, so it may not survive a loss: %s"
+                _log.warning(text, version.version, fetch.part_rank, as_ours(error))
+                return fetched
+            fetched += manifest.total_size
+    return fetched
+
+
+def shown_versions(versions: Iterable[tuple[int, Sequence[str]]]) -> str:
+    """Steps, with the labels of what is pinned, in words."""
+    shown = [f"{step} ({', '.join(map(repr, labels))})" if labels else str(step) for step, labels in versions]
+    return f"steps {', '.join(shown)}" if shown else "none"

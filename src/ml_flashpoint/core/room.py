@@ -1,0 +1,88 @@
+"""The preflight of a job: whether its nodes have room for what its ranks will save and keep.
+
+Owns the vote before training, so that one node without room is an error on every rank, and what each rank may take once
+the size of its saves is known. The sums are `capacity`'s and `budget`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from ml_flashpoint.checkpoint_object_manager.budget import Budget
+from ml_flashpoint.checkpoint_object_manager.capacity import preflight
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.replication.replication_manager import ReplicationManager
+
+_log = logging.getLogger(__name__)
+
+
+def check_capacity(
+    ranks: RankGroup,
+    expected_bytes: int,
+    store: RankStore,
+    replication: ReplicationManager,
+    *,
+    kept: int = 0,
+) -> None:
+    """Check that every node has room for what its ranks will save, and for the copies that they will hold. Collective.
+
+    Where there is no room for all that the rule keeps beside the newest version, that is only said: it gives way.
+
+    Args:
+        expected_bytes: bytes that this rank saves.
+        kept: versions that must have room beside the newest one and those that are pinned.
+
+    Raises:
+        CapacityError: one has not.
+    """
+    mine = json.dumps([expected_bytes, store.bytes_to_use()])
+    gathered = [json.loads(blob) for blob in ranks.gather(mine.encode())]
+    here = ranks.topology.ranks_of(ranks.node)
+
+    def check() -> None:
+        with_room_for = partial(
+            preflight,
+            store.base,
+            max(gathered[rank][0] for rank in here),
+            copies=max(len(replication.held_by(rank)) for rank in here),
+            ranks_on_node=len(here),
+            held_bytes=sum(gathered[rank][1] for rank in here),
+        )
+        _check(store, with_room_for, kept, tell=ranks.is_node_leader)
+
+    ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))
+
+
+def prepare_room(store: RankStore, ranks: RankGroup, size: int, copies: int) -> None:
+    """Set what this rank may take, before the first save of a size.
+
+    Args:
+        size: bytes that it saves.
+        copies: peers whose parts it holds.
+
+    Raises:
+        CapacityError: there is too little even for what must be.
+    """
+    _check(store, partial(preflight, store.base, size, copies=copies, held_bytes=store.bytes_to_use()), tell=True)
+    here = ranks.topology.ranks_of(ranks.node)
+    neighbours = tuple(store.directory_of(rank) for rank in here if rank != store.rank)
+    store.arenas.budget = Budget(store.directory, neighbours, copies)
+
+
+def _check(store: RankStore, with_room_for: Callable[..., None], kept: int = 0, *, tell: bool) -> None:
+    """Raise if there is no room for what must be; say so if there is none for what is kept beside that."""
+    try:
+        with_room_for(kept=kept)
+    except CapacityError as error:
+        raise store.retained.explain(error) from None
+    beside = max(kept, store.retained.keep.beside_newest)
+    try:
+        with_room_for(kept=beside)
+    except CapacityError as error:
+        if tell:
+            _log.warning("not all %d versions beside the newest one will be kept: %s", beside, error)

@@ -1,0 +1,122 @@
+"""What a façade's user does with older versions: list them, pin them, load one of them.
+
+Owns these calls, in the words of a training loop. What they do on all ranks is `core.retention`'s; which versions stay
+by themselves is `ranks.retention`'s rule.
+"""
+
+from __future__ import annotations
+
+from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.core.retention import KeptVersion
+from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+from ml_flashpoint.facade.save_runner import SaveRunner
+from ml_flashpoint.facade.state_loader import LoadOutcome, StateLoader
+from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError
+from ml_flashpoint.format.retention_record import checked_label
+
+
+class KeptVersions:
+    """The part of `Flashpoint` that is about versions other than the newest."""
+
+    _engine: CheckpointEngine
+    _saves: SaveRunner
+    _states: StateLoader
+    _tracked: TrackedState
+    _deadline_s: float
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def versions(self) -> list[KeptVersion]:
+        """What this job holds in memory and `resume` can load, newest save first. Collective.
+
+        A version of which a part is on no node any more is not among them.
+        """
+        self._check_open()
+        return self._engine.versions()
+
+    def pin(self, label: str, step: int | None = None) -> int:
+        """Keep a version until `unpin`, over restarts, too, whatever ``keep`` says. Collective; waits for the save
+        under way to be verified.
+
+        A pinned version never gives way. Where memory is short, saves fail instead, and say so.
+
+        Args:
+            label: a name for it, such as ``"before lr drop"``.
+            step: which version; by default the newest.
+
+        Returns:
+            The step of the version.
+
+        Raises:
+            InvalidArgumentError: the label is taken, or none.
+            LoadError: there is no such version that is verified; names those that there are.
+            CapacityError: there is no room for a version more.
+            FlashpointError: ranks lost each other, or it cannot be recorded on some node; nothing is pinned then.
+        """
+        self._check_open()
+        checked_label(label)
+        if step is not None:
+            checked_integer("step", step, 0, MAX_STEP)
+        self._settle()
+        return self._engine.pin(label, step)
+
+    def unpin(self, label: str) -> None:
+        """Let a pinned version go, unless ``keep`` keeps it. Collective.
+
+        Raises:
+            InvalidArgumentError: there is no such pin; names those that there are.
+            FlashpointError: it cannot be recorded on some node; it is pinned then.
+        """
+        self._check_open()
+        self._engine.unpin(label)
+
+    def _settle(self) -> None:
+        """Wait until the save under way has ended on all ranks.
+
+        Raises:
+            DeadlineError: it took too long on some rank; on all of them.
+        """
+        ranks = self._engine.ranks
+        late = DeadlineError("a save is still under way", rank=ranks.rank)
+
+        def settle() -> None:
+            if not self._saves.help_and_await(self._deadline_s):
+                raise late
+
+        ranks.together(settle, DeadlineError("a save of another rank is still under way", rank=ranks.rank))
+
+    def _load(self, wanted: int | str | None) -> LoadOutcome:
+        """Load the newest version, or the one of a step or a pin, which is then the newest."""
+        rank = self._engine.ranks.rank
+        if wanted is not None:
+            self._settle()
+            self._engine.retention.settle()
+            self._engine.store.drop_before_next_save([])  # it may be one of those
+        fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), False
+        try:
+            outcome = self._states.load(self._engine.base, wanted)
+            loaded = outcome.version is not None
+        finally:
+            if not loaded:  # what the tries left behind must not show in a training that starts anew
+                for each in fresh:
+                    each.forget()
+                restore_rng_state(generators)
+        outcome.refuse_to_decide(rank)
+        if wanted is not None:
+            outcome.refuse_to_miss(rank)
+            self._engine.leave_newer()
+            self._saves.last_saved = None
+        return outcome
+
+
+def checked_wanted(step: int | str | None, fallback: object) -> int | str | None:
+    """What `resume` is to load: a step, the label of a pin, or None for the newest version."""
+    if step is not None and fallback is not None:
+        raise InvalidArgumentError("cannot go with a step: that is loaded, or nothing", argument="fallback", value=step)
+    if isinstance(step, str):
+        return checked_label(step)
+    return None if step is None else checked_integer("step", step, 0, MAX_STEP)

@@ -1,0 +1,143 @@
+"""Ranks that keep, pin and go back to versions, as a script says; for `tests.support.forked`.
+
+Owns what one rank does. Its state is its own, a function of rank, step and attempt, so that whatever is loaded can be
+compared with what was saved, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ml_flashpoint import Flashpoint, Keep
+from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.format.errors import FlashpointError
+from tests.support.forked import Report
+
+Command = tuple[Any, ...]
+
+
+def content(rank: int, step: int, attempt: int, count: int) -> torch.Tensor:
+    """What a rank has at a step; ``attempt`` tells saves of one step apart."""
+    return torch.arange(count, dtype=torch.int64) * (step + 1000 * attempt) + rank
+
+
+class State:
+    """What one rank tracks."""
+
+    def __init__(self, count: int) -> None:
+        self.values = torch.zeros(count, dtype=torch.int64)
+        self.name = [0, 0, 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.copy_(state["values"])
+        self.name = list(state["name"])
+
+    def set(self, rank: int, step: int, attempt: int) -> None:
+        self.values.copy_(content(rank, step, attempt, len(self.values)))
+        self.name = [rank, step, attempt]
+
+    def checked(self) -> list[int]:
+        """Whose state this is: rank, step, attempt. Fails if a bit of it is another's."""
+        rank, step, attempt = self.name
+        assert torch.equal(self.values, content(rank, step, attempt, len(self.values))), self.name
+        return self.name
+
+
+def shown(versions: Sequence[Any]) -> list[Any]:
+    """Step, labels, and marks, of each version."""
+    marks = [("" if each.verified else "unverified ") + ("left" if each.abandoned else "") for each in versions]
+    return [(each.step, *each.labels, *mark.split()) for each, mark in zip(versions, marks, strict=True)]
+
+
+def play(
+    report: Report,
+    rank: int,
+    script: Sequence[Command],
+    keep: int | Keep = 3,
+    count: int = 5000,
+    change: str = "raise",
+) -> list[Any]:
+    """Do what each line of a script says; returns what came of each that returns something."""
+    said: list[Any] = []
+    state = State(count)
+    base = os.environ["FLASHPOINT_TEST_BASE"]
+    with Flashpoint(base, keep=keep, deadline_s=60, on_world_size_change=change) as fp:
+        fp.track(state=state)
+        for name, *arguments in script:
+            try:
+                match name:
+                    case "resume":
+                        said.append((fp.resume(step=arguments[0] if arguments else None), state.checked()[1:]))
+                    case "save":  # steps, attempt
+                        for step in arguments[0]:
+                            state.set(rank, step, arguments[1])
+                            fp.save(step)
+                            fp.wait()
+                    case "versions":
+                        said.append(shown(fp.versions()))
+                    case "pin" | "unpin":
+                        said.append(getattr(fp, name)(*arguments))
+                    case "arenas":
+                        folder = os.path.join(base, ".flashpoint", f"rank-{rank:05d}")
+                        said.append(sum(each.startswith("arena-") for each in os.listdir(folder)))
+                    case "health":
+                        said.append((fp.health.failures, fp.health.gave_way > 0))
+                    case "error":
+                        said.append(fp.health.last_error)
+                    case "fill":  # all but so many bytes
+                        stats = os.statvfs(base)
+                        with open(os.path.join(os.path.dirname(base), "other"), "wb") as file:
+                            os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - arguments[0])
+                    case "empty":
+                        os.unlink(os.path.join(os.path.dirname(base), "other"))
+                    case "held":  # steps of which this node has anything
+                        found = (each[5:-5] for each in os.listdir(base) if each.startswith("step-"))
+                        said.append(sorted(map(int, found)))
+                    case "hang":
+                        report("hangs")
+                        report.listen()
+                    case _:
+                        raise AssertionError(name)
+            except FlashpointError as error:
+                said.append(f"{type(error).__name__}: {error.message}")
+    return said
+
+
+def play_alone(report: Report, base: str, script: Sequence[Command], *arguments: Any) -> list[Any]:
+    """The same in a job of one rank."""
+    os.environ["FLASHPOINT_TEST_BASE"] = base
+    return play(report, 0, script, *arguments)
+
+
+def play_engine(report: Report, rank: int, steps: Sequence[int], back: int | str) -> list[Any]:
+    """The same for whoever uses the engine itself: saves, pins, goes back, restarts, and looks."""
+    said: list[Any] = []
+    for life in range(2):
+        with CheckpointEngine(os.environ["FLASHPOINT_TEST_BASE"], keep=Keep(newest=2, every_n_steps=4)) as engine:
+            if life == 0:
+                for step in steps:
+                    tensors = [("values", content(rank, step, 0, 5000))]
+                    engine.saver.save(engine.version(step), tensors)
+                    assert engine.saver.wait(30)
+                engine.pin("first", min(each.step for each in engine.versions()))
+                said.append(shown(engine.versions()))
+                version = engine.go_back(back)
+            else:
+                version = engine.latest()
+            assert version is not None
+            said.append(version.step)
+            manifest = engine.loader.read_manifest(version, rank)
+            reader = engine.loader.open_object(version, manifest, manifest.objects[0])
+            assert torch.equal(reader.tensor("values"), content(rank, version.step, 0, 5000))
+            engine.loader.release()
+            if dist.is_initialized():
+                dist.barrier()
+    return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def lines_of(page: str, base: Path, with_a: str = "Flashpoint(") -> str:
     """The first Python block of a page that has something in it, with another base container."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if with_a in each)
+    block = block.replace("/lustre/me/job-145", f"{base}-persisted")
     return block.replace("/dev/shm/mlf-jobs/job-145", str(base)).replace("/dev/shm/mlf-jobs", str(base))
 
 
@@ -63,7 +65,7 @@ def live(block: str, seed: int, crash_at: int | None = None) -> tuple[list[float
     return losses, [p.detach().numpy().tobytes() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/flashpoint.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/flashpoint.md", "docs/persist.md"])
 def test_lines_run_and_go_on(tmpfs: Path, page: str) -> None:
     undisturbed = live(lines_of(page, tmpfs / "undisturbed"), seed=1)
     assert len(undisturbed[0]) == STEPS
@@ -72,6 +74,9 @@ def test_lines_run_and_go_on(tmpfs: Path, page: str) -> None:
     rest, parameters = live(block, seed=2)
     assert (first + rest, parameters) == undisturbed
     assert live(block, seed=3) == ([], parameters), "there is nothing left to do"
+    if page == "docs/persist.md":
+        shutil.rmtree(tmpfs / "job")
+        assert live(block, seed=4) == ([], parameters), "it is persisted"
 
 
 @pytest.mark.parametrize("part", ["Engine.open", "async_save"])

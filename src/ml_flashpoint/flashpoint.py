@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -31,10 +31,12 @@ from ml_flashpoint.core.arguments import (
 )
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
-from ml_flashpoint.facade.health import Health, Recovery
+from ml_flashpoint.facade.ending import end_within
+from ml_flashpoint.facade.health import Health, Recovery, health_of
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
@@ -108,6 +110,10 @@ class Flashpoint(KeptVersions):
         keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
         verify_staging: fail saves in which something changed while it was copied, by comparing all content. Slow.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
+        persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
+            background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.
+        persist_every, persist_keep: the first version at or after each multiple of so many steps; so many stay.
+        persist_bytes_per_s: most bytes that a rank writes there in a second.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -136,6 +142,10 @@ class Flashpoint(KeptVersions):
         verify_staging: bool = False,
         on_event: Callable[[events.Event], object] | None = None,
         keep: int | Keep = 1,
+        persist: str | None = None,
+        persist_every: int = 50,
+        persist_keep: int = 3,
+        persist_bytes_per_s: float | None = None,
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_integer("every_n_steps", every_n_steps, 1)
@@ -147,12 +157,19 @@ class Flashpoint(KeptVersions):
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         discard_existing = checked_bool("discard_existing", discard_existing)
         overlap, verify_staging = checked_bool("overlap", overlap), checked_bool("verify_staging", verify_staging)
+        persisted = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
-
         on_event = checked_callable("on_event", on_event, "of one event")
         self._keep = checked_keep(keep)
         self._world = _default_group()
-        self._open(strategy, discard_existing, verify_saves, every_n_steps=self._every, on_world_size_change=change)
+        self._open(
+            {"every_n_steps": self._every, "on_world_size_change": change},
+            replication=strategy,
+            discard_existing=discard_existing,
+            verify_saves=verify_saves,
+            keep=self._keep,
+            persist=persisted,
+        )
         self._ranks = self._engine.ranks
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(self._commit_for_termination, self._grace_s)
@@ -187,23 +204,13 @@ class Flashpoint(KeptVersions):
         if handle_sigterm:
             self._guard.install()
 
-    def _open(
-        self, replication: ReplicationStrategy | None, discard_existing: bool, verify_saves: str, **alike: object
-    ) -> None:
-        """Take the base container and open the engine, on all ranks or on none; ``alike`` is the same on all."""
+    def _open(self, alike: dict[str, object], **options: Any) -> None:
+        """Take the base container and open the engine, on all ranks or on none; what is ``alike`` is so on all."""
         with contextlib.ExitStack() as undo:
             self._key = claim(self, os.path.realpath(self._base), rank_group().rank)
             undo.callback(release, self, self._key)
             rank_group().agree_on(**alike)
-            self._engine = undo.enter_context(
-                CheckpointEngine(
-                    self._base,
-                    replication=replication,
-                    verify_saves=verify_saves,
-                    discard_existing=discard_existing,
-                    keep=self._keep,
-                )
-            )
+            self._engine = undo.enter_context(CheckpointEngine(self._base, **options))
             # One of its own, so that saves never interleave with the program's collectives, on any device.
             self._group: LastingGroup | None = None
             if self._world is not None:
@@ -291,7 +298,7 @@ class Flashpoint(KeptVersions):
         if not self._saves.help_and_await(self._deadline_s):
             raise DeadlineError("a save is still under way", rank=self._ranks.rank)
         outcome = self._load(wanted)
-        source: Literal["memory", "fallback", "nothing"] = "memory"
+        source = outcome.source
         if outcome.version is not None:
             step = self._resumed_from = outcome.version.step or 0
         elif fallback is not None:
@@ -302,7 +309,7 @@ class Flashpoint(KeptVersions):
             outcome.refuse_to_start_anew(self._ranks.rank)
             step, source = 0, "nothing"
         self._steps = step
-        self._engine.unasked = False
+        self._engine.go_on_from(step)
         self._saves.align()
         self._check_capacity()
         self._last_recovery = outcome.recovery(step, source, time.perf_counter() - began)
@@ -388,8 +395,7 @@ class Flashpoint(KeptVersions):
         return settled
 
     def _commit_for_termination(self, deadline_s: float) -> None:
-        if not self._saves.settle(deadline_s):
-            _log.warning("SIGTERM: the save under way was not committed and copied within %.0f s", deadline_s)
+        end_within(deadline_s, self._saves, self._engine.persisting)
 
     # ---- what became of it --------------------------------------------------------------------------------
 
@@ -418,18 +424,11 @@ class Flashpoint(KeptVersions):
     @property
     def health(self) -> Health:
         """How saving goes, now."""
-        saves, stats = self._saves, self._engine.saver.stats
         own = [part.manifest for part in self._engine.store.held() if part.rank == self._ranks.rank]
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
-        return Health(
-            **saves.counters(),
-            replication_error=stats.replication_error,
-            agreement_error=stats.agreement_error,
-            bytes=self._part_bytes,
-            gave_way=self._engine.store.retained.gave_way,
-            degraded=bool(saves.failures_in_a_row or saves.hangs or stats.replication_error or stats.agreement_error),
-        )
+        gave_way = self._engine.store.retained.gave_way
+        return health_of(self._saves, self._engine.saver.stats, self._engine.persisting, self._part_bytes, gave_way)
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -466,7 +465,7 @@ class Flashpoint(KeptVersions):
         committed = self._saves.help_and_await(deadline_s)
         if not committed:
             _log.warning("closed while a save was under way: it may not be committed")
-        self._engine.stop()
+        self._engine.stop(deadline_s)
         self._part_bytes = self.health.bytes
         if committed:
             # Else arenas may still be written to: they stay mapped until the process ends.

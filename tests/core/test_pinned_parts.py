@@ -16,6 +16,7 @@ from ml_flashpoint.core.commit_queue import CommitQueue
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import CapacityError
 from tests.checkpoint_object_manager.store_support import ARENA, commit, content, write
 
 pytestmark = pytest.mark.stores_any_bytes
@@ -94,3 +95,29 @@ def test_what_was_dropped_before_its_turn_is_not_read(store: RankStore) -> None:
     assert (save.state, queue.stats.withdrawn, copied) == (SaveState.EVICTED, 0, [])
     assert len(store.arenas.free) == 0, "its arena is the newer save's"
     queue.close(5)
+
+
+def test_what_is_lent_stays_until_there_is_no_room_and_is_freed_once(
+    store: RankStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = commit(store, 1, "a-1")
+    arena = part.arenas[0]
+    with store.pinned(part, loan=True) as held:
+        assert held
+        store.drop(part)
+        store.drop_useless()
+        assert store.held() == [part], "there is room for others"
+        with monkeypatch.context() as full:
+            full.setattr(store.arenas, "_make", no_room)
+            assert store.acquire(ARENA) is arena, "a save does not fail for it"
+        assert store.held() == []
+    assert arena not in store.arenas.free, "it is the save's now"
+    store.release(arena)
+    with store.pinned(commit(store, 2, "a-2"), loan=True):
+        store.drop(store.held()[0])
+    assert store.held() == []
+    assert len(store.arenas.free) >= 1
+
+
+def no_room(size: int) -> Any:
+    raise CapacityError("no room")

@@ -149,7 +149,7 @@ def test_a_checkpoint_in_the_wrong_place_is_not_taken_for_one(damaged: tuple[Che
     ]:
         place = run.parent / f"run-{run_id}" / f"step-{checkpoint_id}_ckpt"
         fields = PersistedCheckpoint(checkpoint_id, run_id, MANAGERS, parts).to_fields()
-        (place / "complete.json").write_bytes(encode_record(stored_checkpoints._MARKER_KIND, fields))
+        (place / "complete.json").write_bytes(encode_record(stored_checkpoints.MARKER_KIND, fields))
         if run_id == "z":
             shutil.rmtree(run.parent / "run-z" / "step-1_ckpt")
     assert persister.ids() == [1]
@@ -169,7 +169,7 @@ def test_a_checkpoint_in_the_wrong_place_is_not_taken_for_one(damaged: tuple[Che
 )
 def test_markers_are_distrusted(damaged: tuple[CheckpointPersister, Path], fields: dict[str, Any]) -> None:
     persister, folder = damaged
-    (folder / "complete.json").write_bytes(encode_record(stored_checkpoints._MARKER_KIND, fields))
+    (folder / "complete.json").write_bytes(encode_record(stored_checkpoints.MARKER_KIND, fields))
     assert persister.ids() == [1]
     with contextlib.suppress(InvalidArgumentError):
         checkpoint = PersistedCheckpoint.from_fields(fields)

@@ -63,6 +63,8 @@ class ArenaPool:
         """How many arenas there may be, if that is limited."""
         self.kept: Callable[[], Collection[Arena]] = tuple
         """Those that hold what is kept as far as there is room, and do not count."""
+        self.for_loans = 0
+        """Arenas that parts are in now and then for longer than they are needed: so many more are left to saves."""
 
     # ---- taking and releasing -----------------------------------------------------------------------------
 
@@ -216,15 +218,16 @@ class ArenaPool:
             copies = {arena for arena in self._in_use if arena.exact or arena in arenas}
             return len(copies.difference(self.kept()))
 
-    def prepare_spare(self, size: int) -> bool:
-        """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background; whether it is."""
+    def prepare_spare(self, size: int, *, beside: int = 0) -> bool:
+        """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background, ``beside`` so many
+        free ones; whether it is."""
         with self._lock:
-            if self.has_free(size):
+            if self.has_free(size, beside=beside):
                 return True
             try:
                 arena = self._create(with_headroom(size))
             except FlashpointError as error:
-                _log.warning("no room for a second arena yet: %s", error)
+                _log.warning("no room for a further arena yet: %s", error)
                 return False
             arena.prefault_in_background()
             self._free.append(arena)
@@ -236,7 +239,7 @@ class ArenaPool:
         lately (once, a rank staged what others write) makes way for one of that size. ``to_keep`` more are wanted for
         what will be `kept`."""
         self._replace_outgrown()
-        expected += to_keep
+        expected += to_keep + self.for_loans
         with self._lock:
             if self.budget is not None:
                 self.discard(self._free[: max(0, self.count - self.budget.most - to_keep)])

@@ -21,6 +21,7 @@ class HeldPart:
             until it is pruned.
         names: files of its objects.
         pins: how many readers there are.
+        loans: how many of another kind there are, who give way where an arena is needed and there is no room for one.
         doomed: to be dropped when the last reader is done.
     """
 
@@ -30,6 +31,7 @@ class HeldPart:
     arenas: list[Arena]
     manifest: Manifest | None
     pins: int = 0
+    loans: int = 0
     doomed: bool = False
     names: list[str] = field(default_factory=list)
 

@@ -271,7 +271,8 @@ class RankStore(RetainingStore):
             self._forget_names(part)
             remove_part(self.base, part.version, part.rank, part.save_id, part.names)
             successor = None
-        for arena in part.arenas:
+        while part.arenas:  # emptied: the end of a loan comes here again, when they may be others'
+            arena = part.arenas.pop(0)
             if successor is None or arena not in successor.arenas:
                 self.release(arena)
 
@@ -330,17 +331,17 @@ class RankStore(RetainingStore):
             self._retire_doomed()
 
     @contextlib.contextmanager
-    def pinned(self, part: HeldPart) -> Iterator[bool]:
-        """Keep a part, and what lies in its arenas, while it is read: dropped meanwhile, it goes at the end. Gives
-        whether it was still held."""
+    def pinned(self, part: HeldPart, *, loan: bool = False) -> Iterator[bool]:
+        """Keep a part, and what lies in its arenas, while it is read: dropped meanwhile, it goes at the end, or as a
+        ``loan``, before a save fails for want of room. Gives whether it was still held."""
         with self._lock:
             held = self._parts.get((part.save_id, part.rank)) is part
-            part.pins += held
+            part.pins, part.loans = part.pins + (held and not loan), part.loans + (held and loan)
         try:
             yield held
         finally:
             with self._lock:
-                part.pins -= held
+                part.pins, part.loans = part.pins - (held and not loan), part.loans - (held and loan)
                 if held and part.doomed:
                     self._retire(part)
 

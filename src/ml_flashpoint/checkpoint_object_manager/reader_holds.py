@@ -4,6 +4,8 @@ Owns the protocol. A reader takes a shared lock (``flock``) on the manifest of a
 it asks for an exclusive one, and waits with the part while it does not get it: for some seconds, and only while there
 is room for other arenas, so a reader never costs a save. Then the part goes, its manifest first; so a reader whose
 manifest has no name any more knows that what it read since may be anything.
+
+A loan is the same within the process, for as long as it takes (see `HeldPart`).
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class ReaderHolds:
             at_once: it has to go now, whoever reads it.
         """
         key = (part.save_id, part.rank)
+        if part.loans and not at_once:
+            return True
         if at_once or not self._is_locked(part):
             self._since.pop(key, None)
             return False

@@ -79,7 +79,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         self._verified: set[tuple[str, str, str]] = set()
         self._discarded: set[tuple[str, str]] = set()
         self._open = contextlib.ExitStack()
-        self.last_recovery: RecoveryReport | None = None
+        self.last_recovery = None
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
@@ -165,6 +165,11 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
     def source(self) -> PartSource:
         """Where parts come from that are elsewhere."""
         return self._source
+
+    def is_abandoned(self, save_id: str) -> bool:
+        """Whether this job has gone back from a save, as far as this node remembers."""
+        store = self._objects.store
+        return store is not None and store.retained.record.is_abandoned(save_id)
 
     @property
     def recovered(self) -> CompleteVersion | None:

@@ -31,6 +31,7 @@ from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_stages import StagedObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.owning_process import OwningProcess
+from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
@@ -58,15 +59,13 @@ __all__ = [
 class DefaultMLFlashpointCheckpointSaver(HandingOff):
     """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
 
-    Construct it on all ranks (it agrees on a run id). Pickled, it becomes a `HandedOffSaver` that carries
-    a new save; see also :meth:`hand_off`.
+    Construct it on all ranks, to agree on a run id. Pickled, it is a `HandedOffSaver`; see :meth:`hand_off`.
 
     Args:
         global_rank_getter: this process's rank; by default from torch.distributed.
-        local_rank_getter: accepted for callers that pass it, not used: nodes are found by asking who shares one.
-        global_barrier_func: accepted for callers that pass it, never called: saves need no barrier.
+        local_rank_getter, global_barrier_func: accepted for callers that pass them, and never called.
         ckpt_obj_manager: where bytes live; one of its own by default.
-        replication_manager: who makes copies; none by default.
+        replication_manager, persisting: who makes copies, and who durable ones of what is verified; none by default.
         initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
         cache_staged_state_dict: keep layout and views between saves. The arenas stay in memory either way.
         verify_saves: how each part is read back in the background once it is committed: one block, another one each
@@ -87,6 +86,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         *,
         cache_staged_state_dict: bool = True,
         verify_saves: str = "sample",
+        persisting: Persisting | None = None,
     ) -> None:
         super().__init__()
         self._verify_saves = checked_mode(verify_saves)
@@ -112,6 +112,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             seal_deadline_s=seal_deadline_s,
             watch=self._watch,
             base=lambda: self._objects.store and self._objects.store.base,
+            persisting=persisting,
         )
         self._lock = threading.RLock()
         self._begun = 0
@@ -416,13 +417,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             return
         if size > self._expected_bytes:
             _log.info("the state of rank %d has %d bytes, more than expected", self.rank, size)
-        copies = len(self._replication.held_by(self.rank)) if self._replicates() and self._replication else 0
+        replication = self._replication
+        copies = len(replication.held_by(self.rank)) if replication is not None and replication.initialized else 0
         prepare_room(store, self._group, size, copies)
         store.evict = lambda: self._evict_one(None, full=False)
         self._largest = size
-
-    def _replicates(self) -> bool:
-        return self._replication is not None and self._replication.initialized
 
     # ---- saves that nobody goes on with ---------------------------------------------------------------------
 

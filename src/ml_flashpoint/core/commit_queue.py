@@ -21,6 +21,7 @@ from typing import Any
 from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.retained import NOTHING_GIVEN_UP
+from ml_flashpoint.core.persisting import UNKNOWN_STEP, Persisting
 from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import Numbering
@@ -68,6 +69,7 @@ class CommitQueue:
         watch: called while that is waited for, and once more if it was in vain; may commit it (a save in another
             process) or fail it.
         base: where saves go of which nobody has said so, for events.
+        persisting: writes verified saves to a durable store; None if nobody does, on any rank.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class CommitQueue:
         seal_deadline_s: Callable[[], float],
         watch: Callable[[Save], float | None],
         base: Callable[[], object] = lambda: None,
+        persisting: Persisting | None = None,
     ) -> None:
         self._group = group
         self._agreement = agreement
@@ -92,6 +95,8 @@ class CommitQueue:
         self._seal_deadline_s = seal_deadline_s
         self._watch = watch
         self._base = base
+        self._persisting = persisting
+        self._due = -1  # number of the save that all ranks would persist
         self._queue: deque[Save] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -227,6 +232,8 @@ class CommitQueue:
         self._verified = save.sequence
         self.stats.last_verified = save.step
         self._tell(events.VersionVerified, save, seconds=time.monotonic() - save.began)
+        if self._persisting is not None:
+            self._persisting.verified(save, due=self._due == save.sequence)
         if save.store is None:
             return
         save.store.advance(save.save_id, step=save.step, age=save.sequence)
@@ -333,6 +340,7 @@ class CommitQueue:
     def _agree(self, save: Save, ready: bool) -> _Outcome:
         damaged = save.state is SaveState.WITHDRAWN
         if not self._group.distributed:
+            self._note_due(save, ready and self._persisting is not None and self._persisting.wanted(save))
             return _Outcome.DAMAGED if damaged else _Outcome.of(ready)
         while True:
             try:
@@ -352,10 +360,15 @@ class CommitQueue:
                 if self.stats.agreement_error is not None:
                     _log.warning("ranks agree on saves again from step %s on", save.step)
                     self.stats.agreement_error = None
+                self._note_due(save, vote.ready and vote.persist)
                 return _Outcome.of(vote.ready) if vote.intact else _Outcome.DAMAGED
             self._diverged(save, vote)
             if save.sequence < vote.newest or vote.oldest == vote.newest:
                 return _Outcome.DAMAGED if damaged else _Outcome.NOT_VERIFIED
+
+    def _note_due(self, save: Save, due: bool) -> None:
+        if due:
+            self._due = save.sequence
 
     def _vote(self, save: Save, ready: bool) -> _Vote:
         # Of ranks that are not ready the step is unknown, and nothing depends on it.
@@ -363,18 +376,27 @@ class CommitQueue:
         low, negated = (_UNKNOWN, _UNKNOWN) if step is None else (step, -step)
         newest_ms = self._numbering.newest_ms(str(save.store.base)) if save.store is not None else -1
         given_up_to = save.store.retained.given_up_to if save.store is not None else NOTHING_GIVEN_UP
+        persisting = self._persisting
+        would, persisted = (False, UNKNOWN_STEP) if persisting is None else (ready, persisting.persisted_vote)
+        would = would and persisting is not None and persisting.wanted(save)
         reported = self._agreement.minimum(
             (
                 *(int(ready), save.sequence, -save.sequence, low, negated),
                 *(-self._numbering.highest, -newest_ms, -self._verified, int(save.state is not SaveState.WITHDRAWN)),
                 -given_up_to,
+                *(int(would), persisted),
             )
         )
-        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, intact, given_up = reported
+        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, intact, given_up = reported[:-2]
+        persist, persisted = reported[-2:]
         if save.store is not None:
             save.store.follow(-given_up)
         same_step = lowest in (_UNKNOWN, -highest)
-        return _Vote(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified, bool(intact))
+        if persisting is not None:
+            persisting.heard(persisted)
+        return _Vote(
+            *(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified, bool(intact)), bool(persist)
+        )
 
     def _clear_up(self, verified: int) -> None:
         """Finish the saves of which only other ranks could know, now that all have reported which one is verified."""
@@ -429,6 +451,7 @@ class _Vote:
         newest_ms: see `SaveIdentity`.
         verified: number of the newest save that a rank knows to be verified.
         intact: whether no rank has found its part damaged.
+        persist: whether all ranks would persist this save.
     """
 
     ready: bool
@@ -439,6 +462,7 @@ class _Vote:
     newest_ms: int
     verified: int
     intact: bool
+    persist: bool
 
     @property
     def is_one_save(self) -> bool:

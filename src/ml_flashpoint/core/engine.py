@@ -16,7 +16,11 @@ from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
+from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.core.persist_options import PersistOptions
+from ml_flashpoint.core.persisted_loader import PersistedLoader
+from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.status_board import StatusBoard
@@ -40,14 +44,18 @@ class CheckpointEngine:
             pairs of nodes, or nothing on a single node.
         verify_saves: what is read back of each part in the background: ``"sample"``, ``"all"`` or ``"none"``.
         initial_buffer_size_bytes: expected bytes of a rank's part; costs nothing until used.
-        discard_existing: remove every version that is there, on all nodes, before anything else.
+        discard_existing: remove every version that is there, on all nodes, before anything else. Those that are
+            persisted stay.
         keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
+        persist: where to persist versions, and which; by default none are. The same on all ranks.
 
     Attributes:
         base: the base container.
         ranks: the ranks that use it together: what they gather, agree on and vote about.
         saver: makes this rank's part of a version; see `core.saver` for the calls of a save.
-        loader: finds, fetches and verifies versions, and reads parts; see `core.loader`.
+        loader: finds, fetches and verifies versions, in memory and among those that are persisted, and reads parts; see
+            `core.loader`.
+        persisting: writes versions to a durable store; None if nobody does.
         store: what this rank keeps of the base container, its own parts and copies of others.
         objects: gives a process its one store in each base container.
         replication: makes copies, and reaches the peers that hold some.
@@ -70,6 +78,7 @@ class CheckpointEngine:
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         keep: int | Keep = 1,
+        persist: PersistOptions | None = None,
     ) -> None:
         self.base = checked_base(base)
         rule = checked_keep(keep)
@@ -81,22 +90,34 @@ class CheckpointEngine:
             self.objects = CheckpointObjectManager()
             undo.callback(self.objects.close)
             self.store = open_together(self.objects, self.base, self.ranks.rank, self.ranks)
-            self.ranks.agree_on(discard_existing=discard_existing, keep=repr(rule))
+            self.ranks.agree_on(
+                discard_existing=discard_existing,
+                keep=repr(rule),
+                persist="" if persist is None else repr(persist),
+            )
             self.store.retained.keep = rule
             if discard_existing:
                 discard_versions(self.store, self.ranks)
             self.replication = ReplicationManager(strategy)
             undo.callback(self.replication.close)
             self.replication.initialize(self.objects)
+            self.persisting: Persisting | None = None
+            if persist is not None:
+                self.persisting = Persisting(persist, self.ranks.rank, self.ranks.world_size)
+                undo.callback(self.persisting.close)
             self.saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects,
                 replication_manager=self.replication,
                 initial_buffer_size_bytes=initial_buffer_size_bytes,
                 verify_saves=verify_saves,
+                persisting=self.persisting,
             )
             undo.callback(self.saver.close)
-            self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
-            self.retention = Retention(self.store, self.ranks, self.replication, self.loader.source, self.saver.wait)
+            self._memory = memory = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
+            self.loader: MLFlashpointCheckpointLoader = memory
+            if persist is not None:
+                self.loader = PersistedLoader(memory, persist.persist, self.ranks)
+            self.retention = Retention(self.store, self.ranks, self.replication, memory.source, self.saver.wait)
             self._status = StatusBoard(self.store, self.ranks)
             undo.callback(self._status.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
@@ -164,11 +185,17 @@ class CheckpointEngine:
 
     def leave_newer(self) -> None:
         """The second half of :meth:`go_back`."""
-        version = self.loader.recovered
+        version = self._memory.recovered
         assert version is not None
         self.retention.leave_newer(version)
         self.saver.stats.last_verified = None
         self.unasked = False
+
+    def go_on_from(self, step: int) -> None:
+        """Take note that the program goes on from this step, on all ranks, and knows of what there is."""
+        self.unasked = False
+        if self.persisting is not None:
+            self.persisting.align(step)
 
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.
@@ -183,12 +210,15 @@ class CheckpointEngine:
         if self.unasked:
             raise unasked_versions(self.ranks.rank, self.ranks.node, str(self.base), call=call, hint=hint)
 
-    def stop(self) -> None:
-        """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way. Arenas stay mapped, for
-        whoever may still write to them. Idempotent."""
+    def stop(self, persist_deadline_s: float | None = None) -> None:
+        """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way, and as long, or the time
+        given, for persisting the newest version. Arenas stay mapped, for whoever may still write to them. Idempotent.
+        """
         if not self._stopped and not self.saver.owner.forked:
             self._stopped = True
             self.saver.close(exit_deadline_s())
+            if self.persisting is not None:
+                self.persisting.end(exit_deadline_s() if persist_deadline_s is None else persist_deadline_s)
             self._status.close()
             self.replication.close()
             self.loader.release()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 
 
@@ -33,7 +35,15 @@ class RecoveryReport:
 
 
 class MLFlashpointCheckpointLoader(ABC):
-    """What a door needs to load."""
+    """What a door needs to load.
+
+    Attributes:
+        tier: where the version is that was found last: in memory, or in a durable store.
+        last_recovery: what the last search did; None before, and where nothing is told about it.
+    """
+
+    tier: Literal["memory", "persisted"] = "memory"
+    last_recovery: RecoveryReport | None = None
 
     @abstractmethod
     def get_latest_complete_checkpoint(
@@ -44,6 +54,14 @@ class MLFlashpointCheckpointLoader(ABC):
         Raises:
             NothingLoadableError: there are some, and none can be loaded.
         """
+
+    def get_checkpoint(self, base: CheckpointContainerId, wanted: int | str) -> CheckpointContainerId:
+        """Collective: the version of a step, or of a pin, made loadable here.
+
+        Raises:
+            LoadError: there is no such version, or it cannot be loaded.
+        """
+        raise LoadError("this loader knows the newest version only", path=str(base))
 
     @abstractmethod
     def discard(self, version: CheckpointContainerId) -> None:

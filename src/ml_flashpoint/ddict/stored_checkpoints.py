@@ -46,6 +46,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
 from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.persist.store import DurableStore
+from ml_flashpoint.persist.versions import MARKER, MARKER_KIND, RUN_PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -54,11 +55,8 @@ _log = logging.getLogger(__name__)
 
 _UNNAMED: Final = "unnamed"
 _LOCK: Final = "lock"
-_RUN_PREFIX: Final = "run-"
 _RUN_RECORD: Final = "run.json"
 _RUN_KIND: Final = "mlflashpoint-run-1"
-_MARKER: Final = "complete.json"
-_MARKER_KIND: Final = "mlflashpoint-checkpoint-1"
 _RUN_LABEL: Final = "run"
 _OPEN_READERS: Final = 8
 _MAX_SEQUENCE: Final = 2**62
@@ -179,7 +177,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         return self._run
 
     def _folder(self, run: str, checkpoint_id: int | None = None) -> str:
-        folder = f"{self._home}/{_RUN_PREFIX}{run}"
+        folder = f"{self._home}/{RUN_PREFIX}{run}"
         if checkpoint_id is None:
             return folder
         return f"{folder}/{CheckpointContainerId.format_version_container(checkpoint_id)}"
@@ -187,9 +185,9 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _run_ids(self) -> list[str]:
         found = []
         for name in self.store.list(self._home):
-            if name.startswith(_RUN_PREFIX):
+            if name.startswith(RUN_PREFIX):
                 try:
-                    found.append(check_run_id(name[len(_RUN_PREFIX) :]))
+                    found.append(check_run_id(name[len(RUN_PREFIX) :]))
                 except InvalidArgumentError:
                     continue  # nothing of ours
         return found
@@ -243,8 +241,8 @@ class StoredCheckpointPersister(CheckpointPersister):
         checkpoint = PersistedCheckpoint(checkpoint_id, run, self.managers, tuple(receipts))
         self._check_parts(checkpoint)
         folder = self._folder(run, checkpoint_id)
-        self.store.write(f"{folder}/{_MARKER}", [encode_record(_MARKER_KIND, checkpoint.to_fields())])
-        wanted = {_MARKER}
+        self.store.write(f"{folder}/{MARKER}", [encode_record(MARKER_KIND, checkpoint.to_fields())])
+        wanted = {MARKER}
         for receipt in map(PackReceipt.parse, receipts):
             wanted |= set(receipt.files)
         for name in set(self.store.list(folder)) - wanted:
@@ -327,13 +325,13 @@ class StoredCheckpointPersister(CheckpointPersister):
         return sorted(step for step in parsed if step is not None)
 
     def _marked(self, run: str) -> list[int]:
-        return [i for i in self._steps(run) if _MARKER in self.store.list(self._folder(run, i))]
+        return [i for i in self._steps(run) if MARKER in self.store.list(self._folder(run, i))]
 
     def _valid(self, run: str, checkpoint_id: int) -> PersistedCheckpoint | None:
-        name = f"{self._folder(run, checkpoint_id)}/{_MARKER}"
+        name = f"{self._folder(run, checkpoint_id)}/{MARKER}"
         path = self.store.path_of(name)
         try:
-            content = decode_record(_MARKER_KIND, self.store.read(name, limit=MAX_RECORD_BYTES), path)
+            content = decode_record(MARKER_KIND, self.store.read(name, limit=MAX_RECORD_BYTES), path)
             checkpoint = PersistedCheckpoint.from_fields(content)
             if (checkpoint.run, checkpoint.checkpoint_id) != (run, checkpoint_id):
                 raise DamagedError("this is of another checkpoint", path=path)
@@ -414,7 +412,7 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _remove(self, run: str, checkpoint_id: int) -> None:
         folder = self._folder(run, checkpoint_id)
         # The marker first: a checkpoint that is half gone must not look complete.
-        self.store.remove(f"{folder}/{_MARKER}")
+        self.store.remove(f"{folder}/{MARKER}")
         self.store.remove_folder(folder)
 
     def _try_to_remove(self, folder: str) -> None:

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ml_flashpoint.core.persist_options import PersistHealth
+
+if TYPE_CHECKING:
+    from ml_flashpoint.core.commit_queue import CommitStats
+    from ml_flashpoint.core.persisting import Persisting
+    from ml_flashpoint.facade.save_runner import SaveRunner
+
+Source: TypeAlias = Literal["memory", "persisted", "fallback", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +33,11 @@ class Health:
         overlapped_s, blocking_s: seconds from the beginning of a save to the next update of an optimizer, where the
             copy goes on meanwhile, and where it is made before; see `StagingTrial`. 0.0: not measured.
         gave_way: versions kept beside the newest one that gave way on this rank for want of room. Pinned ones never do.
-        degraded: whether something needs attention: the latest save failed or hangs, copies are missing, or ranks do
-            not agree.
+        degraded: whether something needs attention: the latest save failed or hangs, copies are missing, ranks do
+            not agree, or versions are not persisted although they should be.
+        persisted: step of the newest version that is persisted, as far as this rank has heard; None if there is none.
+        persist_error: why the latest version that was due is not persisted; None while nothing is amiss.
+        persist_lag: steps from `persisted` to the newest verified version; None if either is not known.
     """
 
     saves: int
@@ -41,6 +53,9 @@ class Health:
     blocking_s: float
     gave_way: int
     degraded: bool
+    persisted: int | None = None
+    persist_error: str | None = None
+    persist_lag: int | None = None
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
         """All of it that is a number, by name: for TensorBoard, W&B and the like.
@@ -59,7 +74,7 @@ class Recovery:
     Attributes:
         step: the step to go on from.
         source: where the state came from.
-        version: the version loaded, if it came from memory.
+        version: the version loaded, if it came from memory or was persisted.
         detect_s: reading and gathering inventories.
         plan_s: planning.
         fetch_s: fetching from peers, verifying, voting.
@@ -70,7 +85,7 @@ class Recovery:
     """
 
     step: int
-    source: Literal["memory", "fallback", "nothing"]
+    source: Source
     version: str | None
     detect_s: float
     plan_s: float
@@ -89,6 +104,27 @@ class Recovery:
         left = f"; {len(self.discarded)} newer could not be loaded" if self.discarded else ""
         if self.source == "memory":
             return f"resumed at step {self.step} from memory ({base}/{self.version}) in {self.total_s:.2f} s{left}"
+        if self.source == "persisted":
+            return f"resumed at step {self.step} from the persisted {self.version} in {self.total_s:.2f} s{left}"
         if self.source == "fallback":
             return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
         return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
+
+
+def health_of(
+    saves: SaveRunner, stats: CommitStats, persisting: Persisting | None, part_bytes: int, gave_way: int
+) -> Health:
+    """How saving goes, now."""
+    persist = PersistHealth(None, None, None, 0) if persisting is None else persisting.health
+    errors = stats.replication_error or stats.agreement_error or persist.error
+    return Health(
+        **saves.counters(),
+        replication_error=stats.replication_error,
+        agreement_error=stats.agreement_error,
+        bytes=part_bytes,
+        gave_way=gave_way,
+        degraded=bool(saves.failures_in_a_row or saves.hangs or errors),
+        persisted=persist.persisted,
+        persist_error=persist.error,
+        persist_lag=persist.lag,
+    )

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
+from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.facade.failures import explain
-from ml_flashpoint.facade.health import Recovery
+from ml_flashpoint.facade.health import Recovery, Source
 from ml_flashpoint.facade.load_planner import FacadeLoadPlanner
 from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.facade.resharding import Resharding
@@ -32,9 +32,10 @@ from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """What was loaded, what was not, and how long it took; see `Recovery` for the times."""
+    """What was loaded, from where, what was not, and how long it took; see `Recovery` for the times."""
 
     version: CheckpointContainerId | None = None
+    source: Source = "memory"
     failures: list[LoadFailure] = field(default_factory=list)
     unloadable: NothingLoadableError | None = None
     detect_s: float = 0.0
@@ -48,7 +49,7 @@ class LoadOutcome:
         """Names of the versions that could not be loaded, newest first."""
         return tuple(failure.version for failure in self.failures)
 
-    def recovery(self, step: int, source: Literal["memory", "fallback", "nothing"], total_s: float) -> Recovery:
+    def recovery(self, step: int, source: Source, total_s: float) -> Recovery:
         """What is told of it.
 
         Args:
@@ -133,7 +134,7 @@ class StateLoader:
     def __init__(
         self,
         tracked: TrackedState,
-        loader: DefaultMLFlashpointCheckpointLoader,
+        loader: MLFlashpointCheckpointLoader,
         ranks: RankGroup,
         group: LastingGroup | None,
         *,
@@ -171,6 +172,7 @@ class StateLoader:
 
         loaded = joint.newest(lambda: self._next_version(base, wanted, outcome), load_timed)
         outcome.version = None if loaded is None else loaded[0]
+        outcome.source = self._loader.tier
         return outcome
 
     def _next_version(

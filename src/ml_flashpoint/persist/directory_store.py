@@ -62,6 +62,7 @@ class DirectoryStore(DurableStore):
         """See `DurableStore.write`: a temporary file, fsync, rename, fsync of the folder."""
         *folder, last = split_name(name)
         directory = self._root.joinpath(*folder)
+        self._refuse_links(*folder)
         target = directory / last
         temporary = directory / f".{secrets.token_hex(8)}.tmp"
         written = 0
@@ -103,6 +104,7 @@ class DirectoryStore(DurableStore):
     def list(self, folder: str = "") -> list[str]:
         """See `DurableStore.list`."""
         path = self.path_of(folder)
+        self._refuse_links(*split_name(folder, allow_root=True))
         try:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -112,7 +114,7 @@ class DirectoryStore(DurableStore):
 
     def remove(self, name: str) -> None:
         """See `DurableStore.remove`."""
-        split_name(name)
+        self._refuse_links(*split_name(name)[:-1])
         path = self.path_of(name)
         with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
@@ -120,7 +122,7 @@ class DirectoryStore(DurableStore):
 
     def remove_folder(self, folder: str) -> None:
         """See `DurableStore.remove_folder`. A symbolic link is removed, not followed."""
-        split_name(folder)
+        self._refuse_links(*split_name(folder)[:-1])
         path = self.path_of(folder)
         with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.islink(path):
@@ -157,10 +159,18 @@ class DirectoryStore(DurableStore):
             os.close(descriptor)
             raise
 
+    def _refuse_links(self, *folders: str) -> None:
+        """Raise a `DamagedError` for a symbolic link below the root: nobody here makes any, and it leads elsewhere."""
+        path = self._root
+        for folder in folders:
+            path = path / folder
+            if path.is_symlink():
+                raise DamagedError("this is a symbolic link", path=path)
+
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
         """A descriptor of a regular file, and its size."""
-        split_name(name)
+        self._refuse_links(*split_name(name)[:-1])
         path = self.path_of(name)
         try:
             # Without O_NONBLOCK, a FIFO of this name would block the reader for good.

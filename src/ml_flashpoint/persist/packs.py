@@ -138,10 +138,17 @@ def write_pack(
     header = encode_header(layout, layout.size, {"flashpoint": "pack"})
     store.write(f"{folder}/{name}", _digested([memoryview(header), *views], digests))
     record = ObjectRecord(name, layout.size, layout.size, tuple(digests), PACK_BLOCK_BYTES)
-    manifest = encode(Manifest(version, rank, world_size, attempt, node, (record,), labels or {}))
-    receipt = PackReceipt(manifest_name(rank, attempt), xxhash.xxh3_128(manifest).hexdigest())
-    store.write(f"{folder}/{receipt.manifest}", [manifest])
+    manifest = Manifest(version, rank, world_size, attempt, node, (record,), labels or {})
+    receipt, data = receipt_of(manifest)
+    store.write(f"{folder}/{receipt.manifest}", [data])
     return receipt
+
+
+def receipt_of(manifest: Manifest) -> tuple[PackReceipt, bytes]:
+    """Returns the receipt of the pack that a manifest describes, and the content of the manifest's file."""
+    data = encode(manifest)
+    name = manifest_name(manifest.rank, manifest.save_id)
+    return PackReceipt(name, xxhash.xxh3_128(data).hexdigest()), data
 
 
 def check_pack(store: DurableStore, folder: str, receipt: PackReceipt) -> Manifest:
@@ -162,9 +169,9 @@ def check_pack(store: DurableStore, folder: str, receipt: PackReceipt) -> Manife
     if len(manifest.objects) != 1 or manifest.objects[0].name != own:
         raise ManifestError("the manifest is not that of a pack", path=path)
     size = store.size(f"{folder}/{own}")
-    if size != manifest.objects[0].size:
+    if size != manifest.objects[0].file_size:
         raise DamagedError(
-            f"the file has {size} bytes, and not {manifest.objects[0].size} as recorded",
+            f"the file has {size} bytes, and not {manifest.objects[0].file_size} as recorded",
             path=store.path_of(f"{folder}/{own}"),
         )
     return manifest

@@ -1,0 +1,54 @@
+"""Which store a URL is. Owns what URLs mean here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.persist.fsspec_store import FsspecStore
+from ml_flashpoint.persist.store import DurableStore
+
+_FILE: Final = "file://"
+
+
+def checked_url(argument: str, value: object) -> str:
+    """Returns a URL, with an absolute path if it is one of this machine.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    url = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(url, str) or not url:
+        raise InvalidArgumentError(
+            "must be a URL such as file:///lustre/me/job-145 or s3://bucket/job-145", argument=argument, value=value
+        )
+    if url.startswith(_FILE):
+        if not os.path.isabs(url[len(_FILE) :]):
+            raise InvalidArgumentError("the path of a file:// URL must be absolute", argument=argument, value=value)
+        return url
+    return url if is_url(url) else _FILE + os.path.abspath(os.path.expanduser(url))
+
+
+def is_url(text: str) -> bool:
+    """Whether this is a URL, and not a path."""
+    return "://" in text or "::" in text
+
+
+def open_store(url: str) -> DurableStore:
+    """Returns the store behind what `checked_url` returned. Reads and writes nothing of it.
+
+    A folder is one that all nodes see under this path. It has names that are durable and locks, for which reason it is
+    not left to fsspec.
+
+    Raises:
+        UnsafePathError: it is a folder, and somebody else has planted something on the way.
+    """
+    if url.startswith(_FILE):
+        path = url[len(_FILE) :]
+        check_unplanted(Path(path))
+        return DirectoryStore(path)
+    return FsspecStore(url)

@@ -1,0 +1,382 @@
+"""Versions in a durable store, as a user of `Flashpoint` sees them, in one process."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.persist.versions import MARKER, PersistedVersion, list_persisted
+from tests.support.faulty_files import Faults, faulty_files
+from tests.support.forked import Child, call, wait_until
+from tests.workers import persisting, training
+from tests.workers.training import Job
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
+
+
+@pytest.fixture
+def store(tmpfs: Path) -> Path:
+    return tmpfs / "store"
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    with faulty_files() as found:
+        yield found
+
+
+class Value:
+    """The simplest thing that can be tracked."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def persisted(store: Path) -> list[PersistedVersion]:
+    return list_persisted(DirectoryStore(store))[0]
+
+
+def steps(store: Path) -> list[int]:
+    return [version.step for version in persisted(store)]
+
+
+def await_store(fp: Flashpoint) -> None:
+    """Until this process is the one that persists there."""
+    persisting = fp._engine.persisting
+    assert persisting is not None
+    wait_until(lambda: persisting._owns, "the store is owned")
+
+
+def write_steps(fp: Flashpoint, last: int, *, wait_for: int = 1) -> None:
+    """Steps up to this one; after each multiple of ``wait_for``, until that is persisted."""
+    await_store(fp)
+    while fp.steps_done < last:
+        step = fp.step()
+        assert fp.wait()
+        if step % wait_for == 0:
+            wait_until(lambda step=step: fp.health.persisted == step, f"{step} is persisted: {fp.health}")
+
+
+def damage(store: Path, version: PersistedVersion, *, at: float = 0.5) -> None:
+    path = store / version.folder / version.parts[0].files[0]
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+# ---- which versions -------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked(base: Path) -> None:
+    for wrong, value in [
+        ("persist", ""),
+        ("persist", 3),
+        ("persist", "file://relative"),
+        ("persist_every", 0),
+        ("persist_keep", 0),
+        ("persist_bytes_per_s", 0),
+        ("persist_bytes_per_s", True),
+    ]:
+        options: dict[str, Any] = {"persist": "memory://any", wrong: value}
+        with pytest.raises(InvalidArgumentError, match=f"{wrong}="):
+            Flashpoint(base, **options)
+
+
+@pytest.mark.parametrize(("every_n_steps", "due"), [(1, [5, 10, 15, 20]), (3, [6, 12, 15, 21])])
+def test_versions_at_or_after_each_multiple_are_persisted(
+    base: Path, store: Path, every_n_steps: int, due: list[int]
+) -> None:
+    with Flashpoint(
+        base, every_n_steps=every_n_steps, persist=f"file://{store}", persist_every=5, persist_keep=9
+    ) as fp:
+        fp.track(value=Value()).resume()
+        await_store(fp)
+        while fp.steps_done < 22:
+            fp.step()
+            assert fp.wait()
+            newest = max((each for each in due if each <= fp.steps_done), default=None)
+            wait_until(lambda newest=newest: fp.health.persisted == newest, f"{newest} is persisted: {fp.health}")
+    last = [22] if every_n_steps == 1 else []
+    assert steps(store) == [*last, *reversed(due)]
+
+
+def test_older_versions_go_and_the_last_one_is_persisted_at_the_end(base: Path, store: Path) -> None:
+    with Flashpoint(base, persist=str(store), persist_every=2, persist_keep=2) as fp:
+        fp.track(value=Value()).resume()
+        write_steps(fp, 9, wait_for=2)
+        assert steps(store) == [8, 6]
+        assert fp.health.persist_lag == 1
+    assert steps(store) == [9, 8]
+    assert fp.health.persisted == 9
+    assert not fp.health.degraded
+
+
+def test_what_is_persisted_are_valid_safetensors_files(base: Path, store: Path) -> None:
+    from safetensors import safe_open
+
+    model = torch.nn.Linear(300, 5)
+    with Flashpoint(base, persist=f"file://{store}") as fp:
+        fp.track(model=model).save(1)
+    (version,) = persisted(store)
+    with safe_open(store / version.folder / version.parts[0].files[0], "pt") as opened:
+        found = [opened.get_tensor(key) for key in opened.keys()]  # noqa: SIM118
+    assert any(each.shape == model.weight.shape and torch.equal(each, model.weight) for each in found)
+
+
+# ---- coming back ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_job_whose_memory_is_gone_is_the_undisturbed_run(base: Path, store: Path, kind: str) -> None:
+    url = f"file://{store}" if kind == "file" else f"memory://{store.parent.name}"
+    expected = training.undisturbed(17)
+    try:
+        for life, until in enumerate((3, 11, 17)):
+            job = Job(seed=life)
+            with Flashpoint(base, persist=url, persist_every=4) as fp:
+                step = fp.track(**job.tracked).resume()
+                assert fp.last_recovery is not None
+                assert (step, fp.last_recovery.source) == [(0, "nothing"), (3, "persisted"), (11, "persisted")][life]
+                while step < until:
+                    job.step()
+                    step = fp.step()
+            shutil.rmtree(base)
+        assert job.digests() == expected
+    finally:
+        if kind == "memory":
+            fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+def save_all(base: Path, url: Path | str, *steps: int) -> None:
+    """A version of each of these steps, of their numbers, all of them persisted."""
+    value = Value()
+    with Flashpoint(base, persist=str(url), persist_every=1, persist_keep=9) as fp:
+        fp.track(value=value).resume(lambda: 0)
+        await_store(fp)
+        for step in steps:
+            value.value = step
+            fp.save(step)
+            assert fp.wait()
+            wait_until(lambda step=step: fp.health.persisted == step, f"{step} is persisted: {fp.health}")
+
+
+def resumed(base: Path, url: Path | str, fallback: Any = None) -> tuple[int, Any, str]:
+    value = Value(None)
+    with Flashpoint(base, persist=str(url), handle_sigterm=False) as fp:
+        step = fp.track(value=value).resume(fallback)
+        assert fp.last_recovery is not None
+        return step, value.value, fp.last_recovery.source
+
+
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("how", ["content", "short", "gone", "marker", "manifest"])
+def test_what_is_damaged_is_left_for_an_older_version(base: Path, store: Path, how: str) -> None:
+    save_all(base, store, 1, 2, 3)
+    shutil.rmtree(base)
+    newest = persisted(store)[0]
+    folder, (name, manifest) = store / newest.folder, newest.parts[0].files
+    if how == "content":
+        damage(store, newest)
+    elif how == "short":
+        with open(folder / name, "r+b") as file:
+            file.truncate(1000)
+    elif how == "gone":
+        (folder / name).unlink()
+    else:
+        path = folder / (MARKER if how == "marker" else manifest)
+        path.write_bytes(path.read_bytes().replace(b"3", b"2", 1))
+    assert resumed(base, store) == (2, 2, "persisted")
+
+
+@pytest.mark.damages_on_purpose
+def test_where_all_are_damaged_it_is_said_and_the_fallback_is_last(base: Path, store: Path) -> None:
+    save_all(base, store, 1, 2)
+    shutil.rmtree(base)
+    for version in persisted(store):
+        damage(store, version)
+    with pytest.raises(NothingLoadableError, match=r"step-2_ckpt.*step-1_ckpt"):
+        resumed(base, store)
+    assert resumed(base, store, lambda: 77) == (77, None, "fallback")
+
+
+def test_memory_comes_first_where_it_is_as_new(base: Path, store: Path) -> None:
+    save_all(base, store, 1, 2)
+    assert resumed(base, store) == (2, 2, "memory")
+
+
+def test_memory_of_an_earlier_life_is_not_gone_back_to(base: Path, store: Path) -> None:
+    save_all(base, store, 1, 2)
+    base.rename(base.with_name("kept"))
+    save_all(base, store, 3)
+    shutil.rmtree(base)
+    base.with_name("kept").rename(base)
+    assert resumed(base, store) == (3, 3, "persisted")
+    save_all(base, store, 4)
+    assert resumed(base, store) == (4, 4, "memory")
+
+
+@pytest.mark.damages_on_purpose
+def test_the_same_step_is_persisted_where_memory_is_damaged(base: Path, store: Path) -> None:
+    save_all(base, store, 1, 2)
+    for path in base.glob("step-*/*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.unlink()
+        path.write_bytes(data)
+    assert resumed(base, store) == (2, 2, "persisted")
+
+
+def test_going_back_makes_what_is_saved_later_the_newest(base: Path, store: Path) -> None:
+    save_all(base, store, 5, 6)
+    shutil.rmtree(base)
+    newest = persisted(store)[0]
+    marker = store / newest.folder / MARKER
+    marker.rename(store / "aside")
+    save_all(base, store, 3)
+    shutil.rmtree(base)
+    (store / "aside").rename(marker) if marker.parent.exists() else None
+    assert resumed(base, store) == (3, 3, "persisted")
+
+
+def test_a_store_that_cannot_be_read_is_no_reason_to_start_anew(
+    base: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.3")
+    save_all(base, faults.url, 1)
+    for faults.now in ("raise", "hang"):
+        faults.operations, faults.where = {"list"}, ""
+        assert resumed(base, faults.url) == (1, 1, "memory")
+        base.rename(base.with_name("kept"))
+        with pytest.raises(NothingLoadableError, match="cannot be known"):
+            resumed(base, faults.url)
+        assert resumed(base, faults.url, lambda: 9) == (9, None, "fallback")
+        shutil.rmtree(base)
+        base.with_name("kept").rename(base)
+    faults.go_on.set()
+
+
+# ---- stores that fail -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["raise", "full", "hang"])
+def test_a_store_that_fails_costs_training_nothing(
+    base: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
+    said = {"raise": "the store is away", "full": "no room", "hang": "has not answered"}[how]
+    with Flashpoint(base, persist=faults.url, persist_every=2, deadline_s=20) as fp:
+        fp.track(value=Value()).resume()
+        write_steps(fp, 2, wait_for=2)
+        faults.now = how
+        for _ in range(10):
+            began = time.monotonic()
+            fp.step()
+            assert fp.wait()
+            assert time.monotonic() - began < 2
+        assert faults.met.wait(10)
+        wait_until(lambda: said in str(fp.health.persist_error), f"it is told: {fp.health}")
+        health = fp.health
+        assert health.degraded
+        assert (health.saves, health.failures, health.persisted, health.persist_lag) == (12, 0, 2, 10)
+        faults.now = None
+        faults.go_on.set()
+        wait_until(lambda: fp.health.persist_error is None or how != "hang", f"it goes on: {fp.health}")
+        write_steps(fp, 14, wait_for=14)
+        assert fp.health.persist_error is None
+
+
+@pytest.mark.parametrize("how", ["raise", "full", "hang"])
+def test_the_end_does_not_wait_for_ever(base: Path, faults: Faults, how: str) -> None:
+    fp = Flashpoint(base, persist=faults.url, deadline_s=2)
+    fp.track(value=Value()).resume()
+    faults.now = how
+    fp.step()
+    began = time.monotonic()
+    fp.close()
+    assert time.monotonic() - began < 10
+    assert fp.health.persisted is None
+
+
+def test_persisting_gives_way_to_saves_where_memory_is_short(
+    small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ml_flashpoint.core.persist_task._PIECE_BYTES", 2**16)
+    state = Value(torch.zeros(1_700_000, dtype=torch.uint8))
+    with Flashpoint(
+        small_tmpfs / "job", persist=str(tmp_path / "store"), persist_every=1, persist_bytes_per_s=4e5
+    ) as fp:
+        fp.track(state=state).resume()
+        await_store(fp)
+        for _ in range(6):
+            state.value += 1
+            fp.step()
+            assert fp.wait()
+        wait_until(lambda: "memory was needed" in str(fp.health.persist_error), f"it is told: {fp.health}")
+        assert fp.health.failures == 0
+        assert fp.health.persisted is None
+    assert steps(tmp_path / "store") == [6]
+
+
+def test_the_limit_on_bytes_a_second_is_kept(base: Path, store: Path) -> None:
+    state = Value(torch.zeros(400_000, dtype=torch.uint8))
+    with Flashpoint(base, persist=str(store), persist_every=1, persist_bytes_per_s=1e6) as fp:
+        fp.track(state=state).resume()
+        await_store(fp)
+        began = time.monotonic()
+        write_steps(fp, 2, wait_for=1)
+        assert time.monotonic() - began > 0.4  # the second one waits for what the first one has used
+
+
+def test_one_job_at_a_time_persists_at_a_url(base: Path, store: Path) -> None:
+    with Flashpoint(base, persist=str(store), persist_every=1) as fp:
+        fp.track(**Job().tracked).resume()
+        write_steps(fp, 1)
+        with Child(persisting.train, str(base.with_name("other")), str(store), 6, 1) as other:
+            other.next_report("step", 6)
+            _, newest, error = other.next_report("health")
+            other.result()
+        assert newest is None, "what is persisted here is not its own"
+        assert "locked" in error
+        write_steps(fp, 2)
+    assert {version.run for version in persisted(store)} == {persisted(store)[0].run}
+    assert steps(store) == [2, 1]
+
+
+# ---- the end of a job -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sigterm_persists_the_newest_version(base: Path, store: Path) -> None:
+    with Child(persisting.train, str(base), str(store), 10**6, 1000, 0.01) as child:
+        child.next_report("step", 20)
+        child._process.terminate()
+        assert child.wait() == -signal.SIGTERM
+        last = max([20, *(each[1] for each in child.reports if each[0] == "step")])
+    assert 0 <= persisted(store)[0].step - last <= 1
+    shutil.rmtree(base)
+    assert call(persisting.train, str(base), str(store), last + 5) == training.undisturbed(last + 5)
+
+
+def test_a_planned_exit_persists_the_last_version_even_without_close(base: Path, store: Path) -> None:
+    call(persisting.exit_without_closing, str(base), str(store))
+    assert steps(store) == [3]

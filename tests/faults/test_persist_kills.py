@@ -1,0 +1,83 @@
+"""Jobs that are killed at any moment while they persist: what is there counts, and what is not whole never does."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.core.persisted_loader import PersistedLoader
+from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.persist.versions import list_persisted, read_part_manifest
+from tests.support.forked import Child, Team
+from tests.workers import persisting, training
+
+assert PersistedLoader  # the fork server has it imported
+
+
+def verify(store: Path) -> int:
+    """Every version that counts is whole; the newest step."""
+    found, _ = list_persisted(DirectoryStore(store))
+    for version in found:
+        for rank, receipt in enumerate(version.parts):
+            record = read_part_manifest(DirectoryStore(store), version, rank).objects[0]
+            content = (store / version.folder / receipt.files[0]).read_bytes()
+            verify_blocks(content[: record.size], record.digests, record.block_size)
+    return found[0].step if found else 0
+
+
+def kill_at_random(tmpfs: Path, times: int) -> None:
+    """One rank, killed again and again; the memory goes with it every other time."""
+    chance = random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    base, store, newest = tmpfs / "job", tmpfs / "store", 0
+    for life in range(times):
+        with Child(persisting.train, str(base), str(store), 10**6, 1, 0.0, 5e5) as child:
+            _, resumed, _ = child.next_report("resumed")
+            assert resumed >= newest, "what was persisted is lost"
+            child.next_report("step", resumed + chance.randrange(1, 6))
+            threading.Event().wait(chance.uniform(0, 0.5))
+            child.kill()
+        newest = verify(store)
+        if life % 2:
+            shutil.rmtree(base)
+    until = newest + 3
+    with Child(persisting.train, str(base), str(store), until, 1) as child:
+        assert child.result() == training.undisturbed(until)
+    assert verify(store) == until
+    leftovers = [each for each in list_persisted(DirectoryStore(store))[1] if not each.marked]
+    assert leftovers == [], "what the killed ones left is removed"
+
+
+@pytest.mark.slow
+def test_killed_while_persisting(tmpfs: Path) -> None:
+    kill_at_random(tmpfs, 10)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_killed_while_persisting_a_hundred_times(tmpfs: Path) -> None:
+    kill_at_random(tmpfs, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_rank_is_killed_while_persisting(tmpfs: Path, victim: int) -> None:
+    chance, newest = random.Random(os.environ.get("FLASHPOINT_TEST_SEED")), 0
+    store = tmpfs / "store"
+    for _ in range(3):
+        options = {"persist_every": 1, "persist_bytes_per_s": 1e6}
+        with Team(persisting.train_ranks, tmpfs, 2, str(store), 10**6, "ddp", options) as team:
+            _, resumed, _ = team[0].next_report("resumed")
+            assert resumed >= newest
+            team[victim].next_report("step", resumed + chance.randrange(2, 6))
+            threading.Event().wait(chance.uniform(0, 0.3))
+            team[victim].kill()
+            team[1 - victim].kill()
+        newest = verify(store)
+        for node in (0, 1):
+            shutil.rmtree(tmpfs / f"node-{node}")

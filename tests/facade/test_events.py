@@ -29,11 +29,6 @@ from tests.facade.test_overlap import Job
 from tests.support.cluster import run_ranks
 
 
-@pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
 def _kinds(told: list[Event], step: int | None) -> list[type[Event]]:
     return [type(event) for event in told if event.step == step]
 

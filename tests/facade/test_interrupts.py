@@ -14,11 +14,6 @@ from ml_flashpoint.format.errors import SaveError
 from tests.facade.test_overlap import Job, _is_same, _loaded
 
 
-@pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
 @pytest.mark.parametrize("place", ["after the begin", "before the end is left to the background"])
 def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
     base: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -26,11 +26,6 @@ from tests.support.stepwise import Operation
 from tests.workers.kept_versions import State, content, shown
 
 
-@pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
 def save(fp: Flashpoint, state: State, *steps: int, attempt: int = 0) -> None:
     for step in steps:
         state.set(0, step, attempt)

@@ -26,11 +26,6 @@ WIDTH = 192
 
 
 @pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
-@pytest.fixture
 def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that copies gets no processor time before a step waits for it."""
     monkeypatch.setattr(Overlap, "_start", lambda self, late: None)

@@ -24,11 +24,6 @@ from tests.workers.training import Job
 
 
 @pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
-@pytest.fixture
 def store(tmpfs: Path) -> Path:
     return tmpfs / "store"
 

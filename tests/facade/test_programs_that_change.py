@@ -19,11 +19,6 @@ from ml_flashpoint.staging import late_copy
 WIDTH = 16
 
 
-@pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
 def _layers(count: int = 2) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
 

@@ -1,0 +1,211 @@
+"""When a loop saves, what can be read about it, and recoveries that do not find what they look for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    LoadError,
+    NothingLoadableError,
+)
+from tests.support.loops import Stored, damage, resumed, save, saved_twice, trained_model, versions
+from tests.workers.training import Job
+
+
+def test_every_few_steps(base: Path) -> None:
+    stored = Stored(0)
+    with Flashpoint(base, every_n_steps=3) as fp:
+        fp.track(stored=stored)
+        assert fp.last_saved is None
+        for step in range(1, 9):
+            stored.value = step
+            assert fp.step() == step
+        assert fp.wait()
+        assert (fp.last_saved, fp.steps_done, fp.health.saves) == (6, 8, 2)
+        fp.save()
+        fp.wait()
+        assert fp.last_saved == 8
+    assert versions(base) == [8]
+    assert resumed(base, stored=stored) == 8
+
+
+def test_every_save_is_made_although_the_loop_does_not_wait(base: Path) -> None:
+    stored = Stored(torch.zeros(1000))
+    with Flashpoint(base) as fp:
+        fp.track(stored=stored)
+        for _ in range(30):
+            stored.value += 1
+            fp.step()
+    assert (fp.health.saves, fp.health.failures) == (30, 0)
+    assert resumed(base, stored=stored) == 30
+    assert stored.value.unique().tolist() == [30]
+
+
+def test_health_and_recovery_tell_what_happened(base: Path) -> None:
+    job = Job()
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked)
+        assert fp.last_recovery is None
+        fp.resume()
+        assert fp.last_recovery is not None
+        assert (fp.last_recovery.source, fp.last_recovery.step, fp.last_recovery.version) == ("nothing", 0, None)
+        for _ in range(3):
+            job.step()
+            fp.step()
+        fp.wait()
+        health = fp.health
+        assert (health.saves, health.failures, health.last_error, health.degraded) == (3, 0, None, False)
+        assert 0 < health.blocked_s <= health.blocked_total_s < 60
+        assert 0 < health.committed_s < 60
+        assert health.bytes > sum(p.nbytes * 3 for p in job.model.parameters())
+        assert fp.last_replicated is None, "there is no other node"
+    assert fp.health.bytes == health.bytes, "after closing, too"
+    with Flashpoint(base) as fp:
+        fp.track(**job.tracked).resume()
+        found = fp.last_recovery
+        assert found is not None
+        assert (found.source, found.step, found.version, found.discarded) == ("memory", 3, "step-3_ckpt", ())
+        assert 0 < found.load_s < found.total_s
+        assert found.fetched_bytes == 0
+        assert fp.last_saved == 3
+
+
+@pytest.mark.damages_on_purpose
+def test_damaged_version_is_left_for_an_older_one(base: Path) -> None:
+    saved_twice(base, stored=Stored(10))
+    assert versions(base) == [1, 2]
+    damage(base, 2)
+    stored = Stored()
+    assert resumed(base, stored=stored) == 1
+    assert stored.value == 10
+
+
+def test_fallback_is_called_when_nothing_is_left(base: Path) -> None:
+    saved_twice(base, stored=Stored(10))
+    damage(base, 1)
+    damage(base, 2)
+    stored = Stored("long-term")
+    with Flashpoint(base) as fp:
+        assert fp.track(stored=stored).resume(fallback=lambda: 40) == fp.steps_done == 40
+        assert fp.last_recovery is not None
+        assert fp.last_recovery.source == "fallback"
+        assert fp.step() == 41
+    assert resumed(base, stored=stored) == 41
+
+
+@pytest.mark.damages_on_purpose
+def test_without_fallback_damage_is_an_error_and_no_fresh_start(base: Path) -> None:
+    save(base, stored=Stored(1))
+    damage(base, 1)
+    with pytest.raises(NothingLoadableError, match=r"step-1_ckpt .*digest.*discard_existing=True"):
+        resumed(base, stored=Stored(5))
+    assert versions(base) == [1]
+    with Flashpoint(base, discard_existing=True) as fp:
+        assert fp.track(stored=Stored(5)).resume() == 0
+    assert versions(base) == []
+
+
+@pytest.mark.parametrize(("returned", "step"), [(None, 0), (0, 0), (12, 12)])
+def test_what_a_fallback_returns(base: Path, returned: int | None, step: int) -> None:
+    with Flashpoint(base) as fp:
+        assert fp.track(stored=Stored()).resume(lambda: returned) == step
+
+
+@pytest.mark.parametrize("returned", [-1, True, "7", 1.0])
+def test_what_a_fallback_must_not_return(base: Path, returned: Any) -> None:
+    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="fallback="):
+        fp.track(stored=Stored()).resume(lambda: returned)
+
+
+def test_fallback_is_not_called_when_memory_has_a_version(base: Path) -> None:
+    save(base, stored=Stored(1))
+    with Flashpoint(base) as fp:
+        assert fp.track(stored=Stored()).resume(lambda: pytest.fail("called")) == 1
+
+
+def test_another_program_does_not_bury_what_is_saved(base: Path) -> None:
+    saved = trained_model()
+    save(base, **saved, stored=Stored(1))
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    generators = torch.get_rng_state()
+    with pytest.raises(LoadError, match=r"step-1_ckpt does not fit.*weight.*to start anew"):
+        resumed(base, model=model, optimizer=optimizer, stored=Stored())
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), generators)
+    with pytest.raises(LoadError, match="no state of 'other'"):
+        resumed(base, **saved, stored=Stored(), other=Stored())
+    with pytest.raises(LoadError, match=r"no place for, such as 'model\.bias'"):
+        resumed(base, model=nn.Linear(4, 2, bias=False), stored=Stored())
+    with Flashpoint(base) as fp:
+        fp.track(model=model, stored=Stored())
+        assert fp.resume(fallback=lambda: 3) == 3
+    assert resumed(base, **saved, stored=Stored()) == 1
+
+
+def test_an_older_version_that_happens_to_fit_does_not_bury_a_newer_one(base: Path) -> None:
+    """Nobody would see that a step back was taken, and the next saves overwrite what could have been gone on from."""
+    save(base, stored=Stored(1), other=Stored(1))
+    shutil.copytree(base / "step-1_ckpt", base / "kept")
+    with Flashpoint(base) as fp:
+        fp.track(stored=Stored(1)).resume()
+        fp.save(2)
+        fp.wait()
+    (base / "kept").rename(base / "step-1_ckpt")
+    with pytest.raises(LoadError, match=r"step-2_ckpt does not fit.*no state of 'other'"):
+        resumed(base, stored=Stored(), other=Stored())
+    assert resumed(base, stored=Stored()) == 2
+
+
+def test_what_is_not_tracked_any_more_is_told(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(base, stored=Stored(1), other=Stored(2), model=nn.Linear(2, 2))
+    assert resumed(base, stored=Stored()) == 1
+    assert "also has state of 'model', 'other', which is not tracked now" in caplog.text
+
+
+def test_object_that_refuses_its_state(base: Path) -> None:
+    class Refusing(Stored):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if state["value"] > 10:
+                torch.rand(3)
+                raise ValueError("too much")
+            super().load_state_dict(state)
+
+    saved_twice(base, stored=Stored(10))
+    refusing = Refusing()
+    assert resumed(base, stored=refusing) == 1
+    assert refusing.value == 10
+    shutil.rmtree(base / "step-1_ckpt")
+    generators = torch.get_rng_state()
+    with pytest.raises(LoadError, match="ValueError: too much"):
+        resumed(base, stored=refusing)
+    assert torch.equal(torch.get_rng_state(), generators)
+
+
+def test_checkpoint_of_another_door(base: Path) -> None:
+    from tests.support.dcp import Door
+
+    door = Door(base)
+    door.save({"stored": torch.ones(3)}, 3)
+    door.close()
+    with pytest.raises(LoadError, match="not saved by a Flashpoint"):
+        resumed(base, stored=Stored())
+
+
+def test_no_room_is_told_before_training(base: Path) -> None:
+    huge = nn.Linear(10**6, 10**6, device="meta")
+    with Flashpoint(base) as fp:
+        fp.track(huge=huge, optimizer=torch.optim.AdamW(huge.parameters()))
+        with pytest.raises(CapacityError, match="enlarge the tmpfs") as caught:
+            fp.resume()
+    assert caught.value.needed_bytes == 2 * 3 * sum(p.nbytes for p in huge.parameters())
+    assert caught.value.available_bytes is not None

@@ -1,0 +1,176 @@
+"""What is tracked comes back: optimizers, modules, values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ml_flashpoint import Flashpoint
+from tests.support.loops import Stored, assert_same_state, resumed, save, state_of, trained
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)),
+    ],
+    ids=["adamw", "amsgrad", "momentum", "sgd", "adafactor", "tensor-lr"],
+)
+def test_optimizers(base: Path, make: Callable[..., torch.optim.Optimizer]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = trained(model, make)
+    save(base, model=model, optimizer=optimizer)
+    fresh = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    restored = make(fresh.parameters())
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+    torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_optimizer_with_lists_for_state(base: Path) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        return float(loss)
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer.step(closure)
+    save(base, model=model, optimizer=optimizer)
+    fresh = nn.Linear(4, 2)
+    restored = torch.optim.LBFGS(fresh.parameters(), max_iter=3)
+    resumed(base, model=fresh, optimizer=restored)
+    assert len(state_of(restored)[0]["old_dirs"]) == len(state_of(optimizer)[0]["old_dirs"]) > 0
+    torch.testing.assert_close(state_of(restored)[0]["old_dirs"], state_of(optimizer)[0]["old_dirs"], rtol=0, atol=0)
+
+
+def test_optimizer_that_has_not_stepped_is_not_made_to(base: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(model=model, optimizer=optimizer).resume() == 0
+        fp.save(0)
+        fp.wait()
+        assert not optimizer.state
+    stepped = trained(model, torch.optim.AdamW)
+    assert resumed(base, model=nn.Linear(4, 2), optimizer=stepped) == 0
+    assert not stepped.state
+
+
+def test_parameters_without_optimizer_state_get_none(base: Path) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    model = Partly()
+    optimizer = trained(model, torch.optim.AdamW)
+    save(base, model=model, optimizer=optimizer)
+    fresh = Partly()
+    restored = torch.optim.AdamW(fresh.parameters())
+    resumed(base, model=fresh, optimizer=restored)
+    assert len(restored.state) == 2
+    assert_same_state(restored, optimizer)
+
+
+def test_state_of_another_dtype_than_its_parameter_keeps_its_bits(base: Path) -> None:
+    class Precise(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    sums = self.state[parameter].setdefault("sum", torch.zeros_like(parameter, dtype=torch.float32))
+                    sums.add_(parameter.grad.float() * 1.2345678)
+
+    model = nn.Linear(4, 2).bfloat16()
+    optimizer = trained(model, Precise, torch.ones(3, 4).bfloat16())
+    save(base, model=model, optimizer=optimizer)
+    fresh = nn.Linear(4, 2).bfloat16()
+    restored = Precise(fresh.parameters())
+    resumed(base, model=fresh, optimizer=restored)
+    assert_same_state(restored, optimizer)
+    assert state_of(restored)[0]["sum"].dtype is torch.float32
+
+
+def test_one_optimizer_of_two_modules_and_of_none(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> dict[str, Any]:
+        one, two, loose = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(3))
+        both = torch.optim.AdamW([*one.parameters(), *two.parameters()])
+        alone = torch.optim.AdamW([loose])
+        return {"one": one, "two": two, "both": both, "alone": alone}
+
+    saved = make()
+    saved["two"](saved["one"](torch.ones(3, 4))).sum().backward()
+    saved["alone"].param_groups[0]["params"][0].grad = torch.ones(3)
+    saved["both"].step()
+    saved["alone"].step()
+    save(base, **saved)
+    assert "'alone' is saved whole" in caplog.text
+    assert "'both'" not in caplog.text
+    fresh = make()
+    resumed(base, **fresh)
+    for name in ("both", "alone"):
+        assert_same_state(fresh[name], saved[name])
+
+
+def test_modules_of_all_sorts(base: Path) -> None:
+    class WithExtra(nn.Linear):
+        extra: Any = 0
+
+        def get_extra_state(self) -> Any:
+            return {"extra": self.extra}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state["extra"]
+
+    def make(seed: int) -> dict[str, nn.Module]:
+        torch.manual_seed(seed)
+        tied = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        tied[1].weight = tied[0].weight
+        compiled: Any = torch.compile(nn.Linear(3, 3))
+        nested = nn.Sequential(compiled, nn.Linear(3, 3))
+        return {"extra": WithExtra(3, 2), "tied": tied, "stateless": nn.GELU(), "compiled": compiled, "nested": nested}
+
+    saved = make(1)
+    saved["extra"].extra = [1, "two"]
+    save(base, **saved)
+    fresh = make(2)
+    assert resumed(base, **fresh) == 1
+    assert fresh["extra"].extra == [1, "two"]
+    for name, module in saved.items():
+        torch.testing.assert_close(list(fresh[name].parameters()), list(module.parameters()), rtol=0, atol=0)
+
+
+def test_values_of_all_sorts(base: Path) -> None:
+    value = {
+        "a": [1, (2.5, None)],
+        "b": {3, 4},
+        "c": b"\0\xff",
+        "d": np.arange(3),
+        "e": torch.ones(2, dtype=torch.bool),
+    }
+    save(base, stored=Stored(value))
+    stored = Stored()
+    resumed(base, stored=stored)
+    assert stored.value["a"] == value["a"]
+    assert stored.value["b"] == value["b"]
+    assert stored.value["c"] == value["c"]
+    assert stored.value["d"].tolist() == [0, 1, 2]
+    assert stored.value["e"].tolist() == [True, True]

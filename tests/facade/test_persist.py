@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
 import torch
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.core.persist_options import PersistOptions
+from ml_flashpoint.core.persisting import Persisting
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.versions import MARKER, PersistedVersion, list_persisted
-from tests.support.faulty_files import Faults, faulty_files
+from ml_flashpoint.persist.versions import MARKER, PersistedVersion, list_persisted, ranks_there
+from tests.support.faulty_files import Faults, FaultyFileSystem, faulty_files
 from tests.support.forked import Child, call, wait_until
 from tests.workers import persisting, training
 from tests.workers.training import Job
@@ -310,6 +314,86 @@ def test_the_end_does_not_wait_for_ever(base: Path, faults: Faults, how: str) ->
     fp.close()
     assert time.monotonic() - began < 10
     assert fp.health.persisted is None
+
+
+def test_the_end_does_not_wait_for_what_is_not_in_memory_any_more(base: Path, store: Path) -> None:
+    fp = Flashpoint(base, persist=str(store), deadline_s=30)
+    fp.track(value=Value()).resume()
+    fp.step()
+    assert fp.wait()
+    shutil.rmtree(base)
+    began = time.monotonic()
+    fp.close()
+    assert time.monotonic() - began < 10
+    assert "cannot be opened" in str(fp.health.persist_error)
+
+
+def test_what_failed_is_removed_before_the_next_version_is_written(
+    base: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else the store fills up with it, and nothing is persisted any more.
+    full = Mock(side_effect=CapacityError("no room for the marker"))
+    with Flashpoint(base, persist=str(store), persist_every=1, deadline_s=20) as fp:
+        fp.track(value=Value()).resume()
+        write_steps(fp, 1)
+        persisting = fp._engine.persisting
+        assert persisting is not None
+        with monkeypatch.context() as patched:
+            patched.setattr("ml_flashpoint.core.persisting.complete", full)
+            for count in range(1, 5):
+                wait_until(lambda: persisting._task is None, "it is idle")
+                fp.step()
+                assert fp.wait()
+                wait_until(lambda count=count: persisting.health.failures == count, "it failed")  # type: ignore[misc]
+            assert len(list(store.rglob("*.safetensors"))) == 2, "the complete one, and the last one that failed"
+
+
+def test_parts_that_come_while_rank_0_looks_for_them_are_seen(
+    base: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Flashpoint(base, persist=str(store), persist_every=1, deadline_s=20) as fp:
+        fp.track(value=Value()).resume()
+        await_store(fp)
+        looks: list[int] = []
+
+        def look(*arguments: Any) -> set[int]:
+            looks.append(1)
+            if len(looks) > 1:
+                return ranks_there(*arguments)
+            fp._engine.persisting._task.superseded.set()  # type: ignore[union-attr]
+            return set()
+
+        monkeypatch.setattr("ml_flashpoint.core.persisting.ranks_there", look)
+        write_steps(fp, 1)
+        assert fp.health.persist_error is None
+
+
+def test_every_rank_has_its_thread_before_the_end_when_none_can_be_started() -> None:
+    persisting = Persisting(PersistOptions("memory://nowhere"), 1, 2)
+    assert persisting._thread is not None
+    persisting.close()
+    assert not persisting._thread.is_alive()
+
+
+def test_a_signal_that_comes_while_the_store_is_locked_does_not_lock_up(base: Path, faults: Faults) -> None:
+    with Flashpoint(base, persist=faults.url, persist_every=1, deadline_s=20) as fp:
+        fp.track(value=Value()).resume()
+        await_store(fp)
+        faults.now = "hang"
+        fp.step()
+        assert fp.wait()
+        assert faults.met.wait(10)
+        persisting = fp._engine.persisting
+        assert persisting is not None
+        with fp._engine.store._lock:  # the training thread has it when the signal comes
+            faults.now = None
+            faults.go_on.set()
+            manifests = lambda: any(".manifest" in name for name in FaultyFileSystem.store)  # noqa: E731
+            wait_until(manifests, "the part is written")
+            threading.Event().wait(0.2)  # the thread wants the store's lock to end its loan
+            free = persisting._changed.acquire(timeout=2)
+            assert free, "the handler waits for who waits for the training thread"
+            persisting._changed.release()
 
 
 def test_persisting_gives_way_to_saves_where_memory_is_short(

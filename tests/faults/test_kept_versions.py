@@ -23,10 +23,17 @@ pytestmark = pytest.mark.slow
 
 
 def job(
-    root: Path, *script: Command, ranks: int = 2, keep: int | Keep = 3, count: int = 5000, **named: Any
+    root: Path,
+    *script: Command,
+    ranks: int = 2,
+    keep: int | Keep = 3,
+    count: int = 5000,
+    change: str = "raise",
+    persist: str | None = None,
+    **named: Any,
 ) -> list[Any]:
     """What came of a script, the same on all ranks."""
-    results = call_team(play, root, ranks, script, keep, count, **named)
+    results = call_team(play, root, ranks, script, keep, count, change, persist, **named)
     assert results == [results[0]] * ranks
     return list(results[0])
 
@@ -79,6 +86,21 @@ def test_going_back_is_not_undone_by_a_crash(tmpfs: Path) -> None:
         (4, [4, 0]),
         (4, [4, 0]),
     ]
+
+
+def test_what_was_gone_back_from_is_not_resumed_from_although_it_is_persisted(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = str(tmpfs / "store")
+    for step in (2, 3):  # what is newest at the end is persisted
+        job(tmpfs, ("resume",), ("save", [step], 0), persist=store)
+    assert job(tmpfs, ("resume",), ("resume", 2), persist=store)[1] == (2, [2, 0])
+    # The node of rank 0, who looks at the store, is new, and what the other one has of its parts is gone.
+    shutil.rmtree(tmpfs / "node-0")
+    for path in (tmpfs / "node-1").glob("**/step-*/rank-00000-*"):
+        path.unlink()
+    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "1")
+    assert job(tmpfs, ("resume",), persist=store) == [(2, [2, 0])]
 
 
 def test_a_version_that_lost_a_part_is_not_there_any_more(tmpfs: Path) -> None:

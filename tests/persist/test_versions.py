@@ -33,6 +33,7 @@ from ml_flashpoint.persist.versions import (
     list_persisted,
     ranks_there,
     read_part_manifest,
+    remove_failed,
     write_part,
 )
 
@@ -139,6 +140,19 @@ def test_what_dead_writers_left_goes_and_what_is_being_written_stays(store: Dura
     keep_newest(store, 3, LATER)
     assert store.list() == ["notes.txt", f"run-{LATER}", "run-of-somebody-else"]
     assert store.list(f"run-{LATER}") == ["step-5_ckpt", "step-6_ckpt", "step-7_ckpt"]
+    check_parts(store, newest)
+
+
+def test_what_failed_goes_before_the_next_one_is_written(store: DurableStore) -> None:
+    newest = persist(store, 3)
+    for number in (4, 5, 6, 7):
+        write_part(store, part(number), content)
+    write_part(store, part(5, run=LATER), content)
+    remove_failed(store, "step-6_ckpt", save_id(6))
+    assert store.list(f"run-{RUN}") == ["step-3_ckpt", "step-6_ckpt", "step-7_ckpt"]
+    assert store.list(f"run-{LATER}"), "a rank is ahead, in a later run"
+    keep_newest(store, 1, RUN)
+    assert store.list(f"run-{LATER}")
     check_parts(store, newest)
 
 

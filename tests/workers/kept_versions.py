@@ -64,12 +64,13 @@ def play(
     keep: int | Keep = 3,
     count: int = 5000,
     change: str = "raise",
+    persist: str | None = None,
 ) -> list[Any]:
     """Do what each line of a script says; returns what came of each that returns something."""
     said: list[Any] = []
     state = State(count)
     base = os.environ["FLASHPOINT_TEST_BASE"]
-    with Flashpoint(base, keep=keep, deadline_s=60, on_world_size_change=change) as fp:
+    with Flashpoint(base, keep=keep, deadline_s=60, on_world_size_change=change, persist=persist) as fp:
         fp.track(state=state)
         for name, *arguments in script:
             try:

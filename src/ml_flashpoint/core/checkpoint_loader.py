@@ -45,6 +45,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.failure_kinds import retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.retention_record import RetentionRecord
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -75,6 +76,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         self._source = PartSource(replication_manager)
         self._rank_getter = global_rank_getter
         self._recovered: CompleteVersion | None = None
+        self._record = RetentionRecord()
         self._line_then: set[str] = set()  # what was verified by then: a later save of that step is another version
         self._verified: set[tuple[str, str, str]] = set()
         self._discarded: set[tuple[str, str]] = set()
@@ -128,6 +130,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             wanted=wanted,
         )
         self._recovered = run.run()
+        self._record = run.record
         self._line_then = {each.save_id for each in store.retained.line}
         if self._recovered is not None:
             self._line_then.add(self._recovered.save_id)
@@ -167,9 +170,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         return self._source
 
     def is_abandoned(self, save_id: str) -> bool:
-        """Whether this job has gone back from a save, as far as this node remembers."""
-        store = self._objects.store
-        return store is not None and store.retained.record.is_abandoned(save_id)
+        """Whether this job had gone back from a save when it was last recovered, as far as any node remembers."""
+        return self._record.is_abandoned(save_id)
 
     @property
     def recovered(self) -> CompleteVersion | None:

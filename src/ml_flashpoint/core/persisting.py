@@ -40,7 +40,15 @@ from ml_flashpoint.format.knobs import collective_deadline_s, exit_deadline_s, t
 from ml_flashpoint.persist.opening import open_store
 from ml_flashpoint.persist.ownership import PERIOD_S, Ownership
 from ml_flashpoint.persist.store import DurableStore
-from ml_flashpoint.persist.versions import complete, keep_newest, list_persisted, ranks_there, run_of, write_part
+from ml_flashpoint.persist.versions import (
+    complete,
+    keep_newest,
+    list_persisted,
+    ranks_there,
+    remove_failed,
+    run_of,
+    write_part,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +98,7 @@ class Persisting:
         self._collecting = self._hurrying = self._closing = False
         self._last = _NEVER
         self._newest: Save | None = None
-        self._written = self._completed = ""
+        self._written = self._completed = self._gone = ""
         self._persisted: int | None = None
         self._error: str | None = None
         self._failures = 0
@@ -98,8 +106,8 @@ class Persisting:
         self._progress = time.monotonic()
         self._pace = 0.0
         _live.add(self)
-        if rank == 0:
-            self._ensure_thread()  # to own the store by the time that something is due
+        # On rank 0, to own the store by the time that something is due; on all, since none can be started at the end.
+        self._ensure_thread()
 
     # ---- the vote, on the commit queue's thread -----------------------------------------------------------
 
@@ -141,22 +149,25 @@ class Persisting:
                 self._newest = None
 
     def _give(self, save: Save) -> None:
+        task: PersistTask | None = None
+        error: FlashpointError = CapacityError("its memory was needed for a newer save", step=save.step)
         try:
             task = PersistTask.of(save)
-        except OSError as error:
-            task = None
-            _log.debug("the part of step %s cannot be opened: %s", save.step, error)
+        except OSError as caught:
+            error = SaveError(f"its part cannot be opened: {caught.strerror}", step=save.step)
         with self._changed:
-            if task is None or self._closing:
-                self._fail(save.step, CapacityError("its memory was needed for a newer save", step=save.step))
-            else:
-                if self._next is not None:
-                    self._next.hold.close()
-                self._next = task
+            unused = task
+            self._gone = save.save_id if task is None else ""
+            if task is not None and not self._closing:
+                self._next, unused = task, self._next
                 if self._task is not None:
                     self._task.superseded.set()
                 self._ensure_thread()
-                self._changed.notify_all()
+            elif task is None:
+                self._fail(save.step, error)
+            self._changed.notify_all()
+        if unused is not None:
+            unused.hold.close()  # not under the lock: it wants the store's, whose holder may want this one
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
@@ -192,9 +203,9 @@ class Persisting:
                 may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
                 self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
             finally:
+                if task is not None:
+                    task.hold.close()
                 with self._changed:
-                    if task is not None:
-                        task.hold.close()
                     self._task, self._collecting = None, False
                     self._changed.notify_all()
             self._try_again()
@@ -243,10 +254,12 @@ class Persisting:
     def _persist(self, task: PersistTask) -> None:
         store = self._store()
         self._prepare_room(task)
+        if self._rank == 0:
+            self._remove(lambda: remove_failed(store, task.part.version, task.save_id))
         self._pace = time.monotonic()
         write_part(store, task.manifest, lambda record: task.content(record, partial(self._pause, task)))
+        task.hold.close()
         with self._changed:
-            task.hold.close()
             self._written = task.save_id
             self._collecting = True
             if self._rank != 0:
@@ -280,13 +293,18 @@ class Persisting:
     def _collect(self, store: DurableStore, task: PersistTask) -> None:
         """On rank 0: complete a version, once the parts of all ranks are there."""
         version, give_up, poll_s = task.part.version, time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
-        while len(there := ranks_there(store, version, task.save_id)) < self._world_size:
+        while True:
+            others_are_over = task.superseded.is_set()  # before the look, which they may end in the middle of
+            if len(there := ranks_there(store, version, task.save_id)) >= self._world_size:
+                break
             missing = sorted(set(range(self._world_size)) - there)[:8]
             if time.monotonic() > give_up:
                 raise DeadlineError(f"the parts of ranks {missing} were not written in time", step=task.step)
-            if task.superseded.is_set() and not self._hurrying:
+            if others_are_over and not self._hurrying:
                 raise SaveError(f"ranks {missing} could not write their parts; their logs say why", step=task.step)
-            self._go_on(task)
+            if others_are_over or self._closing:
+                self._go_on(task)
+            self._progress = time.monotonic()
             task.superseded.wait(poll_s)
             poll_s = min(2 * poll_s, _LAST_POLL_S)
         with self._changed:
@@ -304,8 +322,13 @@ class Persisting:
         with self._changed:
             self._persisted, self._completed = task.step, task.save_id
             self._worked(task)
+        self._remove(lambda: keep_newest(store, self.options.persist_keep, run_of(task.save_id)))
+
+    def _remove(self, what: Callable[[], object]) -> None:
+        assert self._ownership is not None
         try:
-            keep_newest(store, self.options.persist_keep, run_of(task.save_id))
+            self._ownership.check()
+            what()
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)
 
@@ -367,8 +390,8 @@ class Persisting:
         with self._changed:
             newest = self._newest
             if newest is not None:
-                ended = lambda: self._is_done(newest) or self._closing or self._has_given_up  # noqa: E731
-                self._changed.wait_for(ended, deadline_s)
+                given_up = lambda: self._has_given_up or self._gone == newest.save_id  # noqa: E731
+                self._changed.wait_for(lambda: self._is_done(newest) or self._closing or given_up(), deadline_s)
             return newest is None or self._is_done(newest)
 
     def end(self, deadline_s: float) -> None:
@@ -385,11 +408,11 @@ class Persisting:
             self._closing = True
             if self._task is not None:
                 self._task.superseded.set()
-            if self._next is not None:
-                self._next.hold.close()
-                self._next = None
+            unused, self._next = self._next, None
             self._changed.notify_all()
             thread = self._thread
+        if unused is not None:
+            unused.hold.close()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_LAST_POLL_S)
         _live.discard(self)

@@ -361,7 +361,7 @@ def keep_newest(store: DurableStore, count: int, current_run: str) -> list[Persi
         run = each.folder.partition("/")[0][len(RUN_PREFIX) :]
         # A folder with nothing but a temporary file may be what a rank of this run has just begun.
         limit = (kept[-1] if each.marked else kept[0]).save_id if kept else ""
-        if "" < each.newest_save < limit or (not each.marked and run != current_run):
+        if "" < each.newest_save < limit or (not each.marked and run < current_run):
             _try_to_remove(store.remove_folder, each.folder)
     for run in store.list():
         if run.startswith(RUN_PREFIX) and _RUN_ID.fullmatch(run[len(RUN_PREFIX) :]):
@@ -369,6 +369,19 @@ def keep_newest(store: DurableStore, count: int, current_run: str) -> list[Persi
                 if run != RUN_PREFIX + current_run and not store.list(run):
                     _try_to_remove(store.remove_folder, run)
     return kept
+
+
+def remove_failed(store: DurableStore, version: str, save_id: str) -> None:
+    """Removes what was begun before this save and not completed: what is left of saves that failed must not take the
+    room of this one. To be called by who alone persists here, when no rank writes anything older any more.
+
+    Raises:
+        LoadError: the store cannot be read.
+    """
+    for each in list_persisted(store)[1]:
+        # In its own folder, ranks may be writing already.
+        if not each.marked and "" < each.newest_save < save_id and each.folder != folder_of(version, save_id):
+            _try_to_remove(store.remove_folder, each.folder)
 
 
 def _try_to_remove(remove: Callable[[str], None], name: str) -> bool:

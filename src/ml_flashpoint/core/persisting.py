@@ -365,6 +365,9 @@ class Persisting:
     def _has_given_up(self) -> bool:
         return self._hurrying and self._tries_left <= 0
 
+    def _has_ended(self, newest: Save) -> bool:
+        return self._is_done(newest) or self._closing or self._has_given_up or self._gone == newest.save_id
+
     def _is_done(self, newest: Save) -> bool:
         return newest.save_id == (self._completed if self._rank == 0 else self._written)
 
@@ -390,8 +393,7 @@ class Persisting:
         with self._changed:
             newest = self._newest
             if newest is not None:
-                given_up = lambda: self._has_given_up or self._gone == newest.save_id  # noqa: E731
-                self._changed.wait_for(lambda: self._is_done(newest) or self._closing or given_up(), deadline_s)
+                self._changed.wait_for(lambda: self._has_ended(newest), deadline_s)
             return newest is None or self._is_done(newest)
 
     def end(self, deadline_s: float) -> None:

@@ -400,6 +400,7 @@ def test_persisting_gives_way_to_saves_where_memory_is_short(
     small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ml_flashpoint.core.persist_task._PIECE_BYTES", 2**16)
+    monkeypatch.setattr("ml_flashpoint.core.checkpoint_saver._FAULT_RATE", 5e5)
     state = Value(torch.zeros(1_700_000, dtype=torch.uint8))
     with Flashpoint(
         small_tmpfs / "job", persist=str(tmp_path / "store"), persist_every=1, persist_bytes_per_s=4e5
@@ -412,6 +413,7 @@ def test_persisting_gives_way_to_saves_where_memory_is_short(
             assert fp.wait()
         wait_until(lambda: "memory was needed" in str(fp.health.persist_error), f"it is told: {fp.health}")
         assert fp.health.failures == 0
+        assert fp.health.blocked_total_s < 3, "no save waits for what is lent, as it would for what is being replicated"
         assert fp.health.persisted is None
     assert steps(tmp_path / "store") == [6]
 

@@ -101,9 +101,11 @@ class RetainingStore(ABC):
             return sum(self.arenas.resident_bytes()) - fixed
 
     def counts(self, save_id: str, rank: int) -> bool:
-        """Whether a part is here, and not one that is kept beside the newest verified version, as far as room goes."""
+        """Whether a part is here, and not one that is kept beside the newest verified version, as far as room goes, or
+        that is dropped and only lent yet, which gives way likewise."""
         with self._lock:
-            return (save_id, rank) in self._parts and not self.retained.is_beside(save_id)
+            part = self._parts.get((save_id, rank))
+            return part is not None and not (part.doomed and part.loans) and not self.retained.is_beside(save_id)
 
     def _arenas_kept_beside(self) -> set[Arena]:
         beside = [part for part in self._parts.values() if self.retained.is_beside(part.save_id)]

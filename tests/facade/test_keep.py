@@ -233,6 +233,21 @@ def test_a_save_that_pins_leave_no_room_for_says_so_and_works_when_they_are_gone
         assert (fp.resume(), state.checked()) == (7, [0, 7, 0])
 
 
+def test_pins_can_be_taken_back_where_there_is_no_room_at_all(small_tmpfs: Path) -> None:
+    state = State(64 << 10)
+    with opened(small_tmpfs / "job", state) as fp:
+        fp.resume()
+        save(fp, state, 1)
+        fp.pin("one")
+        save(fp, state, 2)
+        with contextlib.suppress(OSError), open(small_tmpfs / "other", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        fp.unpin("one")
+        assert shown(fp.versions()) == [(2,)]
+        (small_tmpfs / "other").unlink()
+
+
 def test_what_is_kept_gives_way_before_a_save_fails(small_tmpfs: Path) -> None:
     state = State(64 << 10)
     with opened(small_tmpfs / "job", state, keep=20) as fp:

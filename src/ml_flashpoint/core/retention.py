@@ -15,12 +15,20 @@ from dataclasses import dataclass, replace
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
 from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.retaining import protect, retained_line, shown_versions
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    LoadError,
+    SaveError,
+)
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.retention_record import Pin, RetentionRecord, checked_label, newest_record, write_record
 from ml_flashpoint.ranks.rank_group import RankGroup
@@ -216,7 +224,7 @@ class Retention:
 
         def write() -> None:
             if self._group.is_node_leader:
-                write_record(self._store.base / PRIVATE_DIR, after)
+                self._write(after)
 
         another = SaveError(f"another rank could not record {what}; its log says why", rank=self._group.rank)
         try:
@@ -228,6 +236,15 @@ class Retention:
 
     def _undo(self, record: RetentionRecord) -> None:
         try:
-            write_record(self._store.base / PRIVATE_DIR, record)
+            self._write(record)
         except FlashpointError as error:
             _log.error("pins may be others on this node after a restart: %s", error)
+
+    def _write(self, record: RetentionRecord) -> None:
+        folder = self._store.base / PRIVATE_DIR
+        try:
+            write_record(folder, record)
+        except CapacityError:  # where pins take all the room there is, they must be let go of
+            if not give_up_reserve(self._store.directory):
+                raise
+            write_record(folder, record)

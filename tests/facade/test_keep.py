@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.open_version import open_version
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError, UnaskedVersionsError
 from ml_flashpoint.format.retention_record import RECORD, Pin, RetentionRecord, read_record, write_record
 from tests.support.processes import REPOSITORY
 from tests.support.stepwise import Operation
@@ -231,6 +232,24 @@ def test_a_save_that_pins_leave_no_room_for_says_so_and_works_when_they_are_gone
         save(fp, state, 5, 6, 7)
         assert fp.health.failures == failures
         assert (fp.resume(), state.checked()) == (7, [0, 7, 0])
+
+
+def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State(3000)
+    with opened(base, state, keep=3) as fp:
+        fp.resume()
+        save(fp, state, 1, 2, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr("ml_flashpoint.core.retention.write_record", Mock(side_effect=SaveError("no")))
+            with pytest.raises(SaveError, match="no"):
+                fp.resume(step=1)
+        with pytest.raises(UnaskedVersionsError):  # the state is that of step 1
+            fp.save(4)
+        assert (fp.resume(), state.checked()) == (3, [0, 3, 0])
+        save(fp, state, 4)
+        assert (fp.resume(), state.checked()) == (4, [0, 4, 0])
 
 
 def test_pins_can_be_taken_back_where_there_is_no_room_at_all(small_tmpfs: Path) -> None:

@@ -108,6 +108,8 @@ class KeptVersions:
         outcome.refuse_to_decide(rank)
         if wanted is not None:
             outcome.refuse_to_miss(rank)
+            # Where it cannot be recorded, the state is another one than that of the steps counted: not to be saved.
+            self._engine.unasked = True
             self._engine.leave_newer()
             self._saves.last_saved = None
         return outcome

@@ -53,9 +53,11 @@ def _leftovers_are_swept() -> Iterator[None]:
 def _sigterm_is_left_as_it_was() -> Iterator[None]:
     """Fails if a test leaves a handler of ours behind, which ends the process: so would a later test that sends one.
 
-    Every test finds the default action, whatever ran before it: `ray.init` leaves a handler that exits.
+    Every test finds the default action, whatever ran before it: `ray.init` leaves a handler that exits. So it does of
+    SIGINT, which shells have their background jobs ignore.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     yield
     after = signal.getsignal(signal.SIGTERM)

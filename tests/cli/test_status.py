@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -113,6 +114,9 @@ def test_top_in_a_terminal(tmpfs: Path) -> None:
             assert fp.wait()
             _await_text(ours, " 4 ")
             top.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # when there is nobody any more who could write
+                while True:
+                    _await_text(ours, "")
             assert top.wait(30) == 0
         finally:
             top.kill()
@@ -121,7 +125,7 @@ def test_top_in_a_terminal(tmpfs: Path) -> None:
 
 def _await_text(terminal: int, text: str) -> None:
     seen, give_up = "", time.monotonic() + 60
-    while text not in seen:
+    while not seen or text not in seen:
         assert select.select([terminal], [], [], give_up - time.monotonic())[0], seen
         seen += os.read(terminal, 1 << 16).decode(errors="replace")
 

@@ -456,7 +456,9 @@ def test_what_a_crash_left_is_cleaned_at_the_next_start(tmpfs: Path) -> None:
     assert value_of(manager.load()) == found
     manager.save(state(found), found)
     assert versions(manager) == [f"step-{found}_ckpt"]
-    assert not [path for path in private.iterdir() if not re.fullmatch(r"lock|saving|reserve|arena-\d+", path.name)]
+    assert not [
+        path for path in private.iterdir() if not re.fullmatch(r"lock|saving|reserve|status\.json|arena-\d+", path.name)
+    ]
     manager.close()
 
 

@@ -129,15 +129,18 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             finish=lambda version: self._restore_sidecars(version, store),
             wanted=wanted,
         )
-        self._recovered = run.run()
+        self._note(run.run(), store)
         self._record = run.record
-        self._line_then = {each.save_id for each in store.retained.line}
-        if self._recovered is not None:
-            self._line_then.add(self._recovered.save_id)
         self.last_recovery = run.report()
         found = [part.save_id for report in run.reports for part in report.inventory.parts]
         group.renew_run(max((*found, *run.record.bounds), default=None))
         return run
+
+    def _note(self, recovered: CompleteVersion | None, store: RankStore) -> None:
+        self._recovered = recovered
+        self._line_then = {each.save_id for each in store.retained.line}
+        if recovered is not None:
+            self._line_then.add(recovered.save_id)
 
     def get_checkpoint(self, base: CheckpointContainerId, wanted: int | str) -> CheckpointContainerId:
         """Collective: bring one version here, verify it, vote. What is newer stays the newest, until
@@ -180,7 +183,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
 
     def _restore_sidecars(self, version: CompleteVersion, store: RankStore) -> None:
         """Write the files that belong beside the parts of a version on this node: see `core.sidecars`."""
-        self._recovered = version  # where holders are looked up
+        self._note(version, store)  # where holders are looked up
         path = CheckpointContainerId.create_child(store.base, version.version)
         own = find_local_manifest(store.base, version.version, store.rank, version.save_id)
         carrier = carrier_of(own or self.read_manifest(path, 0))

@@ -306,13 +306,16 @@ class Cluster:
     def outputs(self) -> dict[int, str]:
         """All that each rank has written so far, stdout and stderr together, over all its restarts."""
         outputs = dict.fromkeys(range(self.world_size), "")
+        agents: list[tuple[float, str]] = []
         for _, rank, process in self._started:
             if rank is not None:
                 outputs[rank] += process.output
-                continue
-            for line in process.lines:
-                if (prefix := _RANK_PREFIX.match(line)) is not None:
-                    outputs[int(prefix[1])] += line[prefix.end() :]
+            else:
+                agents += zip(process.arrived, process.lines, strict=False)  # while more come
+        # In the order in which they came: torchrun gives a node that comes back other ranks than it had.
+        for _, line in sorted(agents, key=lambda each: each[0]):
+            if (prefix := _RANK_PREFIX.match(line)) is not None:
+                outputs[int(prefix[1])] += line[prefix.end() :]
         return outputs
 
     def reports(self, rank: int) -> list[dict[str, Any]]:

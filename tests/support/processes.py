@@ -66,6 +66,7 @@ class CapturedProcess:
     ) -> None:
         self._on_change = on_change
         self._lines: list[str] = []
+        self.arrived: list[float] = []  # when each line came
         self.killed = False
         self.returncode: int | None = None
         self._process: subprocess.Popen[bytes] | warm.WarmProcess
@@ -93,6 +94,7 @@ class CapturedProcess:
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             for line in stream:
+                self.arrived.append(time.monotonic())
                 self._lines.append(line.decode(errors="replace"))
                 self._on_change()
 

@@ -170,26 +170,7 @@ class Flashpoint(KeptVersions):
             keep=self._keep,
             persist=persisted,
         )
-        self._ranks = self._engine.ranks
-        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(self._commit_for_termination, self._grace_s)
-        self._saves = SaveRunner(
-            self._tracked,
-            self._engine.saver,
-            self._group,
-            self._guard,
-            safe_globals=allowed,
-            deadline_s=self._deadline_s,
-            overlap=Overlap(wanted=overlap, verify=verify_staging),
-        )
-        self._states = StateLoader(
-            self._tracked,
-            self._engine.loader,
-            self._ranks,
-            self._group,
-            safe_globals=allowed,
-            on_world_size_change=change,
-        )
+        self._saves, self._states = self._make_runners(allowed, change, Overlap(wanted=overlap, verify=verify_staging))
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
@@ -197,12 +178,36 @@ class Flashpoint(KeptVersions):
         self._part_bytes = 0
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
-        self._unsubscribe = (
-            None if on_event is None else events.add_subscriber(on_event, self._base, argument="on_event")
-        )
+        self._unsubscribe = on_event and events.add_subscriber(on_event, self._base, argument="on_event")
         warn_of_shared_store(self._ranks.rank)
         if handle_sigterm:
             self._guard.install()
+
+    def _make_runners(
+        self, allowed: tuple[SafeGlobal, ...], change: str, overlap: Overlap
+    ) -> tuple[SaveRunner, StateLoader]:
+        """What saves and what loads the tracked state, through the engine."""
+        self._ranks = self._engine.ranks
+        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
+        self._guard = TerminationGuard(self._commit_for_termination, self._grace_s)
+        saves = SaveRunner(
+            self._tracked,
+            self._engine.saver,
+            self._group,
+            self._guard,
+            safe_globals=allowed,
+            deadline_s=self._deadline_s,
+            overlap=overlap,
+        )
+        states = StateLoader(
+            self._tracked,
+            self._engine.loader,
+            self._ranks,
+            self._group,
+            safe_globals=allowed,
+            on_world_size_change=change,
+        )
+        return saves, states
 
     def _open(self, alike: dict[str, object], **options: Any) -> None:
         """Take the base container and open the engine, on all ranks or on none; what is ``alike`` is so on all."""
@@ -388,9 +393,10 @@ class Flashpoint(KeptVersions):
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
-        deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         self._engine.saver.owner.check(self._ranks.rank)
-        settled = self._saves.settle(deadline_s)
+        settled = self._saves.settle(
+            self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
+        )
         self._raise_failure()
         return settled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -18,6 +19,8 @@ import pytest
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli.status import show_status
+from ml_flashpoint.core import status_board
+from ml_flashpoint.events import flush
 from ml_flashpoint.format import events
 from ml_flashpoint.format.status import RankStatus, read_status, write_status
 from tests.facade.test_overlap import Job
@@ -135,7 +138,28 @@ def test_a_status_is_there_when_a_save_is_verified(tmpfs: Path) -> None:
         fp.track(**Job().tracked).resume()
         fp.step()
         assert fp.wait()
-        give_up = time.monotonic() + 30
-        while (told := read_status(fp._engine.store.directory)) is None or told.verified != 1:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        assert flush()
+        told = read_status(fp._engine.store.directory)
+        assert told is not None
+        assert told.verified == 1
+
+
+def test_a_status_that_cannot_be_written_stops_nothing(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(directory: Path, status: RankStatus) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(**Job().tracked).resume()
+        with monkeypatch.context() as patched:
+            patched.setattr(status_board, "write_status", fail)
+            for _ in range(3):
+                fp.step()
+                assert fp.wait()
+            assert flush()
+        assert [record.levelname for record in caplog.records if "status of rank 0" in record.message] == ["WARNING"]
+        fp.step()
+    told = read_status(tmpfs / "job" / ".flashpoint" / "rank-00000")
+    assert told is not None
+    assert (told.verified, told.saves, told.failures) == (4, 4, 0)

@@ -106,6 +106,19 @@ def test_the_highest_revision_counts_in_any_order() -> None:
     assert newest_record([]) == RetentionRecord()
 
 
+def test_of_several_with_one_revision_no_pin_is_lost() -> None:
+    """A node was lost while a pin was written there, and comes back after the others have pinned something else."""
+    other = Pin("zz", "step-9_ckpt", "1700-ab-9")
+    here, there = RetentionRecord(2, (PIN,)), RetentionRecord(2, (other,))
+    assert newest_record([here, there]) == newest_record([there, here])
+    assert newest_record([here, there]).pinned == {PIN.save_id, other.save_id}
+    back = RetentionRecord(2, (), (("1700-ab-7", "1800-cd"),))
+    assert newest_record([here, back, there]).gone_back == back.gone_back
+    assert newest_record([here, back, there]).pinned == {PIN.save_id, other.save_id}
+    alike = RetentionRecord(2, (Pin(PIN.label, other.version, other.save_id),))
+    assert len(newest_record([here, alike]).pins) == 1
+
+
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.data())
 def test_gone_back_from_is_exactly_what_came_after_the_last_target(ends: list[int], data: st.DataObject) -> None:
     """A job saves a while, goes back to any save that there was, and so on: the newest save that was not gone back from

@@ -177,7 +177,11 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         for version in look.versions:
             if here is not None and version.save_id <= here:
                 return None, None
-            if version.save_id in self._discarded or self._memory.is_abandoned(version.save_id):
+            if version.save_id in self._discarded:
+                continue
+            if self._memory.is_abandoned(version.save_id):
+                if here is None:  # all that there is may be what was gone back from: no reason to start from nothing
+                    reasons.append(f"{version.name} (the job has gone back from it)")
                 continue
             try:
                 self._bounded(lambda version=version: check_parts(self._store(), version), deadline_s)  # type: ignore[misc]

@@ -170,8 +170,19 @@ class RetentionRecord:
 
 
 def newest_record(records: Iterable[RetentionRecord]) -> RetentionRecord:
-    """The record that counts, of those that nodes have. The same for any order of them."""
-    return max(records, key=lambda record: (record.revision, record.to_json()), default=RetentionRecord())
+    """The record that counts, of those that nodes have. The same for any order of them.
+
+    Of several with the highest revision, one was never agreed on: its node was lost while it was written, and has come
+    back after the others had written another one. Nobody can tell which, so all that they pin is pinned.
+    """
+    found = sorted(records, key=lambda record: (record.revision, len(record.gone_back), record.to_json()), reverse=True)
+    if not found:
+        return RetentionRecord()
+    newest = found[0]
+    alike = [record for record in found if record.revision == newest.revision]
+    pins = {pin.label: pin for record in reversed(alike) for pin in record.pins}
+    missing = [pin for label, pin in pins.items() if label not in newest.labels]
+    return replace(newest, pins=(*newest.pins, *missing)[:_MOST])
 
 
 def read_record(folder: Path) -> RetentionRecord:

@@ -189,7 +189,7 @@ class Flashpoint(KeptVersions):
         """What saves and what loads the tracked state, through the engine."""
         self._ranks = self._engine.ranks
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(self._commit_for_termination, self._grace_s)
+        self._guard = TerminationGuard(lambda s: end_within(s, self._saves, self._engine.persisting), self._grace_s)
         saves = SaveRunner(
             self._tracked,
             self._engine.saver,
@@ -393,15 +393,11 @@ class Flashpoint(KeptVersions):
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
+        deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         self._engine.saver.owner.check(self._ranks.rank)
-        settled = self._saves.settle(
-            self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        )
+        settled = self._saves.settle(deadline_s)
         self._raise_failure()
         return settled
-
-    def _commit_for_termination(self, deadline_s: float) -> None:
-        end_within(deadline_s, self._saves, self._engine.persisting)
 
     # ---- what became of it --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,10 +16,11 @@ import fsspec
 import pytest
 import torch
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.format.status import read_status
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.versions import MARKER, PersistedVersion, list_persisted, ranks_there
 from tests.support.faulty_files import Faults, FaultyFileSystem, faulty_files
@@ -128,6 +130,24 @@ def test_older_versions_go_and_the_last_one_is_persisted_at_the_end(base: Path, 
     assert steps(store) == [9, 8]
     assert fp.health.persisted == 9
     assert not fp.health.degraded
+
+
+def test_what_is_persisted_is_told(base: Path, store: Path) -> None:
+    told: list[events.Event] = []
+    with Flashpoint(base, persist=str(store), persist_every=2, on_event=told.append) as fp:
+        fp.track(value=Value()).resume()
+        write_steps(fp, 4, wait_for=2)
+        size = fp.health.bytes
+    parts = [event for event in told if isinstance(event, events.PartPersisted)]
+    assert [(event.step, event.bytes) for event in parts] == [(2, size), (4, size)]
+    versions = [event for event in told if isinstance(event, events.VersionPersisted)]
+    assert [(event.step, event.url) for event in versions] == [
+        (2, fp._engine.persisting.options.persist),
+        (4, versions[0].url),
+    ]
+    status = read_status(fp._engine.store.directory)
+    assert status is not None
+    assert (status.persisted, status.persist_error) == (4, None)
 
 
 def test_what_is_persisted_are_valid_safetensors_files(base: Path, store: Path) -> None:
@@ -379,7 +399,8 @@ def test_parts_that_come_while_rank_0_looks_for_them_are_seen(
 
 
 def test_every_rank_has_its_thread_before_the_end_when_none_can_be_started() -> None:
-    persisting = Persisting(PersistOptions("memory://nowhere"), 1, 2)
+    ranks: Any = SimpleNamespace(rank=1, world_size=2, node="n")
+    persisting = Persisting(PersistOptions("memory://nowhere"), ranks)
     assert persisting._thread is not None
     persisting.close()
     assert not persisting._thread.is_alive()

@@ -59,6 +59,10 @@ def test_what_is_amiss_and_when_it_is_over() -> None:
     assert status.replication_error is None
     status = status.after(events.VersionVerified(step=6, seconds=0.1))
     assert not status.degraded
+    status = status.after(events.PersistFailed(error="full", step=6))
+    assert (status.degraded, status.persist_error) == (True, "full")
+    status = status.after(events.PartPersisted(step=7, bytes=1, seconds=0.1))
+    assert (status.degraded, status.persisted) == (False, 7)
     status = status.after(events.SaveFailed(error="x" * 10**6)).after(events.SteppedBack(error="damaged"))
     assert (status.failures, status.stepped_back) == (1, 1)
     assert len(status.error or "") == 2000

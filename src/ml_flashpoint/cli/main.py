@@ -95,8 +95,8 @@ def status(base: _Base, json: _Json = False) -> None:
     What is **verified** all ranks have, with all copies: **since** is the training that would be lost now, in
     seconds. The job may be running; nothing is locked or changed.
 
-    A rank is **ok**, **degraded** (copies are missing, or ranks do not agree), **silent** (it has saved nothing yet)
-    or **ended**.
+    A rank is **ok**, **degraded** (copies are missing, ranks do not agree, or what is due is not persisted),
+    **silent** (it has saved nothing yet) or **ended**.
 
     Exit code: 0, 1 if a rank is degraded, 2 if BASE is not a base container.
     """

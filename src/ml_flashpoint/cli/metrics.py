@@ -32,12 +32,16 @@ _GAUGES: dict[str, tuple[str, Callable[[RankStatus], float | None]]] = {
     "replicated_step": ("Newest step whose copies were acknowledged.", lambda told: told.replicated),
     "verified_step": ("Newest step that all ranks have, with all copies.", lambda told: told.verified),
     "verified_timestamp_seconds": ("When that was verified.", lambda told: told.verified_s or None),
+    "persisted_step": ("Newest step whose part is in the durable store.", lambda told: told.persisted),
     "resumed_step": ("Step that this process went on from.", lambda told: told.resumed),
     "loop_held_seconds": ("For how long the newest save has held the training loop.", lambda told: told.held_s),
     "commit_seconds": ("From the begin of the newest save to its commit.", lambda told: told.committed_after_s),
     "verify_seconds": ("From the begin of a save until it was verified.", lambda told: told.verified_after_s),
     "part_bytes": ("Size of this rank's newest part.", lambda told: told.part_bytes),
-    "degraded": ("Whether copies are missing, or ranks do not agree.", lambda told: told.degraded),
+    "degraded": (
+        "Whether copies are missing, ranks do not agree, or nothing is persisted.",
+        lambda told: told.degraded,
+    ),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[RankStatus], float]]] = {
     "saves": ("Parts committed by this process.", lambda told: told.saves),

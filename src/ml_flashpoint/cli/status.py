@@ -95,12 +95,24 @@ def _line(rank: RankView) -> str:
     return (
         f"{head} resumed={_or_dash(told.resumed)} committed={_or_dash(told.committed)}"
         f" replicated={_or_dash(told.replicated)} verified={_or_dash(told.verified)} age_s={_age(told)}"
+        f" persisted={_or_dash(told.persisted)}"
         f" held_s={told.held_s:.4f} bytes={told.part_bytes} saves={told.saves} failures={told.failures} {errors}"
     ).rstrip()
 
 
 def _table(base: str, ranks: list[RankView]) -> RenderableType:
-    columns = ("rank", "state", "committed", "copied", "verified", "since", "held loop", "verified after", "part")
+    columns = (
+        "rank",
+        "state",
+        "committed",
+        "copied",
+        "verified",
+        "since",
+        "held loop",
+        "verified after",
+        "persisted",
+        "part",
+    )
     table = Table(*columns, "saves", "failed", title=escape(base), title_justify="left", title_style="")
     styles = {"ok": "green", "degraded": "bold red", "silent": "yellow", "ended": "dim"}
     errors: list[str] = []
@@ -118,6 +130,7 @@ def _table(base: str, ranks: list[RankView]) -> RenderableType:
             f"{_age(told)} s",
             f"{told.held_s * 1000:.1f} ms",
             f"{told.verified_after_s:.2f} s",
+            _or_dash(told.persisted),
             format_bytes(told.part_bytes),
             str(told.saves),
             str(told.failures),
@@ -129,7 +142,7 @@ def _table(base: str, ranks: list[RankView]) -> RenderableType:
 
 
 def _errors(told: RankStatus) -> list[tuple[str, str]]:
-    names = ("error", "replication_error", "agreement_error")
+    names = ("error", "replication_error", "agreement_error", "persist_error")
     return [(name, text) for name in names if (text := getattr(told, name)) is not None]
 
 

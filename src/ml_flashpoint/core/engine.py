@@ -103,7 +103,7 @@ class CheckpointEngine:
             self.replication.initialize(self.objects)
             self.persisting: Persisting | None = None
             if persist is not None:
-                self.persisting = Persisting(persist, self.ranks.rank, self.ranks.world_size)
+                self.persisting = Persisting(persist, self.ranks, base=self.base)
                 undo.callback(self.persisting.close)
             self.saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects,

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from ml_flashpoint import events
 from ml_flashpoint.core.persist_options import PersistHealth, PersistOptions
 from ml_flashpoint.core.persist_task import PersistTask
 from ml_flashpoint.core.save import Save
@@ -49,6 +50,7 @@ from ml_flashpoint.persist.versions import (
     run_of,
     write_part,
 )
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class Persisting:
 
     Args:
         options: where to, and which.
-        rank, world_size: of this process.
+        ranks: of this process, and how many there are.
+        base: the base container, for events.
         open_store: what `options.persist` leads to.
         period_s: see `persist.ownership`.
     """
@@ -77,15 +80,16 @@ class Persisting:
     def __init__(
         self,
         options: PersistOptions,
-        rank: int,
-        world_size: int,
+        ranks: RankGroup,
         *,
+        base: object = None,
         open_store: Callable[[str], DurableStore] = open_store,
         period_s: float = PERIOD_S,
     ) -> None:
         self.options = options
-        self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
+        self._rank, self._world_size = ranks.rank, ranks.world_size
+        self._base = base
         self._open_store = open_store
         self._period_s = period_s
         self._process = os.getpid()
@@ -256,9 +260,11 @@ class Persisting:
         self._prepare_room(task)
         if self._rank == 0:
             self._remove(lambda: remove_failed(store, task.part.version, task.save_id))
-        self._pace = time.monotonic()
+        self._pace = began = time.monotonic()
         write_part(store, task.manifest, lambda record: task.content(record, partial(self._pause, task)))
         task.hold.close()
+        size, seconds = task.manifest.total_size, time.monotonic() - began
+        events.emit(events.PartPersisted, self._ranks, self._base, task.step, bytes=size, seconds=seconds)
         with self._changed:
             self._written = task.save_id
             self._collecting = True
@@ -319,6 +325,7 @@ class Persisting:
                 hint="call resume() before the first step, or give each job a URL of its own",
             )
         complete(store, version, task.save_id, self._world_size)
+        events.emit(events.VersionPersisted, self._ranks, self._base, task.step, url=self.options.persist)
         with self._changed:
             self._persisted, self._completed = task.step, task.save_id
             self._worked(task)
@@ -345,6 +352,7 @@ class Persisting:
             loud = self._error is None or (step is not None and self._failures.bit_count() == 1)
             self._error = text
             self._failures += step is not None
+        events.emit(events.PersistFailed, self._ranks, self._base, step, error=text)
         what = "nothing can be persisted yet" if step is None else f"step {step} is not persisted"
         _log.log(logging.ERROR if loud else logging.DEBUG, "%s, training goes on: %s", what, text)
 

@@ -19,6 +19,8 @@ _WRITTEN_FOR = (
     events.ReplicationFailed,
     events.AgreementFailed,
     events.VersionWithdrawn,
+    events.PartPersisted,
+    events.PersistFailed,
     events.SteppedBack,
     events.Resumed,
 )

@@ -136,6 +136,41 @@ class VersionWithdrawn(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartPersisted(Event):
+    """This rank's part of a verified version is in the durable store.
+
+    Attributes:
+        bytes: its size.
+        seconds: that it took to write it.
+    """
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPersisted(Event):
+    """All parts are in the durable store, and the marker that makes them a version. Told by rank 0.
+
+    Attributes:
+        url: of the store.
+    """
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistFailed(Event):
+    """A version that was due is not persisted, or none can be; the next one is tried.
+
+    Attributes:
+        error: why.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartFetched(Event):
     """A part that this node did not have was fetched from a peer.
 
@@ -204,6 +239,9 @@ KINDS: dict[str, type[Event]] = {
         VersionVerified,
         AgreementFailed,
         VersionWithdrawn,
+        PartPersisted,
+        VersionPersisted,
+        PersistFailed,
         PartFetched,
         SteppedBack,
         VersionRecovered,

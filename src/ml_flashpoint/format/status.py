@@ -16,7 +16,9 @@ from ml_flashpoint.format.events import (
     Event,
     LoopHeld,
     PartCommitted,
+    PartPersisted,
     PartReplicated,
+    PersistFailed,
     ReplicationFailed,
     Resumed,
     SaveFailed,
@@ -50,10 +52,11 @@ class RankStatus:
         held_s: seconds that the newest save has held the loop; 0.0 where that is not measured.
         committed_after_s, verified_after_s: seconds from the begin of the newest such save on.
         part_bytes: size of the newest part.
+        persisted: newest step whose part of this rank is in the durable store.
         saves, failures: parts committed, saves failed.
         stepped_back: versions that could not be recovered or loaded.
         error: of the newest failed save; it stays.
-        replication_error, agreement_error: what is amiss now.
+        replication_error, agreement_error, persist_error: what is amiss now.
     """
 
     rank: int
@@ -69,12 +72,14 @@ class RankStatus:
     committed_after_s: float = 0.0
     verified_after_s: float = 0.0
     part_bytes: int = 0
+    persisted: int | None = None
     saves: int = 0
     failures: int = 0
     stepped_back: int = 0
     error: str | None = None
     replication_error: str | None = None
     agreement_error: str | None = None
+    persist_error: str | None = None
 
     def after(self, event: Event) -> RankStatus:
         """What follows from one more event of this rank."""
@@ -96,6 +101,10 @@ class RankStatus:
                 change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}
             case AgreementFailed():
                 change = {"agreement_error": event.error[:_MOST_OF_AN_ERROR]}
+            case PartPersisted():
+                change = {"persisted": event.step, "persist_error": None}
+            case PersistFailed():
+                change = {"persist_error": event.error[:_MOST_OF_AN_ERROR]}
             case SteppedBack():
                 change = {"stepped_back": self.stepped_back + 1}
             case Resumed():
@@ -105,7 +114,7 @@ class RankStatus:
     @property
     def degraded(self) -> bool:
         """Whether something is amiss now."""
-        return self.replication_error is not None or self.agreement_error is not None
+        return any((self.replication_error, self.agreement_error, self.persist_error))
 
     def to_json(self) -> str:
         """For :meth:`from_json`."""

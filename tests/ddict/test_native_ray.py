@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +25,7 @@ from ml_flashpoint.ddict.native import (
     System,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.ddict.native_support import barrier_of, group_of, notes
 from tests.support.forked import wait_until
 from tests.workers import ddict_members
 
@@ -49,31 +48,6 @@ def _cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-@contextlib.contextmanager
-def group_of(count: int, target: Callable[..., object], *args: Any, **options: Any) -> Iterator[ProcessGroup]:
-    group = ProcessGroup(**options)
-    group.add_process(count, ProcessTemplate(target, args))
-    group.init()
-    group.start()
-    try:
-        yield group
-    finally:
-        group.close()
-
-
-@contextlib.contextmanager
-def barrier_of(parties: int) -> Iterator[Barrier]:
-    barrier = Barrier(parties)
-    try:
-        yield barrier
-    finally:
-        barrier.close()
-
-
-def notes(folder: Path, puids: list[int]) -> list[Any]:
-    return [json.loads((folder / str(puid)).read_text()) for puid in puids]
 
 
 def test_the_nodes_are_those_of_the_cluster() -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,22 +38,6 @@ from tests.support import forked
 from tests.support.forked import Child
 
 forked.preload("tests.net.requests_support")
-
-
-@pytest.fixture
-def echo() -> Echo:
-    return Echo()
-
-
-@pytest.fixture
-def server(echo: Echo, tmpfs: Path) -> Iterator[RequestServer]:
-    with RequestServer(SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1") as server:
-        yield server
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def address(request: pytest.FixtureRequest, server: RequestServer) -> Address:
-    return next(each for each in server.addresses if each[0] == request.param)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,22 +36,6 @@ from tests.net.requests_support import (
 from tests.support import forked
 
 forked.preload("tests.net.requests_support")
-
-
-@pytest.fixture
-def echo() -> Echo:
-    return Echo()
-
-
-@pytest.fixture
-def server(echo: Echo, tmpfs: Path) -> Iterator[RequestServer]:
-    with RequestServer(SECRET, echo, REQUESTS, unix_path=str(tmpfs / "s"), tcp_host="127.0.0.1") as server:
-        yield server
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def address(request: pytest.FixtureRequest, server: RequestServer) -> Address:
-    return next(each for each in server.addresses if each[0] == request.param)
 
 
 def test_both_sides_must_know_the_secret(address: Address, echo: Echo) -> None:

@@ -1,12 +1,10 @@
-"""None"""
+"""Persisted checkpoints: what there is, who may write and read it, and what goes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,48 +28,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.store import DurableStore
-from tests.ddict.persistence_support import MANAGERS, _assert_whole, _begun, _items, _persist, _write
-from tests.persist import pydaos_stand_in
-
-
-@pytest.fixture(autouse=True)
-def _short_wait_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_LOCK_DEADLINE_S", "0.05")
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[[CheckpointPersister], CheckpointPersister]]:
-    """Closes persisters in the end."""
-    with contextlib.ExitStack() as stack:
-
-        def register(persister: CheckpointPersister) -> CheckpointPersister:
-            stack.callback(persister.close)
-            return persister
-
-        yield register
-
-
-@pytest.fixture(params=["posix", "file", "memory", "daos"])
-def make(
-    request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
-) -> Callable[..., CheckpointPersister]:
-    """Makes persisters of one place and name, as dictionaries that come one after the other do."""
-    if request.param == "posix":
-        kind: type[CheckpointPersister] = PosixCheckpointPersister
-        path = str(tmpfs / "persisted")
-    elif request.param == "daos":
-        module = pydaos_stand_in.module({("pool", "cont"): {}})
-        monkeypatch.setitem(sys.modules, "pydaos", module)
-        kind, path = DAOSCheckpointPersister, "daos://pool/cont"
-    else:
-        kind = FsspecCheckpointPersister
-        path = f"file://{tmpfs}/persisted" if request.param == "file" else f"memory://{secrets.token_hex(8)}"
-
-    def make_one(name: str = "name", managers: int = MANAGERS) -> CheckpointPersister:
-        persister: CheckpointPersister = opened(kind(path, name=name, managers=managers))
-        return persister
-
-    return make_one
+from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write
 
 
 def test_a_checkpoint_exists_once_it_is_complete(make: Callable[..., CheckpointPersister]) -> None:

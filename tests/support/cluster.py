@@ -44,11 +44,11 @@ _RANK_PREFIX = re.compile(r"\[rank(\d+)\]:")
 _SHOWN_CHARACTERS = 8_000
 _STACKS_DEADLINE_S = 5.0
 _PEERS_DEADLINE_S = 5.0
-# A dead agent is noticed in 2 s, not in torch's 15.
+# A dead agent is noticed in 5 s, not in torch's 15; with 2 s, one that had no core for a moment counted as dead.
 _RENDEZVOUS = {
     "is_host": "0",
     "keep_alive_interval": "1",
-    "keep_alive_max_attempt": "2",
+    "keep_alive_max_attempt": "5",
     "join_timeout": "60",
     "last_call_timeout": "1",
 }

@@ -359,7 +359,8 @@ class Persisting:
     @property
     def health(self) -> PersistHealth:
         """How it goes, now."""
-        newest, persisted, error = self._newest, self._persisted, self._error
+        with self._changed:  # a version that is persisted and the error that it ends are told of at once
+            newest, persisted, error = self._newest, self._persisted, self._error
         quiet_s = time.monotonic() - self._progress
         if self._task is not None and quiet_s > transfer_deadline_s():
             error = f"{self.options.persist} has not answered for {quiet_s:.0f} s"

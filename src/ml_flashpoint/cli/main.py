@@ -133,6 +133,60 @@ def metrics(
 
 
 @app.command()
+def plan(
+    params: Annotated[float, typer.Option(help="Parameters of the model: 70e9.")],
+    nodes: Annotated[int, typer.Option(min=1, max=65536, help="Nodes of the job.")],
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on each node.")] = 8,
+    optimizer: Annotated[str, typer.Option(help="adam, adamw, lion, momentum, muon or sgd.")] = "adam",
+    dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
+    main_copy: Annotated[bool, typer.Option(help="Mixed precision, with a main copy and an optimizer of fp32.")] = True,
+    mtbf_hours: Annotated[float, typer.Option(help="Mean hours between failures of the whole job.")] = 24.0,
+    replication: Annotated[str, typer.Option(help="pairwise, ring or none.")] = "pairwise",
+    keep: Annotated[int, typer.Option(min=1, max=10_000, help="Newest versions that stay in memory.")] = 1,
+    step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 10.0,
+    restart_seconds: Annotated[float, typer.Option(help="From a failure until ranks run again.")] = 120.0,
+    copy_gbs: Annotated[float, typer.Option(help="GB/s of a rank from its device into memory.")] = 10.0,
+    network_gbs: Annotated[float, typer.Option(help="GB/s of a node to its peers.")] = 10.0,
+    storage_gbs: Annotated[float, typer.Option(help="GB/s of durable storage, for the whole job.")] = 20.0,
+    json: _Json = False,
+) -> None:
+    """Tell what a job will need and gain: memory of each node, the mount, how often to save, goodput with and without.
+
+    The memory is what the job itself asks for before it trains, with state and copies spread evenly over ranks. With
+    mixed precision, Adam and bf16, a parameter is 14 bytes of a version: 2 of its own, 4 of the main copy, 8 of the
+    optimizer.
+
+    Speeds are assumed and not measured: give your own. A running job tells with
+    **flashpoint status** for how long a save holds the loop.
+
+    The interval is the one that costs least (Young 1974, Daly 2006), goodput the share of time that is training which
+    no failure undoes (Daly's complete model).
+
+    Exit code: 0, 2 if an argument is unusable.
+    """
+    from ml_flashpoint.cli.plan import Job
+    from ml_flashpoint.cli.plan import plan as show_plan
+
+    job = Job(
+        params=params,
+        optimizer=optimizer,
+        dtype=dtype,
+        main_copy=main_copy,
+        nodes=nodes,
+        ranks=ranks,
+        mtbf_hours=mtbf_hours,
+        replication=replication,
+        keep=keep,
+        step_seconds=step_seconds,
+        restart_seconds=restart_seconds,
+        copy_gbs=copy_gbs,
+        network_gbs=network_gbs,
+        storage_gbs=storage_gbs,
+    )
+    raise typer.Exit(show_plan(job, as_json=json))
+
+
+@app.command()
 def verify(
     base: _Base,
     json: _Json = False,

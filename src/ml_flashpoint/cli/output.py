@@ -67,9 +67,10 @@ def command(function: Callable[_P, int | None]) -> Callable[_P, int]:
     return coded
 
 
-def fail(error: FlashpointError, *, base: str, as_json: bool, code: int = USAGE) -> int:
+def fail(error: FlashpointError, *, base: str | None = None, as_json: bool, code: int = USAGE) -> int:
     """Report why nothing was done, and return the exit code for it: by default that there is nothing to look at."""
     if as_json:
-        print(json.dumps({"base": base, "error": str(error)}, indent=2))
+        about = {} if base is None else {"base": base}
+        print(json.dumps({**about, "error": str(error)}, indent=2))
     print(f"flashpoint: {error}", file=sys.stderr)
     return code

@@ -1,0 +1,205 @@
+"""`flashpoint plan`: memory that jobs really take, formulas against a simulation, and what is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.cli.goodput import best_interval_s, goodput
+from ml_flashpoint.cli.main import app
+from ml_flashpoint.cli.plan import Job, Memory, memory_of, ways_of
+from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.ranks.strategies import STRATEGIES
+from tests.support.processes import REPOSITORY, child_environment
+from tests.support.tmpfs import mounted
+
+JOB = Job(
+    params=70e9,
+    optimizer="adam",
+    dtype="bf16",
+    main_copy=True,
+    nodes=64,
+    ranks=8,
+    mtbf_hours=3.0,
+    replication="pairwise",
+    keep=1,
+    step_seconds=10.0,
+    restart_seconds=120.0,
+    copy_gbs=10.0,
+    network_gbs=10.0,
+    storage_gbs=20.0,
+)
+
+
+def _memory(**changes: Any) -> Memory:
+    job = dataclasses.replace(JOB, **changes)
+    return memory_of(job, STRATEGIES[job.replication]())
+
+
+def _run(*options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plan", *options])
+    return done.exit_code, done.stdout
+
+
+def test_bytes_of_a_parameter() -> None:
+    def of(**changes: Any) -> int:
+        return dataclasses.replace(JOB, **changes).bytes_per_parameter
+
+    assert of() == 14, "of weights 2, main copy 4, two moments 8: what is left of ZeRO's 16 without gradients"
+    assert of(dtype="fp32") == of(dtype="fp32", main_copy=False) == 12
+    assert of(main_copy=False) == 6
+    assert of(optimizer="sgd") == 6
+    assert of(optimizer="muon", main_copy=False) == 4
+
+
+@pytest.mark.parametrize(("keep", "times"), [(1, 4), (3, 8)])
+def test_memory_is_what_the_documentation_says(keep: int, times: int) -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
+    assert "So 4 × S a rank with the default strategy, and 8 × S with `keep=3`, plus 2 %" in page
+    memory = _memory(keep=keep)
+    assert times <= memory.node_bytes / (8 * memory.part_bytes) <= times * 1.02
+    assert 2 <= (memory.roomy_bytes - memory.node_bytes) / (8 * memory.part_bytes) <= 2.04
+
+
+def test_nodes_that_hold_more_than_others_count() -> None:
+    assert _memory(nodes=3).copies_held == 1
+    assert _memory(nodes=1).copies_held == _memory(replication="none").copies_held == 0
+    assert _memory(nodes=1).survives == 0
+    assert _memory(nodes=2, ranks=1, replication="ring").survives == 1
+    assert _memory(nodes=1).node_bytes * 2 == pytest.approx(_memory(nodes=1, keep=3).node_bytes)
+
+
+def _save_five_times(base: Path) -> int:
+    model = torch.nn.Linear(256, 1023)
+    with Flashpoint(base, replication="none", strict=True) as fp:
+        fp.track(model=model).resume()
+        for _ in range(5):
+            fp.step()
+            assert fp.wait()
+        return fp.health.bytes
+
+
+def test_a_job_runs_in_the_memory_that_it_must_have_and_not_in_less(tmpfs: Path, tmp_path: Path) -> None:
+    state_bytes = _save_five_times(tmpfs / "job")
+    memory = _memory(params=state_bytes / 4, dtype="fp32", optimizer="sgd", nodes=1, ranks=1, replication="none")
+    assert memory.part_bytes == state_bytes
+    (tmp_path / "mount").mkdir()
+    try:
+        with mounted(tmp_path / "mount", memory.node_bytes + (64 << 10)) as folder:  # and a few pages for manifests
+            assert _save_five_times(folder / "job") == state_bytes
+        with mounted(tmp_path / "mount", memory.node_bytes // 2) as folder, pytest.raises(CapacityError):
+            _save_five_times(folder / "job")
+    except PermissionError as error:
+        pytest.skip(f"cannot mount a small tmpfs here, which takes root: {error}")
+
+
+def _simulated(interval_s: float, held_s: float, restart_s: float, mtbf_s: float, failures: int) -> float:
+    """The share of time that is training, of a job that is played."""
+    draw = random.Random(1)
+    fails_in, time, done, unsaved = draw.expovariate(1 / mtbf_s), 0.0, 0.0, 0.0
+    todo, restarting = interval_s + held_s, False
+    while failures:
+        spent = min(todo, fails_in)
+        time, fails_in, todo = time + spent, fails_in - spent, todo - spent
+        if fails_in <= 0:
+            failures -= 1
+            fails_in, todo, restarting = draw.expovariate(1 / mtbf_s), restart_s, True
+        else:
+            unsaved = 0.0 if restarting else interval_s
+            done, todo, restarting = done + unsaved, interval_s + held_s, False
+    return done / time
+
+
+@pytest.mark.parametrize(("held_s", "restart_s"), [(50.0, 170.0), (0.2, 120.0), (700.0, 900.0)])
+def test_goodput_is_that_of_a_simulation(held_s: float, restart_s: float) -> None:
+    mtbf_s = 7200.0
+    interval_s = best_interval_s(held_s, mtbf_s)
+    told = goodput(interval_s, held_s, restart_s, mtbf_s)
+    assert told == pytest.approx(_simulated(interval_s, held_s, restart_s, mtbf_s, 4000), rel=0.02)
+    for factor in (0.7, 1.4):
+        assert goodput(interval_s * factor, held_s, restart_s, mtbf_s) < told
+
+
+def test_extremes() -> None:
+    assert best_interval_s(3.0, 1.0) == 1.0
+    assert goodput(1e6, 1.0, 1.0, 1.0) == 0.0
+    assert goodput(1.0, 0.0, 0.0, 1e12) == pytest.approx(1.0)
+
+
+def test_intervals_are_whole_steps_and_no_shorter_than_a_version_takes_to_be_safe() -> None:
+    for storage_gbs in (1.0, 20.0, 1e6):
+        job = dataclasses.replace(JOB, storage_gbs=storage_gbs)
+        for way in ways_of(job, memory_of(job, STRATEGIES[job.replication]())):
+            assert way.interval_s == way.interval_steps * 10.0 >= way.safe_after_s
+            assert 0 <= way.goodput < 1
+    blocking, background, memory = ways_of(JOB, _memory())
+    assert blocking.goodput < background.goodput < memory.goodput
+
+
+ISSUE = ["--params", "70e9", "--optimizer", "adam", "--dtype", "bf16", "--nodes", "64", "--ranks", "8"]
+
+
+def test_what_is_printed_as_json() -> None:
+    code, text = _run(*ISSUE, "--mtbf-hours", "3", "--replication", "pairwise", "--json")
+    assert code == 0
+    told = json.loads(text)
+    assert set(told) == {"job", "memory", "ways", "notes"}
+    assert told["job"] == {**dataclasses.asdict(JOB), "bytes_per_parameter": 14}
+    assert told["memory"]["version_bytes"] == 980e9
+    size = re.fullmatch(r"mount -t tmpfs -o size=(\d+)g tmpfs /mnt/mlf-jobs", told["memory"]["mount"])
+    assert size is not None
+    assert 0 <= int(size[1]) * 2**30 - told["memory"]["roomy_bytes"] < 2**30
+    assert [way["name"] for way in told["ways"]][-1] == "memory and peers"
+    assert any("Young 1974, Daly 2006" in note for note in told["notes"])
+
+
+def test_what_the_page_shows_is_what_is_printed() -> None:
+    page = (REPOSITORY / "docs/plan.md").read_text(encoding="utf-8")
+    line = re.search(r"^\$ flashpoint plan (.*)", page, re.MULTILINE)
+    assert line is not None
+    code, text = _run(*line[1].split())
+    assert code == 0
+    for told in ("57.9 GiB", "86.9 GiB", "mount -t tmpfs -o size=87g tmpfs /mnt/mlf-jobs"):
+        assert told in page
+        assert told in text
+    shares = re.findall(r"goodput=(\S+)", text)
+    assert len(shares) == 3
+    for share in shares:
+        assert f"{100 * float(share):.2f} %" in page
+
+
+def test_what_is_printed_as_lines() -> None:
+    code, text = _run(*ISSUE, "--replication", "none")
+    assert code == 0
+    assert "the loss is survived of: no node" in text
+    assert "Some part has no copy on another node" in text
+    assert re.search(r"^memory and peers: held_s=\S+ .* goodput=0\.\d+$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--optimizer", "sgdd"), ("--dtype", "int8"), ("--replication", "x"), ("--mtbf-hours", "nan"), ("--params", "-1")],
+)
+def test_what_is_refused(option: str, value: str) -> None:
+    given = [each for pair in zip(ISSUE[::2], ISSUE[1::2], strict=True) for each in pair if pair[0] != option]
+    code, text = _run(*given, option, value, "--json")
+    assert code == 2
+    assert option in json.loads(text)["error"]
+
+
+def test_it_needs_no_torch() -> None:
+    script = "import sys; from ml_flashpoint.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
+    script += "sys.exit('torch' in sys.modules)"
+    argv = [sys.executable, "-c", script, "plan", *ISSUE]
+    subprocess.run(argv, check=True, env=child_environment(), timeout=60, stdout=subprocess.DEVNULL)

@@ -59,6 +59,7 @@ class _Begun:
     committed: bool = False
     verified: bool = False
     lacks_copies: bool = False  # of what was verified, until a recovery has made them anew
+    unhurt: bool = False  # verified, and all nodes that had parts of it then are there
 
 
 @dataclass
@@ -75,6 +76,7 @@ class _History:
         for save in self.saves:
             if save.life == life:
                 save.verified |= save.step == verified
+                save.unhurt |= save.step == verified
                 save.committed |= save.step in (verified, committed)
 
     def floor(self, lost_nodes: int) -> int:
@@ -89,6 +91,7 @@ class _History:
             if lost:
                 save.committed = save.verified and lost < 2
                 save.verified, save.lacks_copies = False, save.committed
+            save.unhurt = False
             save.lacks_copies &= copied_anew
             save.verified &= not alone
 
@@ -97,6 +100,19 @@ class _History:
         for save in self.saves:
             save.verified |= save.lacks_copies
             save.lacks_copies = False
+
+    def goes_back(self, life: int, step: int) -> None:
+        """What is newer than this may be found, or not, until all ranks have gone back: then it may not."""
+        at = max((i for i, save in enumerate(self.saves) if save.life < life and save.step == step), default=0)
+        for save in self.saves[at + 1 :]:
+            save.committed = save.verified = save.lacks_copies = save.unhurt = False
+
+    def dropped(self, kept: list[int], keep: int) -> list[_Begun]:
+        """What should still be kept, and is not."""
+        gone = [save for save in self.saves if save.unhurt and save.step not in kept]
+        for save in gone:
+            save.unhurt = False
+        return [save for save in gone if sum(step > save.step for step in kept) < keep]
 
     def variants(self) -> tuple[int, ...]:
         known = list(dict.fromkeys(save.variant for save in reversed(self.saves)))
@@ -217,6 +233,8 @@ class _Round:
                 interrupted=life.interrupted,
                 on_this_node=tuple(c.pid for c, n in zip(self._ranks, placement, strict=True) if n == node),
                 copies=self._copies,
+                keep=self._scenario.keep,
+                looks_back=life.looks_back,
             )
             self._ranks[rank].say(order)
         try:
@@ -288,6 +306,10 @@ class _Round:
             self._history.begins(number, said[1], said[2], len(self._placement))
         elif said[0] == "state":
             self._history.tell(number, said[1], said[2])
+        elif said[0] == "goes back":
+            self._history.goes_back(number, said[1])
+        elif said[0] == "kept" and (dropped := self._history.dropped(said[1], self._scenario.keep)):
+            raise self._finding(number, f"rank {rank} can go back to {said[1]} only, and there was {dropped}")
 
     def _strikes(self, life: Life, rank: int) -> bool:
         if life.strike is None or rank != life.strike[0]:
@@ -322,7 +344,12 @@ class _Round:
         if len(loaded) > 1:
             raise self._finding(number, f"ranks have loaded a mix: {loaded}")
         for found in loaded:
-            self._judge_found(number, found)
+            self._judge_found(number, found, self._floor)
+        back = [said[1] for each in self._said for said in each if said[0] == "back"]
+        if len(set(back)) > 1:
+            raise self._finding(number, f"ranks have gone back to a mix: {back}")
+        if len(back) == len(self._said):
+            self._judge_found(number, back[0], -1)
         if all(any(said[0] == "loaded" for said in each) for each in self._said):
             self._history.recovered()
         if killed and not life.strike and not any(fault.action.startswith("kill") for fault in life.faults):
@@ -330,9 +357,9 @@ class _Round:
         if not killed and not any(said[0] == "raised" for each in self._said for said in each):
             self._judge_end(number, life)
 
-    def _judge_found(self, number: int, found: tuple[int, int, int] | None) -> None:
+    def _judge_found(self, number: int, found: tuple[int, int, int] | None, floor: int) -> None:
         saves = self._history.saves
-        least = saves[self._floor] if self._floor >= 0 else None
+        least = saves[floor] if floor >= 0 else None
         if found is None:
             if least is not None:
                 raise self._finding(number, f"nothing was found, and there was {least}")
@@ -341,7 +368,7 @@ class _Round:
         at = [i for i, save in enumerate(saves) if (save.step, save.life) == (step, life)]
         if not at:
             raise self._finding(number, f"found step {step} of life {life}, which was never begun")
-        if at[0] < self._floor:
+        if at[0] < floor:
             raise self._finding(number, f"found step {step} of life {life}, and there was {least}")
         if variant != saves[at[0]].variant:
             raise self._finding(number, f"found structure {variant}, not that of {saves[at[0]]}")
@@ -365,23 +392,24 @@ class _Round:
 
     def _check_memory(self, number: int) -> None:
         """No node has more in memory than docs/operations.md says."""
-        state = _bytes_of(self._scenario.spec)
+        state, keep = _bytes_of(self._scenario.spec), self._scenario.keep
         for node in set(self._placement):
-            # Of a rank, with room: four versions of its own and two of each whose copies it holds. What ran here in an
-            # earlier life is there until something newer is verified.
+            # Of a rank, with room: four versions of its own and two of each whose copies it holds, and what is kept
+            # beside the newest. What ran here in an earlier life is there until something newer is verified.
             most = 0.0
             for placement in {life.placement for life in self._scenario.lives[: number + 1]}:
                 nodes = Topology(tuple(map(str, placement)))
                 ranks = [rank for rank, where in enumerate(placement) if where == node]
-                arenas = sum(4 + 2 * len(PairwiseReplicationStrategy().held_by(rank, nodes)) for rank in ranks)
+                held = sum(len(PairwiseReplicationStrategy().held_by(rank, nodes)) for rank in ranks)
+                arenas = (3 + keep) * len(ranks) + (1 + keep) * held
                 most += arenas * (state * 1.02 + _SLACK)
             folder = self._root / f"node-{node}"
             files = {path.lstat().st_ino: path for path in folder.rglob("*") if not path.is_dir()}
-            held = {str(path.relative_to(folder)): path.lstat().st_blocks * 512 for path in files.values()}
-            if sum(held.values()) > most:
+            there = {str(path.relative_to(folder)): path.lstat().st_blocks * 512 for path in files.values()}
+            if sum(there.values()) > most:
                 raise self._finding(
                     number,
-                    f"node {node} holds {sum(held.values())} bytes, more than {most:.0f} ({state} a rank): {held}",
+                    f"node {node} holds {sum(there.values())} bytes, more than {most:.0f} ({state} a rank): {there}",
                 )
 
     def _finding(self, number: int, text: str, *, stacks: bool = False) -> Finding:

@@ -63,6 +63,8 @@ class Order:
     interrupted: bool
     on_this_node: tuple[int, ...]
     copies: bool
+    keep: int
+    looks_back: bool
 
 
 class Door(ABC):
@@ -81,6 +83,14 @@ class Door(ABC):
     @abstractmethod
     def load(self) -> int | None:
         """Load the newest version into a holder; its step."""
+
+    def kept(self) -> list[int]:
+        """Steps of the versions that can be gone back to."""
+        return []
+
+    def go_back(self, step: int) -> None:
+        """Load a version other than the newest."""
+        raise NotImplementedError
 
     def before_change(self) -> None:  # noqa: B027  (a door that copies at once need not be told)
         """The holder is about to change."""
@@ -118,6 +128,7 @@ class FacadeDoor(Door):
             handle_sigterm=False,
             on_world_size_change="keep",
             verify_staging=True,
+            keep=self.order.keep,
         )
         tracked: dict[str, Any] = {"model": self.holder.model, "notes": self.holder.notes}
         if self.holder.optimizer is not None:
@@ -125,16 +136,26 @@ class FacadeDoor(Door):
         return self.fp.track(**tracked)
 
     def load(self) -> int | None:
+        return self._load(None)
+
+    def kept(self) -> list[int]:
+        assert self.fp is not None
+        return [version.step for version in self.fp.versions() if not version.abandoned]
+
+    def go_back(self, step: int) -> None:
+        assert self._load(step) == step
+
+    def _load(self, wanted: int | None) -> int | None:
         for variant in self.order.variants[:-1]:
             try:
-                return self._resume(variant)
+                return self._resume(variant, wanted)
             except LoadError:  # of another structure: what a user would do is to go back to the code of then
                 continue
-        return self._resume(self.order.variants[-1])
+        return self._resume(self.order.variants[-1], wanted)
 
-    def _resume(self, variant: int) -> int | None:
+    def _resume(self, variant: int, wanted: int | None) -> int | None:
         fp = self._open(variant)
-        step = fp.resume()
+        step = fp.resume(step=wanted)
         assert fp.last_recovery is not None
         if fp.last_recovery.source == "nothing":
             return None
@@ -370,6 +391,7 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
             step, life = door.holder.check(order.saved_by if order.door in ("facade", "local") else {})
             assert step == found, f"version {found} holds step {step}"
             report("loaded", (step, life, door.holder.variant))
+            found = _back(report, door, found)
         else:
             report("loaded", None)
         for planned in order.saves:
@@ -384,10 +406,28 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
             report("state", door.verified, door.committed)
         settled = door.settle()
         report("state", door.verified, door.committed)
+        if order.keep > 1:
+            report("kept", door.kept())
         dist.barrier()  # as training does: nobody leaves while others still copy from here
         door.close()
     dist.destroy_process_group()
     return {"settled": settled, "failures": door.failures, "fired": injector.fired}
+
+
+def _back(report: Callable[..., None], door: Door, found: int) -> int:
+    """Go back to the oldest version that is kept, if that is to be; the step gone on from."""
+    order = door.order
+    if order.keep == 1:
+        return found
+    kept = door.kept()
+    report("kept", kept)
+    if not order.looks_back or min(kept, default=found) == found:
+        return found
+    report("goes back", min(kept))
+    door.go_back(min(kept))
+    step, life = door.holder.check(order.saved_by)
+    report("back", (step, life, door.holder.variant))
+    return step
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -47,6 +47,7 @@ class Life:
         clock_s: by how much the wall clock of rank 0 is off.
         interrupted: whether signals interrupt system calls all the time.
         placement: the node of each rank in this life.
+        looks_back: whether it goes back to the oldest version that was kept.
     """
 
     saves: tuple[Save, ...]
@@ -56,15 +57,17 @@ class Life:
     clock_s: float = 0.0
     interrupted: bool = False
     placement: tuple[int, ...] = (0, 1)
+    looks_back: bool = False
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A round: which door, what is saved, and the lives."""
+    """A round: which door, what is saved, the lives, and how many versions are kept."""
 
     door: str
     spec: Spec
     lives: tuple[Life, ...]
+    keep: int = 1
 
 
 def draw(seed: int, doors: tuple[str, ...] = _DOORS) -> Scenario:
@@ -82,7 +85,14 @@ def draw(seed: int, doors: tuple[str, ...] = _DOORS) -> Scenario:
     scenario = _enriched(random.Random(f"more of {seed}"), Scenario(door, spec, tuple(lives)))
     if doors is _DOORS and door == "dcp" and HAS_MEGATRON and random.Random(f"door of {seed}").random() < _MEGATRON:
         scenario = replace(scenario, door="megatron")
-    return scenario
+    return _keeping(random.Random(f"kept of {seed}"), scenario) if door == "facade" else scenario
+
+
+def _keeping(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Versions beside the newest are kept, and gone back to."""
+    keep = rng.choice((1, 1, 2, 3))
+    lives = tuple(replace(life, looks_back=keep > 1 and rng.random() < 0.4) for life in scenario.lives)
+    return replace(scenario, lives=lives, keep=keep)
 
 
 def _enriched(rng: random.Random, scenario: Scenario) -> Scenario:

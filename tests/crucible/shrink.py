@@ -46,6 +46,8 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
     for leaf in spec.leaves if len(spec.leaves) > 1 else ():
         if leaf.name not in targets:
             yield replace(scenario, spec=replace(spec, leaves=tuple(each for each in spec.leaves if each != leaf)))
+    if scenario.keep > 1:
+        yield replace(scenario, keep=1)
     for name, value in (("sharding", "none"), ("optimizer", "none"), ("payload", 3)):
         if getattr(spec, name) != value:
             yield replace(scenario, spec=replace(spec, **{name: value}))
@@ -55,7 +57,7 @@ def _less_of(life: Life) -> Iterator[Life]:
     for fault in life.faults:
         yield replace(life, faults=tuple(each for each in life.faults if each != fault))
     plain = Life(())
-    for name in ("strike", "loses", "clock_s", "interrupted"):
+    for name in ("strike", "loses", "clock_s", "interrupted", "looks_back"):
         if getattr(life, name) != getattr(plain, name):
             yield replace(life, **{name: getattr(plain, name)})
     if life.saves:

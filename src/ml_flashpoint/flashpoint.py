@@ -35,7 +35,6 @@ from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
-from ml_flashpoint.facade.ending import end_within
 from ml_flashpoint.facade.health import Health, Recovery, health_of
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
@@ -189,7 +188,7 @@ class Flashpoint(KeptVersions):
         """What saves and what loads the tracked state, through the engine."""
         self._ranks = self._engine.ranks
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(lambda s: end_within(s, self._saves, self._engine.persisting), self._grace_s)
+        self._guard = TerminationGuard(lambda s: self._engine.finish(s, self._saves.settle), self._grace_s)
         saves = SaveRunner(
             self._tracked,
             self._engine.saver,
@@ -430,7 +429,7 @@ class Flashpoint(KeptVersions):
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
         gave_way = self._engine.store.retained.gave_way
-        return health_of(self._saves, self._engine.saver.stats, self._engine.persisting, self._part_bytes, gave_way)
+        return health_of(self._saves, self._engine.saver.stats, self._engine.persist_health, self._part_bytes, gave_way)
 
     # ---- life ---------------------------------------------------------------------------------------------
 

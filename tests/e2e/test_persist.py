@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,17 @@ import pytest
 
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.versions import list_persisted
-from tests.support.forked import Team
-from tests.workers import persisting
+from tests.support.forked import Team, call_team, preload
+from tests.support.persisting import lose_all_nodes, persisted_steps
+from tests.workers import persisting, persisting_doors
+from tests.workers.persisting_doors import Life
+
+preload(persisting_doors.__name__)
 
 
 def train(root: Path, world_size: int, until: int, kind: str, **options: Any) -> list[dict[str, Any]]:
     with Team(persisting.train_ranks, root, world_size, str(root / "store"), until, kind, options) as team:
         return team.results(120)
-
-
-def lose_all_nodes(root: Path) -> None:
-    for node in root.glob("node-*"):
-        shutil.rmtree(node)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -65,3 +63,71 @@ def test_a_part_that_is_damaged_makes_all_ranks_go_back(tmpfs: Path) -> None:
     after = train(tmpfs, 2, 3, "fsdp2")
     assert [(each["source"], each["began"]) for each in after] == [("persisted", 3)] * 2
     assert [each["then"] for each in after] == [each["now"] for each in before]
+
+
+# ---- other doors ----------------------------------------------------------------------------------------------
+
+DOORS = ["dcp"]
+
+
+@pytest.fixture(params=DOORS)
+def door(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def live(root: Path, door: str, world_size: int, until: int, *, leaves: bool = False, **options: Any) -> list[Life]:
+    store = str(root / "store")
+    with Team(persisting_doors.train, root, world_size, door, store, until, options, leaves) as team:
+        return team.results(120)
+
+
+def began(lives: list[Life]) -> list[tuple[str, int]]:
+    return [(each.source, each.began) for each in lives]
+
+
+def undisturbed(root: Path, world_size: int, steps: int) -> list[str]:
+    return call_team(persisting_doors.undisturbed, root / "undisturbed", world_size, steps)
+
+
+def test_a_door_whose_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, door: str) -> None:
+    store, options = tmpfs / "store", {"persist_every": 2}
+    with Team(persisting_doors.train, tmpfs, 2, door, str(store), 10**6, options, False) as team:
+        while True:
+            _, step, persisted = team[0].next_report("step")
+            if persisted is not None and persisted >= 4:
+                break
+        team[0].kill()
+        team[1].kill()
+    kept = persisted_steps(store)[0]
+    lose_all_nodes(tmpfs)
+    until = step + 3
+    lives = live(tmpfs, door, 2, until, **options)
+    assert began(lives) == [("persisted", kept)] * 2
+    assert [each.now for each in lives] == undisturbed(tmpfs, 2, until)
+    assert persisted_steps(store)[0] == until
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_door_persists_the_last_version_at_the_end(tmpfs: Path, door: str, leaves: bool) -> None:
+    first = live(tmpfs, door, 2, 4, leaves=leaves, persist_every=1000)
+    assert began(first) == [("nothing", 0)] * 2
+    assert persisted_steps(tmpfs / "store") == [4]
+    again = live(tmpfs, door, 2, 5, leaves=leaves, persist_every=1000)
+    assert began(again) == [("memory", 4)] * 2, "memory comes first where it is as new"
+    lose_all_nodes(tmpfs)
+    last = live(tmpfs, door, 2, 7, leaves=leaves, persist_every=1000)
+    assert began(last) == [("persisted", 5)] * 2
+    assert [each.then for each in last] == [each.now for each in again]
+    assert [each.now for each in last] == undisturbed(tmpfs, 2, 7)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_door_goes_on_as_another_number_of_ranks(tmpfs: Path, door: str, world_size: int) -> None:
+    before = live(tmpfs, door, 4, 3)
+    lose_all_nodes(tmpfs)
+    after = live(tmpfs, door, world_size, 4)
+    assert began(after) == [("persisted", 3)] * world_size
+    assert [each.then for each in after] == [before[0].now] * world_size
+    lose_all_nodes(tmpfs)
+    assert began(live(tmpfs, door, 4, 4)) == [("persisted", 4)] * 4

@@ -19,12 +19,13 @@ import torch
 from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.persisting import Persisting
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.format.errors import CapacityError, NothingLoadableError
 from ml_flashpoint.format.status import read_status
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.versions import MARKER, PersistedVersion, list_persisted, ranks_there
 from tests.support.faulty_files import Faults, FaultyFileSystem, faulty_files
 from tests.support.forked import Child, call, wait_until
+from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
 from tests.workers import persisting, training
 from tests.workers.training import Job
 
@@ -57,20 +58,9 @@ def persisted(store: Path) -> list[PersistedVersion]:
     return list_persisted(DirectoryStore(store))[0]
 
 
-def steps(store: Path) -> list[int]:
-    return [version.step for version in persisted(store)]
-
-
-def await_store(fp: Flashpoint) -> None:
-    """Until this process is the one that persists there."""
-    persisting = fp._engine.persisting
-    assert persisting is not None
-    wait_until(lambda: persisting._owns, "the store is owned")
-
-
 def write_steps(fp: Flashpoint, last: int, *, wait_for: int = 1) -> None:
     """Steps up to this one; after each multiple of ``wait_for``, until that is persisted."""
-    await_store(fp)
+    await_store(fp._engine.persisting)
     while fp.steps_done < last:
         step = fp.step()
         assert fp.wait()
@@ -88,19 +78,9 @@ def damage(store: Path, version: PersistedVersion, *, at: float = 0.5) -> None:
 # ---- which versions -------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_checked(base: Path) -> None:
-    for wrong, value in [
-        ("persist", ""),
-        ("persist", 3),
-        ("persist", "file://relative"),
-        ("persist_every", 0),
-        ("persist_keep", 0),
-        ("persist_bytes_per_s", 0),
-        ("persist_bytes_per_s", True),
-    ]:
-        options: dict[str, Any] = {"persist": "memory://any", wrong: value}
-        with pytest.raises(InvalidArgumentError, match=f"{wrong}="):
-            Flashpoint(base, **options)
+@pytest.mark.parametrize(("argument", "value"), REFUSED)
+def test_arguments_are_checked(argument: str, value: Any) -> None:
+    assert refusal(argument, value)
 
 
 @pytest.mark.parametrize(("every_n_steps", "due"), [(1, [5, 10, 15, 20]), (3, [6, 12, 15, 21])])
@@ -111,23 +91,23 @@ def test_versions_at_or_after_each_multiple_are_persisted(
         base, every_n_steps=every_n_steps, persist=f"file://{store}", persist_every=5, persist_keep=9
     ) as fp:
         fp.track(value=Value()).resume()
-        await_store(fp)
+        await_store(fp._engine.persisting)
         while fp.steps_done < 22:
             fp.step()
             assert fp.wait()
             newest = max((each for each in due if each <= fp.steps_done), default=None)
             wait_until(lambda newest=newest: fp.health.persisted == newest, f"{newest} is persisted: {fp.health}")
     last = [22] if every_n_steps == 1 else []
-    assert steps(store) == [*last, *reversed(due)]
+    assert persisted_steps(store) == [*last, *reversed(due)]
 
 
 def test_older_versions_go_and_the_last_one_is_persisted_at_the_end(base: Path, store: Path) -> None:
     with Flashpoint(base, persist=str(store), persist_every=2, persist_keep=2) as fp:
         fp.track(value=Value()).resume()
         write_steps(fp, 9, wait_for=2)
-        assert steps(store) == [8, 6]
+        assert persisted_steps(store) == [8, 6]
         assert fp.health.persist_lag == 1
-    assert steps(store) == [9, 8]
+    assert persisted_steps(store) == [9, 8]
     assert fp.health.persisted == 9
     assert not fp.health.degraded
 
@@ -191,7 +171,7 @@ def save_all(base: Path, url: Path | str, *steps: int) -> None:
     value = Value()
     with Flashpoint(base, persist=str(url), persist_every=1, persist_keep=9) as fp:
         fp.track(value=value).resume(lambda: 0)
-        await_store(fp)
+        await_store(fp._engine.persisting)
         for step in steps:
             value.value = step
             fp.save(step)
@@ -279,7 +259,7 @@ def test_what_was_gone_back_from_is_no_reason_to_start_anew(base: Path, store: P
         fp.track(value=value).resume()
         write_steps(fp, 3)
         assert fp.resume(step=2) == 2
-    assert steps(store) == [3]
+    assert persisted_steps(store) == [3]
     for version in base.glob("step-*"):
         shutil.rmtree(version)
     with pytest.raises(NothingLoadableError, match=r"step-3_ckpt.*gone back"):
@@ -383,7 +363,7 @@ def test_parts_that_come_while_rank_0_looks_for_them_are_seen(
 ) -> None:
     with Flashpoint(base, persist=str(store), persist_every=1, deadline_s=20) as fp:
         fp.track(value=Value()).resume()
-        await_store(fp)
+        await_store(fp._engine.persisting)
         looks: list[int] = []
 
         def look(*arguments: Any) -> set[int]:
@@ -409,7 +389,7 @@ def test_every_rank_has_its_thread_before_the_end_when_none_can_be_started() -> 
 def test_a_signal_that_comes_while_the_store_is_locked_does_not_lock_up(base: Path, faults: Faults) -> None:
     with Flashpoint(base, persist=faults.url, persist_every=1, deadline_s=20) as fp:
         fp.track(value=Value()).resume()
-        await_store(fp)
+        await_store(fp._engine.persisting)
         faults.now = "hang"
         fp.step()
         assert fp.wait()
@@ -437,7 +417,7 @@ def test_persisting_gives_way_to_saves_where_memory_is_short(
         small_tmpfs / "job", persist=str(tmp_path / "store"), persist_every=1, persist_bytes_per_s=4e5
     ) as fp:
         fp.track(state=state).resume()
-        await_store(fp)
+        await_store(fp._engine.persisting)
         for _ in range(6):
             state.value += 1
             fp.step()
@@ -446,14 +426,14 @@ def test_persisting_gives_way_to_saves_where_memory_is_short(
         assert fp.health.failures == 0
         assert fp.health.blocked_total_s < 3, "no save waits for what is lent, as it would for what is being replicated"
         assert fp.health.persisted is None
-    assert steps(tmp_path / "store") == [6]
+    assert persisted_steps(tmp_path / "store") == [6]
 
 
 def test_the_limit_on_bytes_a_second_is_kept(base: Path, store: Path) -> None:
     state = Value(torch.zeros(400_000, dtype=torch.uint8))
     with Flashpoint(base, persist=str(store), persist_every=1, persist_bytes_per_s=1e6) as fp:
         fp.track(state=state).resume()
-        await_store(fp)
+        await_store(fp._engine.persisting)
         began = time.monotonic()
         write_steps(fp, 2, wait_for=1)
         assert time.monotonic() - began > 0.4  # the second one waits for what the first one has used
@@ -471,7 +451,7 @@ def test_one_job_at_a_time_persists_at_a_url(base: Path, store: Path) -> None:
         assert "locked" in error
         write_steps(fp, 2)
     assert {version.run for version in persisted(store)} == {persisted(store)[0].run}
-    assert steps(store) == [2, 1]
+    assert persisted_steps(store) == [2, 1]
 
 
 # ---- the end of a job -----------------------------------------------------------------------------------------
@@ -491,4 +471,4 @@ def test_sigterm_persists_the_newest_version(base: Path, store: Path) -> None:
 
 def test_a_planned_exit_persists_the_last_version_even_without_close(base: Path, store: Path) -> None:
     call(persisting.exit_without_closing, str(base), str(store))
-    assert steps(store) == [3]
+    assert persisted_steps(store) == [3]

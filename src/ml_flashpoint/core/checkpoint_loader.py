@@ -176,6 +176,11 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         """Whether this job had gone back from a save when it was last recovered, as far as any node remembers."""
         return self._record.is_abandoned(save_id)
 
+    def saved_since(self, version: CheckpointContainerId) -> bool:
+        """Whether a save of a step was verified here since the last recovery, which then is another version."""
+        line = self._store_of(version).retained.line
+        return any(each.step == version.step and each.save_id not in self._line_then for each in line)
+
     @property
     def recovered(self) -> CompleteVersion | None:
         """The version that was recovered last."""
@@ -307,9 +312,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         known = self._recovered
         if known is None or known.version != version.name:
             return None
-        line = self._store_of(version).retained.line
-        again = any(each.step == known.step and each.save_id not in self._line_then for each in line)
-        return None if again else known
+        return None if self.saved_since(version) else known
 
     def _fetch_blocks(self, manifest: Manifest, record: ObjectRecord, first: int, buffer: memoryview) -> None:
         known = self._recovered

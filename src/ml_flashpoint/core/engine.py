@@ -7,7 +7,10 @@ it (a writer of DCP's, tracked objects, a queue) is the door's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -18,7 +21,7 @@ from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLF
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.opening import open_together
-from ml_flashpoint.core.persist_options import PersistOptions
+from ml_flashpoint.core.persist_options import PersistHealth, PersistOptions
 from ml_flashpoint.core.persisted_loader import PersistedLoader
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.retention import KeptVersion, Retention
@@ -33,6 +36,8 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointEngine:
@@ -134,7 +139,8 @@ class CheckpointEngine:
         return version is not None and version.parent == self.base
 
     def latest(self) -> CheckpointContainerId | None:
-        """The newest version that all ranks can load, fetched and verified; None if there never was one. Collective.
+        """The newest version that all ranks can load, in memory or persisted, fetched and verified; None if there never
+        was one. Collective.
 
         Let saves under way end before (``saver.wait()``): what they replace may go while it is looked at.
 
@@ -146,6 +152,8 @@ class CheckpointEngine:
         self.loader.reconsider()
         version = self.loader.get_latest_complete_checkpoint(self.base)
         self.unasked = False
+        if version is not None and version.step is not None:
+            self.go_on_from(version.step)
         return version
 
     def versions(self) -> list[KeptVersion]:
@@ -174,6 +182,7 @@ class CheckpointEngine:
         """
         version = self.bring(to)
         self.leave_newer()
+        self.go_on_from(version.step or 0)
         return version
 
     def bring(self, wanted: int | str) -> CheckpointContainerId:
@@ -196,6 +205,33 @@ class CheckpointEngine:
         self.unasked = False
         if self.persisting is not None:
             self.persisting.align(step)
+
+    @property
+    def persist_health(self) -> PersistHealth:
+        """How persisting goes, on this rank, now; all None where nothing is to be persisted."""
+        return PersistHealth(None, None, None, 0) if self.persisting is None else self.persisting.health
+
+    def finish(self, deadline_s: float, settle: Callable[[float], bool] | None = None) -> bool:
+        """Have saves under way committed and copied, and the newest version persisted, as a process does that is about
+        to be ended by somebody else. Not collective. Saving may go on afterwards.
+
+        Args:
+            deadline_s: seconds at most for all of it.
+            settle: waits for saves, at most for the seconds that it is given; by default ``saver.wait``.
+
+        Returns:
+            Whether all of that was done in time.
+        """
+        give_up = time.monotonic() + deadline_s
+        if self.persisting is not None:
+            self.persisting.hurry()  # at once: a save that other ranks have not begun may take all the time there is
+        settled = (settle or self.saver.wait)(deadline_s)
+        if not settled:
+            _log.warning("the save under way was not committed and copied within %.0f s", deadline_s)
+        persisted = self.persisting is None or self.persisting.finish(max(give_up - time.monotonic(), 0.0))
+        if not persisted:
+            _log.warning("the newest version was not persisted within %.0f s", deadline_s)
+        return settled and persisted
 
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.

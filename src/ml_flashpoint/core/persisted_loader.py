@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
@@ -118,9 +118,10 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         self._ranks.renew_run(newest)  # what is saved from here on is newer, whatever the clocks say
         self._choose(None, "memory")
         if self.last_recovery is not None:
-            self.last_recovery = replace(self.last_recovery, detect_s=self.last_recovery.detect_s + _since(began))
+            self._report(detect_s=self.last_recovery.detect_s + _since(began))
         if found is not None and (here is None or found.save_id > here):
             self._choose(found, "persisted")
+            self._report(version=found.name, world_size=found.world_size)
             if unloadable is not None:
                 _log.error(
                     "going on from %s at %s, and what is in memory will be overwritten: %s",
@@ -149,6 +150,10 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
     def _choose(self, version: PersistedVersion | None, tier: Literal["memory", "persisted"]) -> None:
         self._current, self.tier = version, tier
         self._manifests.clear()
+
+    def _report(self, **changes: Any) -> None:
+        if self.last_recovery is not None:
+            self.last_recovery = replace(self.last_recovery, **changes)
 
     # ---- on rank 0, for all -------------------------------------------------------------------------------
 
@@ -232,10 +237,15 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         self._look = None
         self._memory.reconsider()
 
+    def _chosen(self, version: CheckpointContainerId) -> PersistedVersion | None:
+        """The persisted version that this one is; None if it is one in memory."""
+        found = self._current
+        return None if found is None or found.name != version.name or self._memory.saved_since(version) else found
+
     def read_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
         """See the base class."""
-        found = self._current
-        if found is None or found.name != version.name:
+        found = self._chosen(version)
+        if found is None:
             return self._memory.read_manifest(version, rank)
         if rank not in self._manifests:
             self._manifests[rank] = self._bounded(lambda: read_part_manifest(self._store(), found, rank))
@@ -243,8 +253,8 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
 
     def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
         """See the base class."""
-        found = self._current
-        if found is None or found.name != version.name:
+        found = self._chosen(version)
+        if found is None or found.save_id != manifest.save_id:
             return self._memory.open_object(version, manifest, record)
         path = self._store().path_of(f"{found.folder}/{record.name}")
 

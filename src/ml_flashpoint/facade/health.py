@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ml_flashpoint.core.persist_options import PersistHealth
-
 if TYPE_CHECKING:
     from ml_flashpoint.core.commit_queue import CommitStats
-    from ml_flashpoint.core.persisting import Persisting
+    from ml_flashpoint.core.persist_options import PersistHealth
     from ml_flashpoint.facade.save_runner import SaveRunner
 
 Source: TypeAlias = Literal["memory", "persisted", "fallback", "nothing"]
@@ -111,11 +109,8 @@ class Recovery:
         return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
 
 
-def health_of(
-    saves: SaveRunner, stats: CommitStats, persisting: Persisting | None, part_bytes: int, gave_way: int
-) -> Health:
+def health_of(saves: SaveRunner, stats: CommitStats, persist: PersistHealth, part_bytes: int, gave_way: int) -> Health:
     """How saving goes, now."""
-    persist = PersistHealth(None, None, None, 0) if persisting is None else persisting.health
     errors = stats.replication_error or stats.agreement_error or persist.error
     return Health(
         **saves.counters(),

@@ -78,7 +78,7 @@ class TerminationGuard:
         grace_s: seconds that SIGTERM is held up at most.
     """
 
-    def __init__(self, commit: Callable[[float], None], grace_s: float) -> None:
+    def __init__(self, commit: Callable[[float], object], grace_s: float) -> None:
         self._commit = commit
         self._grace_s = grace_s
         self._earlier: Callable[[int, FrameType | None], object] | int | None = None

@@ -15,6 +15,7 @@ from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWri
 from ml_flashpoint.core.arguments import checked_globals
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES
 from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
@@ -37,6 +38,7 @@ class Engine(CheckpointEngine):
     Args:
         safe_globals: further types that items which are no tensors may be made of, as for
             ``torch.serialization.safe_globals``.
+        persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         base, replication, verify_saves, initial_buffer_size_bytes, discard_existing, keep: see
             `core.engine.CheckpointEngine`, which also says what is raised.
     """
@@ -51,6 +53,10 @@ class Engine(CheckpointEngine):
         discard_existing: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
         keep: int | Keep = 1,
+        persist: str | None = None,
+        persist_every: int = 50,
+        persist_keep: int = 3,
+        persist_bytes_per_s: float | None = None,
     ) -> None:
         self._safe_globals = checked_globals(safe_globals)
         super().__init__(
@@ -60,6 +66,7 @@ class Engine(CheckpointEngine):
             initial_buffer_size_bytes=initial_buffer_size_bytes,
             discard_existing=discard_existing,
             keep=keep,
+            persist=persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
         )
 
     @classmethod

@@ -1,0 +1,148 @@
+"""`Engine` with a durable store, in one process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ml_flashpoint import Engine
+from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.support.forked import wait_until
+from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture
+def store(tmpfs: Path) -> Path:
+    return tmpfs / "store"
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((300, 7), float(value)), "value": value}
+
+
+def save(engine: Engine, step: int, value: float | None = None) -> None:
+    saved = state(step if value is None else value)
+    dcp.save(saved, checkpoint_id=engine.version(step), storage_writer=engine.writer)
+    assert engine.saver.wait(30)
+
+
+def read(engine: Engine, step: int) -> float:
+    into = state(-1)
+    version = engine.version(step)
+    dcp.load(into, checkpoint_id=version, storage_reader=engine.reader(version))
+    assert bool((into["weight"] == into["value"]).all())
+    return float(into["value"])
+
+
+def newest(engine: Engine) -> tuple[int | None, str, float]:
+    latest = engine.latest()
+    assert latest is not None
+    assert latest.step is not None
+    return latest.step, engine.loader.tier, read(engine, latest.step)
+
+
+@pytest.mark.parametrize(("argument", "value"), REFUSED)
+def test_refuses_what_the_facade_refuses_in_its_words(base: Path, argument: str, value: Any) -> None:
+    options: dict[str, Any] = {"persist": "memory://any", argument: value}
+    with pytest.raises(InvalidArgumentError) as refused:
+        Engine.open(base, **options)
+    assert str(refused.value) == refusal(argument, value)
+    assert not base.exists()
+
+
+def test_verified_versions_are_persisted_and_told_of(base: Path, store: Path) -> None:
+    with Engine.open(base, persist=str(store), persist_every=2, persist_keep=2) as engine:
+        assert engine.latest() is None
+        await_store(engine.persisting)
+        for step in range(1, 8):
+            save(engine, step)
+            if step % 2 == 0:
+                wait_until(lambda step=step: engine.persist_health.persisted == step, "it is persisted")  # type: ignore[misc]
+        assert persisted_steps(store) == [6, 4]
+        assert (engine.persist_health.lag, engine.persist_health.error) == (1, None)
+    assert persisted_steps(store) == [7, 6]
+    assert engine.persist_health.persisted == 7
+
+
+def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> None:
+    with Engine.open(base, persist=str(store)) as engine:
+        save(engine, 3)
+    shutil.copytree(base, base.with_name("kept"), ignore=shutil.ignore_patterns("lock"))
+    with Engine.open(base, persist=str(store)) as engine:
+        assert newest(engine) == (3, "memory", 3)
+        save(engine, 4)
+    shutil.rmtree(base)
+    with Engine.open(base, persist=str(store)) as engine:
+        assert newest(engine) == (4, "persisted", 4)
+        report = engine.loader.last_recovery
+        assert report is not None
+        assert (report.version, report.world_size) == ("step-4_ckpt", 1)
+    shutil.rmtree(base)
+    base.with_name("kept").rename(base)
+    with Engine.open(base, persist=str(store)) as engine:
+        assert newest(engine) == (4, "persisted", 4)
+        save(engine, 5)
+        assert newest(engine) == (5, "memory", 5)
+
+
+def test_a_step_that_is_saved_again_is_not_taken_for_the_persisted_one(base: Path, store: Path) -> None:
+    with Engine.open(base, persist=str(store)) as engine:
+        save(engine, 3)
+    shutil.rmtree(base)
+    with Engine.open(base, persist=str(store)) as engine:
+        assert newest(engine) == (3, "persisted", 3)
+        save(engine, 3, value=30)
+        assert read(engine, 3) == 30
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_what_is_gone_on_from_counts_for_the_schedule(base: Path, store: Path, resumes: bool) -> None:
+    with Engine.open(base, persist=str(store)) as engine:
+        save(engine, 61)
+    shutil.rmtree(base)
+    with Engine.open(base, persist=str(store)) as engine:
+        if resumes:
+            assert newest(engine) == (61, "persisted", 61)
+        await_store(engine.persisting)
+        save(engine, 62)
+        assert engine.persisting is not None
+        assert (engine.persisting._last == 61) == resumes, "62 is due where nobody has asked for 61"
+
+
+def test_what_was_gone_back_from_is_not_persisted_at_the_end(base: Path, store: Path) -> None:
+    with Engine.open(base, persist=str(store), persist_every=1000, keep=3) as engine:
+        for step in (1, 2, 3):
+            save(engine, step)
+        assert engine.go_back(2) == engine.version(2)
+        assert read(engine, 2) == 2
+    assert persisted_steps(store) == []
+
+
+def test_a_process_that_is_about_to_end_has_it_persisted(base: Path, store: Path) -> None:
+    with Engine.open(base, persist=str(store), persist_every=1000) as engine:
+        save(engine, 1)
+        assert engine.persist_health.persisted is None
+        assert engine.finish(30)
+        assert persisted_steps(store) == [1]
+        save(engine, 2)
+        wait_until(lambda: engine.persist_health.persisted == 2, "from then on, all of them are")
+
+
+def test_without_a_store_there_is_nothing_to_tell(base: Path) -> None:
+    with Engine.open(base) as engine:
+        save(engine, 1)
+        assert engine.finish(30)
+        assert engine.persist_health.persisted is None
+        assert engine.persist_health.error is None

@@ -1,0 +1,52 @@
+"""What tests of doors that persist share: what is refused, and what is in a store."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.persisting import Persisting
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.persist.versions import list_persisted
+from tests.support.forked import wait_until
+
+REFUSED: list[tuple[str, Any]] = [
+    ("persist", ""),
+    ("persist", 3),
+    ("persist", "file://relative"),
+    ("persist_every", 0),
+    ("persist_keep", 0),
+    ("persist_bytes_per_s", 0),
+    ("persist_bytes_per_s", True),
+]
+"""Arguments with values that no door takes."""
+
+
+def refusal(argument: str, value: Any) -> str:
+    """What the façade says to a value of one of these arguments; every door says the same."""
+    options: dict[str, Any] = {"persist": "memory://any", argument: value}
+    with pytest.raises(InvalidArgumentError, match=f"{argument}=") as refused:
+        Flashpoint("/nowhere", **options)
+    return str(refused.value)
+
+
+def persisted_steps(store: Path) -> list[int]:
+    """Steps of the complete versions in a folder, newest first."""
+    return [version.step for version in list_persisted(DirectoryStore(store))[0]]
+
+
+def await_store(persisting: Persisting | None) -> None:
+    """Until this process is the one that persists there."""
+    assert persisting is not None
+    wait_until(lambda: persisting._owns, "the store is owned")
+
+
+def lose_all_nodes(root: Path) -> None:
+    """What happens to the memory of the nodes of a `Team` or `Cluster` when all of them lose power."""
+    for node in root.glob("node-*"):
+        shutil.rmtree(node)

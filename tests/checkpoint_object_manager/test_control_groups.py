@@ -156,5 +156,5 @@ def test_a_save_that_takes_no_more_does_not_ask(tmpfs: Path, monkeypatch: pytest
 def test_what_is_memory(tmpfs: Path, tmp_path: Path) -> None:
     with open("/proc/self/status") as file:
         assert not capacity.is_memory(file.fileno())
-    assert capacity.is_memory(Path("/dev/shm")) == (capacity._filesystem_name(Path("/dev/shm")) == "tmpfs")
+    assert capacity.is_memory(Path("/dev/shm")) == (capacity.mount_of(Path("/dev/shm"))[1] == "tmpfs")
     assert not capacity.is_memory(tmpfs / "missing")

@@ -45,16 +45,17 @@ def _kind_of(path: Path | int) -> int | None:
     return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF if status == 0 else None
 
 
-def _filesystem_name(path: Path) -> str:
-    best, kind = "", "an unknown filesystem"
+def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
+    """The filesystem that a path is on: its mount point, its kind, its options; empty where that cannot be seen."""
+    best, kind, options = "", "an unknown filesystem", ""
     text = str(path.resolve())
     for mount in psutil.disk_partitions(all=True):
         point = mount.mountpoint.rstrip("/") or "/"
         inside = text == point or text.startswith(point if point == "/" else point + "/")
         # ">=": of several mounts on one point, the last one covers the others
         if inside and len(point) >= len(best):
-            best, kind = point, mount.fstype
-    return kind
+            best, kind, options = point, mount.fstype, mount.opts
+    return best, kind, tuple(options.split(","))
 
 
 def existing_parent(path: Path) -> Path:
@@ -93,7 +94,7 @@ def warn_unless_memory(base: Path) -> None:
         "base container %s is on %s, not tmpfs: checkpoints work but run at that filesystem's speed "
         "(use a path on /dev/shm or a tmpfs mount)",
         base,
-        _filesystem_name(existing_parent(base)),
+        mount_of(existing_parent(base))[1],
     )
 
 

@@ -187,6 +187,29 @@ def plan(
 
 
 @app.command()
+def doctor(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The base container that a job has, or will have.")],
+    megabytes: Annotated[int, typer.Option(min=1, max=100_000, help="That each rank copies to its peer.")] = 256,
+    deadline_seconds: Annotated[float, typer.Option(min=1, max=3600, help="For which ranks wait for others.")] = 60.0,
+    json: _Json = False,
+) -> None:
+    """Examine a node before a job runs: memory, limits, network, clock, versions; and say how to mend what is amiss.
+
+    Launched on every node as the job is, it also has the nodes reach each other, and measures how fast copies are:
+
+        torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400
+        --no-python flashpoint doctor BASE
+
+    BASE is left alone: what is measured lies in BASE-doctor meanwhile.
+
+    Exit code: 0, 1 if there is something that must be mended, 2 if BASE is no absolute path.
+    """
+    from ml_flashpoint.cli.doctor.command import doctor as examine
+
+    raise typer.Exit(examine(base, megabytes=megabytes, deadline_s=deadline_seconds, as_json=json))
+
+
+@app.command()
 def verify(
     base: _Base,
     json: _Json = False,

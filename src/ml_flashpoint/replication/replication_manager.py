@@ -7,9 +7,6 @@ time when asked; when to do so, and what a failure means for older versions, is 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -23,6 +20,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
 from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.reachable import reachable_host
 from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
 from ml_flashpoint.ranks.strategies import (
     NoReplicationStrategy,
@@ -34,8 +32,6 @@ from ml_flashpoint.replication.pushing import push_to_all
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
-
-_log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
@@ -195,25 +191,6 @@ class ReplicationManager:
         if self._service is not None:
             self._service.close()
             self._service = None
-
-
-def reachable_host() -> str:
-    """The address of this host that the job's other hosts reach it at.
-
-    ``FLASHPOINT_HOST`` if set, else the source address of the route to ``MASTER_ADDR``.
-    """
-    given = os.environ.get("FLASHPOINT_HOST")
-    if given:
-        return given
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # UDP: nothing is sent
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        _log.warning("cannot find the route to MASTER_ADDR=%s (%s): using this host's name", master, error)
-        return socket.gethostbyname(socket.gethostname())
 
 
 def _parse_address(announced: object) -> Address:

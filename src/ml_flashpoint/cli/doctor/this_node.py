@@ -1,0 +1,231 @@
+"""What `flashpoint doctor` looks at on the node that it runs on.
+
+Owns one function for each thing, none of which changes anything or imports torch. What they judge by is the engine's
+wherever it has a rule of its own: whose folders it trusts, what counts as memory, at which address peers reach it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+import ml_flashpoint
+from ml_flashpoint.checkpoint_object_manager.capacity import (
+    available_bytes,
+    existing_parent,
+    is_memory,
+    most_bytes,
+    mount_of,
+)
+from ml_flashpoint.checkpoint_object_manager.control_groups import memory_left
+from ml_flashpoint.cli.base_view import format_bytes
+from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Finding
+from ml_flashpoint.extras import DISTRIBUTION
+from ml_flashpoint.format import knobs
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.private_folders import check_folder, check_way
+from ml_flashpoint.net.reachable import reachable_host
+
+_MOUNT = "mount -t tmpfs -o size=200g,mode=1777 tmpfs /mnt/mlf-jobs, and take a folder in it (see: flashpoint plan)"
+_LEAST_FILES = 4096
+_OLDEST_TORCH = (2, 6)
+_STA_UNSYNC = 0x0040
+_TIMEX_BYTES = 256  # a struct timex, and more
+_TIMEX_STATUS = 40  # where its status is, on 64 bits: after an int, padding and four longs
+
+
+def examine(base: Path) -> tuple[Finding, ...]:
+    """Everything there is to look at on this node, for a base container that need not exist yet."""
+    found: list[Finding] = []
+    for check in _CHECKS:
+        try:
+            found += check(base)
+        except Exception as error:  # of whatever kind: the others still tell something
+            name = check.__name__.strip("_").replace("_", " ")
+            found.append(Finding(name, NOTE, f"cannot be looked at: {type(error).__name__}: {error}"))
+    return tuple(found)
+
+
+def _folder(base: Path) -> Iterator[Finding]:
+    parent = existing_parent(base)
+    if os.path.ismount(base):
+        yield Finding("folder", BAD, f"{base} is the mount point of a filesystem", f"name a folder in it: {base}/job-1")
+        return
+    try:
+        check_way(base)
+        if parent == base:
+            check_folder(base)
+    except (FlashpointError, OSError) as error:
+        hint = getattr(error, "hint", None) or ""
+        yield Finding(
+            "folder", BAD, getattr(error, "message", None) or str(error), f"{hint} ({parent})" if hint else ""
+        )
+        return
+    if not os.access(parent, os.W_OK | os.X_OK):
+        yield Finding("folder", BAD, f"user {os.geteuid()} cannot write to {parent}", f"chown {os.geteuid()} {parent}")
+    else:
+        yield Finding("folder", OK, f"{base} {'is there' if parent == base else 'can be made'}, and safe from others")
+
+
+def _filesystem(base: Path) -> Iterator[Finding]:
+    parent = existing_parent(base)
+    point, kind, options = mount_of(parent)
+    if not is_memory(parent):
+        yield Finding("filesystem", BAD, f"{base} is on {kind}, mounted at {point}: no memory", _MOUNT)
+        return
+    size, free, limit = most_bytes(parent), available_bytes(parent), memory_left()
+    text = f"{kind} at {point}: {format_bytes(size)}, {format_bytes(free)} of it to be had now"
+    if limit is not None:
+        text += f"; the container may take {format_bytes(limit)} more"
+    if free < size / 2:
+        mend = f"see what lies there: du -sh {point}/*; and flashpoint plan for what a job needs"
+        yield Finding("filesystem", NOTE, text, mend)
+    else:
+        yield Finding("filesystem", OK, text)
+    huge = next((each.partition("=")[2] for each in options if each.startswith("huge=")), "never")
+    if huge == "never":
+        mend = f"mount -o remount,huge=within_size {point}"
+        text = "not used on this tmpfs: a new process maps checkpoints more slowly, and so do first saves"
+        yield Finding("huge pages", NOTE, text, mend)
+    else:
+        yield Finding("huge pages", OK, f"huge={huge}")
+    yield _swap("noswap" in options)
+
+
+def _swap(never: bool) -> Finding:
+    total = psutil.swap_memory().total
+    if not total or never:
+        return Finding("swap", OK, "tmpfs is mounted with noswap" if total else "there is none")
+    mend = "swapoff -a, or mount the tmpfs with noswap (Linux 6.4 or newer)"
+    return Finding(
+        "swap", NOTE, f"{format_bytes(total)}: checkpoints may be written to disk when memory is short", mend
+    )
+
+
+def _limits(base: Path) -> Iterator[Finding]:
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    gpus = os.path.exists("/proc/driver/nvidia/version")
+    if locked == resource.RLIM_INFINITY:
+        yield Finding("locked memory", OK, "unlimited")
+    elif not gpus:
+        yield Finding("locked memory", OK, f"{format_bytes(locked)}, and no NVIDIA GPU here that would need more")
+    else:
+        text = f"{format_bytes(locked)}: where page-locking is refused, saves go through a buffer"
+        mend = "ulimit -l unlimited; LimitMEMLOCK=infinity (systemd); --ulimit memlock=-1 (Docker)"
+        yield Finding("locked memory", NOTE, text, mend)
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
+        mend = f"ulimit -n {65536 if most == resource.RLIM_INFINITY else min(most, 65536)}"
+        yield Finding("open files", NOTE, f"{files}: connections to peers count, on a large job there are many", mend)
+    else:
+        yield Finding("open files", OK, "unlimited" if files == resource.RLIM_INFINITY else f"{files} a process")
+
+
+def _network(base: Path) -> Iterator[Finding]:
+    master = os.environ.get("MASTER_ADDR")
+    host = reachable_host()
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        mend = "set FLASHPOINT_HOST to an address of this node that the others reach"
+        yield Finding("ports", BAD, f"nothing can listen at {host}: {error}", mend)
+        return
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    yield Finding("ports", OK, f"peers connect to {host}, at a port from {low} to {high}, which is free to listen at")
+    yield _route(host, master)
+
+
+def _route(host: str, master: str | None) -> Finding:
+    """Whether the interface that peers will use is the fastest one."""
+    names = [name for name, each in psutil.net_if_addrs().items() if any(a.address == host for a in each)]
+    stats = psutil.net_if_stats()
+    if master is None and not os.environ.get("FLASHPOINT_HOST"):
+        text = f"no MASTER_ADDR here, so that {host} may not be what a job uses"
+        return Finding("route", NOTE, text, "run it as the job is run, under torchrun or srun")
+    if not names or names[0] not in stats:
+        return Finding("route", NOTE, f"no interface has the address {host}", "set FLASHPOINT_HOST to one that has one")
+    speed = stats[names[0]].speed
+    told = f"{host} is {names[0]}" + (f", {speed} Mb/s" if speed else ", of unknown speed")
+    faster = {name: each.speed for name, each in stats.items() if each.isup and each.speed > speed > 0}
+    if faster:
+        best = max(faster, key=lambda name: faster[name])
+        mend = f"set FLASHPOINT_HOST to the address of {best} on each node"
+        return Finding("route", NOTE, f"{told}, and {best} is up with {faster[best]} Mb/s", mend)
+    return Finding("route", OK, told)
+
+
+def _clock(base: Path) -> Iterator[Finding]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)  # modes = 0: only asks
+    if libc.adjtimex(timex) < 0:
+        raise OSError(ctypes.get_errno(), "adjtimex")
+    if ctypes.c_int.from_buffer(timex, _TIMEX_STATUS).value & _STA_UNSYNC:
+        text = "nobody keeps it in time, so that events of several nodes cannot be put in order"
+        yield Finding("clock", NOTE, text, "run chrony or another NTP client on every node")
+    else:
+        yield Finding("clock", OK, "is kept in time")
+
+
+def _versions(base: Path) -> Iterator[Finding]:
+    told = f"Linux {platform.release()}, Python {platform.python_version()}, {DISTRIBUTION} {ml_flashpoint.__version__}"
+    torch = _version_of("torch")
+    if torch is None:
+        yield Finding("versions", NOTE, f"{told}, no torch", f'pip install "{DISTRIBUTION}[pytorch]"')
+    elif tuple(int(part) for part in torch.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
+        yield Finding("versions", BAD, f"{told}, torch {torch}", "torch 2.6 or newer is needed")
+    else:
+        yield Finding("versions", OK, f"{told}, torch {torch}")
+
+
+def _version_of(distribution: str) -> str | None:
+    """The version that is installed, without importing it; None if it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _variables(base: Path) -> Iterator[Finding]:
+    """Variables that cannot be used: else a job finds out when it needs them."""
+    bad = []
+    for knob in (
+        knobs.transfer_deadline_s,
+        knobs.collective_deadline_s,
+        knobs.recovery_deadline_s,
+        knobs.seal_deadline_s,
+        knobs.call_deadline_s,
+        knobs.lock_deadline_s,
+        knobs.exit_deadline_s,
+        knobs.reader_hold_s,
+    ):
+        try:
+            knob()
+        except FlashpointError as error:
+            bad.append(str(error))
+    shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("FLASHPOINT_")]
+    if bad:
+        yield Finding("variables", BAD, "; ".join(bad), "unset them, or see docs/operations.md")
+    else:
+        yield Finding("variables", OK, ", ".join(shown) or "no FLASHPOINT_ variable is set")
+
+
+_CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+    _folder,
+    _filesystem,
+    _limits,
+    _network,
+    _clock,
+    _versions,
+    _variables,
+)

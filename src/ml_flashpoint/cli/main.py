@@ -210,6 +210,24 @@ def doctor(
 
 
 @app.command()
+def report(
+    events: Annotated[list[str], typer.Argument(metavar="EVENTS...", help="Files that FLASHPOINT_EVENTS named.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
+    json: _Json = False,
+) -> None:
+    """Make one page of a job's events: time held, lag, recoveries, failures; for any browser, and to send around.
+
+    The page loads nothing and runs nothing. Give the files of all ranks, also of several lives of the job. Lines that
+    are no events are left out and counted.
+
+    Exit code: 0, 2 if there is no event to read or the page cannot be written.
+    """
+    from ml_flashpoint.cli.report.command import report as make_report
+
+    raise typer.Exit(make_report(events, to=output, as_json=json))
+
+
+@app.command()
 def verify(
     base: _Base,
     json: _Json = False,

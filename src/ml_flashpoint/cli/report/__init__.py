@@ -1,0 +1,1 @@
+"""`flashpoint report`: what events tell of a job, as one page."""

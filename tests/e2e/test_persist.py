@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.core.persist_version import persist_version
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.versions import list_persisted
 from tests.support.forked import Team, call_team, preload
@@ -20,6 +21,16 @@ preload(persisting_doors.__name__)
 def train(root: Path, world_size: int, until: int, kind: str, **options: Any) -> list[dict[str, Any]]:
     with Team(persisting.train_ranks, root, world_size, str(root / "store"), until, kind, options) as team:
         return team.results(120)
+
+
+def test_by_hand_from_what_one_node_of_a_dead_job_holds(tmpfs: Path) -> None:
+    with Team(persisting.train_ranks, tmpfs, 4, None, 6, "fsdp2", {}, placement=(0, 0, 1, 1)) as team:
+        before = team.results(120)
+    persist_version(tmpfs / "node-1" / "job", tmpfs / "store")
+    lose_all_nodes(tmpfs)
+    after = train(tmpfs, 3, 8, "fsdp2")
+    assert [(each["source"], each["began"]) for each in after] == [("persisted", 6)] * 3
+    assert [each["then"] for each in after] == [before[0]["now"]] * 3
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -9,7 +9,6 @@ import json
 import sys
 
 from ml_flashpoint.cli import output
-from ml_flashpoint.format.errors import InvalidArgumentError
 
 
 @output.command
@@ -17,17 +16,12 @@ def export(sources: list[str], destination: str, *, format: str, prefix: str, as
     """Exports a version."""
     from ml_flashpoint.adapter.pytorch.export import export_version
 
-    named = [output.split_source(source) for source in sources]
-    steps = {step for _, step in named if step is not None}
-    bases, base = [base for base, _ in named], ", ".join(sources)
-    if len(steps) > 1:
-        raise InvalidArgumentError("these are different steps", argument="SOURCE", value=base)
-    step = next(iter(steps), None)
+    bases, step = output.split_sources(sources)
     with output.progress("exporting") as progress:
         made = export_version(bases, destination, step, format=format, prefix=prefix, progress=progress)
     if as_json:
         told = {"step": made.step, "tensors": made.tensors, "bytes": made.nbytes, "left_out": made.left_out}
-        print(json.dumps({"base": base, "export": str(made.path), "format": format, **told}, indent=2))
+        print(json.dumps({"base": ", ".join(sources), "export": str(made.path), "format": format, **told}, indent=2))
         return
     print(f"exported step {made.step} to {made.path}: {made.tensors} tensors")
     if made.left_out:

@@ -50,7 +50,7 @@ def _opened(stack: contextlib.ExitStack, source: str, prefix: str) -> VersionIte
     from ml_flashpoint.adapter.pytorch.version_items import open_items
 
     base, step = output.split_source(source)
-    return open_items(stack, [Path(base)], step, prefix=prefix)
+    return open_items(stack, [base], step, prefix=prefix)
 
 
 def _described(version: VersionItems, fqn: str) -> dict[str, Any]:

@@ -22,15 +22,21 @@ from ml_flashpoint.cli.base_view import (
     format_ranks,
     read_base,
 )
+from ml_flashpoint.cli.store_view import list_store
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.persist.opening import persisted_url
 
 _STYLES = {State.DAMAGED: "bold red", State.WRITING: "yellow", State.REPLICATED: "green", State.LOCAL: "cyan"}
 
 
 def list_versions(base: str, *, as_json: bool = False) -> int:
-    """Show the versions in a base container; returns the exit code of the command."""
+    """Show the versions in a base container, or persisted ones; returns the exit code of the command."""
     try:
+        url = persisted_url(base)
+        if url is not None:
+            return list_store(url, as_json=as_json)
         view = read_base(base)
-    except NotABaseContainerError as error:
+    except (NotABaseContainerError, InvalidArgumentError) as error:
         return output.fail(error, base=base, as_json=as_json)
     if as_json:
         print(json.dumps(to_json(view), indent=2))

@@ -27,7 +27,11 @@ _Base = Annotated[
     str, typer.Argument(metavar="BASE", help="A job's base container, on the node whose memory it is in.")
 ]
 _Source = Annotated[
-    str, typer.Argument(metavar="SOURCE[@STEP]", help="A job's base container; the newest version, or that STEP.")
+    str,
+    typer.Argument(
+        metavar="SOURCE[@STEP]",
+        help="A job's base container, or the URL of persisted versions; the newest one, or that STEP.",
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
@@ -58,8 +62,17 @@ def _common(
 
 
 @app.command()
-def ls(base: _Base, json: _Json = False) -> None:
-    """List the versions in BASE, newest first: steps, ranks, sizes, states.
+def ls(
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE|URL",
+            help="A job's base container, on the node whose memory it is in; or the URL of persisted versions.",
+        ),
+    ],
+    json: _Json = False,
+) -> None:
+    """List the versions in BASE, or persisted ones, newest first: steps, ranks, sizes, states.
 
     Only BASE is looked at, so this is what one node holds. Nothing is locked or changed, and the job may be
     running. Bytes are not read: for that, see **flashpoint verify**.
@@ -81,7 +94,10 @@ def ls(base: _Base, json: _Json = False) -> None:
     A version is **complete** if the parts of all its ranks are on this node, which could then restore it
     alone.
 
-    Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container.
+    Persisted versions are **complete**, **incomplete** (being written, or cut short) or **damaged**: a marker
+    or a receipt is not what was written, or a part is missing or has another size.
+
+    Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container and no store.
     """
     from ml_flashpoint.cli.ls import list_versions
 
@@ -229,29 +245,37 @@ def report(
 
 @app.command()
 def verify(
-    base: _Base,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE|URL[@STEP]",
+            help="A job's base container, or the URL of persisted versions; or one STEP of it.",
+        ),
+    ],
     json: _Json = False,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Blocks to read at the same time.")] = 2,
 ) -> None:
-    """Read every object in BASE and compare it with the digests in its manifest; name the files that differ.
+    """Read every object in BASE, or of persisted versions, and compare it with its digests; name the files that differ.
 
-    Nothing is locked or changed, and the job may be running: what it prunes meanwhile is shown as pruned.
+    Nothing is locked or changed, and the job may be running: what it prunes meanwhile is shown as pruned, or removed.
 
-    Exit code: 0 if all is as it was saved, 1 if something is not, 2 if BASE is not a base container.
+    Exit code: 0 if all is as it was saved, 1 if something is not, 2 if there is no such base container, store or step.
     """
     from ml_flashpoint.cli.verify import verify_base
 
-    raise typer.Exit(verify_base(base, as_json=json, threads=threads))
+    raise typer.Exit(verify_base(source, as_json=json, threads=threads))
 
 
 @app.command()
 def copy(
-    source: _Source,
+    source: Annotated[
+        str, typer.Argument(metavar="BASE[@STEP]", help="A job's base container; the newest version, or that STEP.")
+    ],
     destination: Annotated[str, typer.Argument(metavar="DEST", help="Folder in which the version gets its own.")],
     json: _Json = False,
     partial: Annotated[bool, typer.Option("--partial", help="Also a version that is not whole on this node.")] = False,
 ) -> None:
-    """Copy a version out of SOURCE, which a running job may be using, to DEST/step-N_ckpt.
+    """Copy a version out of BASE, which a running job may be using, to DEST/step-N_ckpt.
 
     Never copy these files with other tools while the job runs: their memory is used again for later steps. This
     has the job keep the version meanwhile, compares what was copied with its digests, and takes the newest version
@@ -270,7 +294,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="SOURCE[@STEP]...",
-            help="A job's base container, or those of several nodes; the newest version, or that STEP.",
+            help="A job's base container, or those of several nodes, or the URL of persisted versions; the newest one,"
+            " or that STEP.",
         ),
     ],
     to: Annotated[str, typer.Option(metavar="DEST", help="What to make: a folder, or for torch a file.")],
@@ -286,14 +311,40 @@ def export(
 
     **torch**: one file, a nested dict, for `torch.load`.
 
-    What is read is compared with its digests, and the result appears whole or not at all. SOURCE has to have the parts
-    of all ranks: with pairs of nodes, both have, or give the base containers of several nodes.
+    What is read is compared with its digests, and the result appears whole or not at all. A base container has to have
+    the parts of all ranks: with pairs of nodes, both have, or give those of several nodes.
 
     Exit code: 0 if it was exported, 1 if it could not be, 2 if there is no such version or an argument is wrong.
     """
     from ml_flashpoint.cli.export import export as export_out
 
     raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, as_json=json))
+
+
+@app.command()
+def persist(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BASE[@STEP]...",
+            help="A job's base container, or those of several nodes; the newest version, or that STEP.",
+        ),
+    ],
+    to: Annotated[str, typer.Option(metavar="URL", help="Where to, as in the job's persist=.")],
+    json: _Json = False,
+) -> None:
+    """Persist a version by hand, also when its job is dead, from what its nodes still hold on this machine.
+
+    It is written as the job would have written it, so that **Flashpoint(..., persist=URL).resume()** takes it. All
+    parts must be in the base containers given: each node has those of its own ranks, and the copies that it holds for
+    others. What is read is compared with its digests; where a part is damaged, a copy in another base container is
+    taken, or else an older version. Nothing at URL is removed, and nothing is written while a job persists there.
+
+    Exit code: 0 if it is there, 1 if it could not be, or parts are missing, 2 if there is no such version.
+    """
+    from ml_flashpoint.cli.persist import persist as persist_now
+
+    raise typer.Exit(persist_now(sources, to, as_json=json))
 
 
 _Prefix = Annotated[str, typer.Option(help="Only names that start so.")]

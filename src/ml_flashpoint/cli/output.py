@@ -9,13 +9,18 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.errors import (
+    FlashpointError,
+    InvalidArgumentError,
+    MissingPartsError,
+    ObjectNotFoundError,
+)
 
 _P = ParamSpec("_P")
 
@@ -40,6 +45,19 @@ def split_source(source: str) -> tuple[str, int | None]:
     return (base, int(text)) if at and text.isascii() and text.isdecimal() else (source, None)
 
 
+def split_sources(sources: Sequence[str]) -> tuple[list[str], int | None]:
+    """The same of several, which name one step at most.
+
+    Raises:
+        InvalidArgumentError: they name several.
+    """
+    named = [split_source(source) for source in sources]
+    steps = {step for _, step in named if step is not None}
+    if len(steps) > 1:
+        raise InvalidArgumentError("these are different steps", argument="SOURCE", value=", ".join(sources))
+    return [base for base, _ in named], next(iter(steps), None)
+
+
 @contextlib.contextmanager
 def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, if people watch: to be called with bytes done, and bytes in all."""
@@ -61,7 +79,8 @@ def command(function: Callable[_P, int | None]) -> Callable[_P, int]:
         except FlashpointError as error:
             source: Any = args[0]
             base = split_source(source)[0] if isinstance(source, str) else ", ".join(source)
-            code = USAGE if isinstance(error, (ObjectNotFoundError, InvalidArgumentError)) else DAMAGE
+            nothing = isinstance(error, ObjectNotFoundError) and not isinstance(error, MissingPartsError)
+            code = USAGE if nothing or isinstance(error, InvalidArgumentError) else DAMAGE
             return fail(error, base=base, as_json=bool(options.get("as_json")), code=code)
 
     return coded

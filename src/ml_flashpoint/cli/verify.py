@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.markup import escape
@@ -31,8 +31,11 @@ from ml_flashpoint.cli.base_view import (
     read_base,
     still_committed,
 )
+from ml_flashpoint.cli.store_view import verify_store
 from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.persist.opening import persisted_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,23 @@ class PartResult:
 
 
 def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
-    """Verify every object in a base container; returns the exit code of the command."""
+    """Verify every object in a base container, or of persisted versions; returns the exit code of the command.
+
+    Args:
+        base: base container, URL or folder of persisted versions; with ``@STEP``, only that step.
+        threads: blocks that are read at the same time.
+    """
+    base, step = output.split_source(base)
     try:
+        url = persisted_url(base)
+        if url is not None:
+            return verify_store(url, step, as_json=as_json, threads=threads)
         view = read_base(base)
-    except NotABaseContainerError as error:
+        if step is not None:
+            view = replace(view, versions=tuple(version for version in view.versions if version.step == step))
+            if not view.versions:
+                raise NotABaseContainerError(f"there is no version of step {step} here", path=base)
+    except (NotABaseContainerError, InvalidArgumentError) as error:
         return output.fail(error, base=base, as_json=as_json)
     began = time.monotonic()
     results: list[tuple[VersionView, list[PartResult]]] = []

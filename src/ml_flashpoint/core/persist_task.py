@@ -16,12 +16,11 @@ from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.object_content import object_content
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import CapacityError, DigestMismatchError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 
-_PIECE_BYTES: Final = 16 << 20
 _SLICE_BYTES: Final = 4 << 20
 
 
@@ -73,26 +72,14 @@ class PersistTask:
             DigestMismatchError: it is damaged.
         """
         path = self.arenas.base / self.part.version / record.name
-        piece = max(_PIECE_BYTES // record.block_size, 1) * record.block_size
-        buffer = memoryview(bytearray(min(piece, max(record.size, record.file_size - record.size))))
-        for begin in range(0, record.size, piece):
-            content = buffer[: min(piece, record.size - begin)]
-            whole = _read(self.descriptor, content, begin)
-            first = begin // record.block_size
-            digests = record.digests[first : first - (-len(content) // record.block_size)]
-            try:
-                if not whole:
-                    raise DigestMismatchError("the object is too short", path=path)
-                verify_blocks(content, digests, record.block_size, first_block=first, path=path)
-            except DigestMismatchError as error:
-                if self.is_held:
-                    raise
-                hint = "leave room in memory for one more version of each rank, or persist faster"
-                raise CapacityError("its memory was needed for a newer save", step=self.step, hint=hint) from error
-            yield from _slices(content, pause)
-        buffer[:] = bytes(len(buffer))
-        for begin in range(record.size, record.file_size, max(1, len(buffer))):
-            yield from _slices(buffer[: record.file_size - begin], pause)
+        try:
+            for content in object_content(self.descriptor, record, path):
+                yield from _slices(content, pause)
+        except DigestMismatchError as error:
+            if self.is_held:
+                raise
+            hint = "leave room in memory for one more version of each rank, or persist faster"
+            raise CapacityError("its memory was needed for a newer save", step=self.step, hint=hint) from error
         pause(0)  # what is written from here on may count
 
 
@@ -101,13 +88,3 @@ def _slices(content: memoryview, pause: Callable[[int], object]) -> Iterator[mem
         part = content[begin : begin + _SLICE_BYTES]
         pause(len(part))
         yield part
-
-
-def _read(descriptor: int, into: memoryview, offset: int) -> bool:
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if not count:
-            return False
-        done += count
-    return True

@@ -202,6 +202,10 @@ class ObjectNotFoundError(FlashpointError):
     """An object, manifest or version that was asked for does not exist here."""
 
 
+class MissingPartsError(ObjectNotFoundError):
+    """There are versions, and of each the parts of some ranks are not where they were looked for."""
+
+
 class UnsafeContentError(FlashpointError):
     """Bytes would have to be unpickled to something that is not on the allow-list."""
 

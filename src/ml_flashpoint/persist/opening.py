@@ -11,6 +11,7 @@ from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.store import DurableStore
+from ml_flashpoint.persist.versions import is_run_folder
 
 _FILE: Final = "file://"
 
@@ -36,6 +37,23 @@ def checked_url(argument: str, value: object) -> str:
 def is_url(text: str) -> bool:
     """Whether this is a URL, and not a path."""
     return "://" in text or "::" in text
+
+
+def persisted_url(source: str | os.PathLike[str]) -> str | None:
+    """Returns the URL of what a user points at if that is persisted versions: a URL, or a folder that holds some, whose
+    name is as good as its URL. None: it is to be taken for a base container.
+
+    Raises:
+        InvalidArgumentError: it is empty, or a file:// URL of a relative path.
+    """
+    text = os.fspath(source)
+    if is_url(text):
+        return checked_url("SOURCE", text)
+    try:
+        names = os.listdir(text)
+    except OSError:
+        return None
+    return checked_url("SOURCE", text) if any(map(is_run_folder, names)) else None
 
 
 def open_store(url: str) -> DurableStore:

@@ -8,15 +8,12 @@ beside it records digests by blocks of 1 MiB; a pack exists once its manifest do
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     InvalidArgumentError,
@@ -36,6 +33,7 @@ from ml_flashpoint.format.manifest import (
 )
 from ml_flashpoint.format.object_format import encode_header, header_length, parse_header, plan_layout
 from ml_flashpoint.format.object_layout import Entry
+from ml_flashpoint.persist.blocks import VerifiedFile
 from ml_flashpoint.persist.store import PIECE_BYTES, DurableStore, as_octets
 
 if TYPE_CHECKING:
@@ -46,7 +44,6 @@ PACK_BLOCK_BYTES: Final = 2**20
 
 _INDEX: Final = "index"
 _ITEM: Final = "item/"
-_CACHED_BLOCKS: Final = 2
 _DIGEST_LENGTH: Final = 32
 
 
@@ -191,13 +188,8 @@ class PackReader:
 
     def __init__(self, store: DurableStore, folder: str, receipt: PackReceipt) -> None:
         self.manifest = check_pack(store, folder, receipt)
-        self._store = store
-        self._record = self.manifest.objects[0]
-        self._name = f"{folder}/{self._record.name}"
-        self.path = store.path_of(self._name)
-        self._cached: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-        size = self._record.size
+        self._file = VerifiedFile(store, f"{folder}/{self.manifest.objects[0].name}", self.manifest.objects[0])
+        self.path, size = self._file.path, self.manifest.objects[0].size
         prefix = self._read(0, min(8, size))
         header = parse_header(self._read(0, header_length(prefix, size, self.path)), size, self.path)
         self._entries: dict[str, Entry] = {e.key: e for e in header.layout.byte_items}
@@ -243,7 +235,7 @@ class PackReader:
                 f"must be writable and have at least {entry.nbytes} bytes", argument="into", value=len(view)
             )
         view = view[: entry.nbytes]
-        self._read_into(entry.begin, view)
+        self._file.read_into(entry.begin, view)
         return view
 
     def _entry(self, name: str) -> Entry:
@@ -253,49 +245,7 @@ class PackReader:
         return entry
 
     def _read(self, begin: int, end: int) -> bytes:
-        content = bytearray(end - begin)
-        self._read_into(begin, memoryview(content))
-        return bytes(content)
-
-    def _read_into(self, begin: int, into: memoryview) -> None:
-        """Whole blocks are read to where they belong; of those that are not wholly wanted, the last two are kept."""
-        if not len(into):
-            return
-        end = begin + len(into)
-        block = begin // PACK_BLOCK_BYTES
-        while (start := block * PACK_BLOCK_BYTES) < end:
-            whole = (end if end == self._record.size else end - end % PACK_BLOCK_BYTES) - start
-            if start < begin or whole <= 0:
-                content = self._block(block)
-                low, high = max(begin, start), min(end, start + len(content))
-                into[low - begin : high - begin] = memoryview(content)[low - start : high - start]
-                block += 1
-            else:
-                taken = min(whole, PIECE_BYTES)
-                self._verified(block, into[start - begin : start - begin + taken])
-                block += -(-taken // PACK_BLOCK_BYTES)
-
-    def _block(self, block: int) -> bytes:
-        with self._lock:
-            content = self._cached.get(block)
-            if content is not None:
-                self._cached.move_to_end(block)
-                return content
-        start = block * PACK_BLOCK_BYTES
-        fresh = bytearray(min(PACK_BLOCK_BYTES, self._record.size - start))
-        self._verified(block, memoryview(fresh))
-        content = bytes(fresh)
-        with self._lock:
-            self._cached[block] = content
-            while len(self._cached) > _CACHED_BLOCKS:
-                self._cached.popitem(last=False)
-        return content
-
-    def _verified(self, block: int, into: memoryview) -> None:
-        self._store.read_into(self._name, block * PACK_BLOCK_BYTES, into)
-        count = -(-len(into) // PACK_BLOCK_BYTES)
-        digests = self._record.digests[block : block + count]
-        verify_blocks(into, digests, PACK_BLOCK_BYTES, first_block=block, path=self.path)
+        return bytes(self._file.read(begin, end))
 
 
 def _digested(chunks: Iterable[memoryview], digests: list[str]) -> Iterator[memoryview]:

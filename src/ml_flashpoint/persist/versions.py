@@ -70,6 +70,11 @@ def run_of(save_id: str) -> str:
     return run
 
 
+def is_run_folder(name: str) -> bool:
+    """Whether a folder of this name holds the versions of a run of a training job."""
+    return name.startswith(RUN_PREFIX) and _RUN_ID.fullmatch(name[len(RUN_PREFIX) :]) is not None
+
+
 def folder_of(version: str, save_id: str) -> str:
     """Returns the folder of a save of a version."""
     return f"{RUN_PREFIX}{run_of(save_id)}/{version}"
@@ -293,7 +298,7 @@ def list_persisted(store: DurableStore) -> tuple[list[PersistedVersion], list[Un
     found: list[PersistedVersion] = []
     unusable: list[Unusable] = []
     for run in store.list():
-        if not run.startswith(RUN_PREFIX) or not _RUN_ID.fullmatch(run[len(RUN_PREFIX) :]):
+        if not is_run_folder(run):
             continue
         try:
             folders = [f"{run}/{each}" for each in store.list(run) if _is_version(each)]
@@ -364,7 +369,7 @@ def keep_newest(store: DurableStore, count: int, current_run: str) -> list[Persi
         if "" < each.newest_save < limit or (not each.marked and run < current_run):
             _try_to_remove(store.remove_folder, each.folder)
     for run in store.list():
-        if run.startswith(RUN_PREFIX) and _RUN_ID.fullmatch(run[len(RUN_PREFIX) :]):
+        if is_run_folder(run):
             with contextlib.suppress(DamagedError):
                 if run != RUN_PREFIX + current_run and not store.list(run):
                     _try_to_remove(store.remove_folder, run)

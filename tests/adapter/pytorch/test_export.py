@@ -109,7 +109,7 @@ def test_what_several_ranks_hold_is_put_together(
     if replication == "none" and len(bases) > 1:
         with pytest.raises(ObjectNotFoundError, match="no version is whole on this node"):
             export_version(bases[0], tmp_path / "of one", format=format)
-        with pytest.raises(ObjectNotFoundError, match="whose parts are all there"):
+        with pytest.raises(ObjectNotFoundError, match="those of ranks 2 of 4 are missing"):
             export_version(bases[:2], tmp_path / "of two", format=format)
         for number, base in enumerate(bases):
             copy_version(base, tmp_path / f"of-node-{number}", partial=True)

@@ -2,7 +2,7 @@
 
 Owns these formats, and that an export is the whole version or is not there: parts are held while they are read, their
 bytes are compared with their digests, everything is written to a hidden folder, and only once the holds are found
-unbroken does that get its name. Memory is bounded: parts stay mapped, and one tensor at a time is written.
+unbroken does that get its name. Memory is bounded: parts stay mapped, or are read item by item, and written so.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ml_flashpoint.staging.torch_dtypes import bytes_of, dtype_name
 FORMATS: Final = ("dcp", "safetensors", "torch")
 SHARD_BYTES: Final = 4 << 30
 """Bytes of a safetensors file, about."""
+_DCP_FILE_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def export_version(
     """Write a version that was saved through DCP, `Flashpoint` or Lightning as files that other tools read.
 
     Args:
-        sources: the base container, or those of several nodes, which together have the parts of all ranks. Jobs may be
-            using them.
+        sources: the base container, or those of several nodes, which together have the parts of all ranks; or the URL
+            or folder of persisted versions. Jobs may be using them.
         destination: what to make: a folder, or for ``"torch"`` a file. It must not be there.
         step: which version; by default the newest that is whole, and if that goes meanwhile, the newest then.
         format: ``"dcp"`` (``dcp.load`` with a ``FileSystemReader`` reads it), ``"safetensors"`` (tensors only, in files
@@ -97,11 +98,11 @@ def export_version(
         raise InvalidArgumentError("the names of a DCP checkpoint stay as they are", argument="prefix", value=prefix)
     if isinstance(sources, (str, os.PathLike)):
         sources = [sources]
-    target, bases = Path(os.path.abspath(destination)), [Path(source) for source in sources]
+    target = Path(os.path.abspath(destination))
     for tries_left in reversed(range(TRIES)):
         try:
             with contextlib.ExitStack() as stack:
-                version = open_items(stack, bases, step, prefix=prefix, progress=progress)
+                version = open_items(stack, sources, step, prefix=prefix, progress=progress)
                 left_out = _write(version, target, partial(_WRITERS[format], shard_bytes=shard_bytes))
             return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
         except PrunedError:
@@ -168,11 +169,26 @@ def _write_dcp(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[P
     writer = FileSystemWriter(made)
     writer.reset(made)
     writer.set_up_storage_writer(True)
-    [plan] = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
+    # Several files, as if of several ranks: torch's writer keeps the tensors of a file until that is written.
+    plans = [writer.prepare_local_plan(SavePlan(some)) for some in _batches(items, _DCP_FILE_BYTES)]
     planner: Any = _Planner(version)
-    results = writer.write_data(plan, planner).wait()
-    writer.finish(version.metadata, [results])
+    results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+    writer.finish(version.metadata, results)
     return made, []
+
+
+def _batches(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
+    batch: list[WriteItem] = []
+    size = 0
+    for item in items:
+        data = item.tensor_data
+        nbytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if batch and size + nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    yield batch
 
 
 def _write_safetensors(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
@@ -233,7 +249,8 @@ def _write_torch(version: VersionItems, folder: Path, shard_bytes: int) -> tuple
     made, scratch = folder / "made", folder / "scratch"
     scratch.mkdir()
     flat = {
-        fqn: version.tensor(fqn, scratch) if fqn in version.tensors else version.value(fqn) for fqn in version.names
+        fqn: version.tensor(fqn, scratch, on_disk=True) if fqn in version.tensors else version.value(fqn)
+        for fqn in version.names
     }
     nested = unflatten_state_dict(flat, {fqn: version.path_of(fqn) for fqn in flat})
     with open(made, "wb") as file:

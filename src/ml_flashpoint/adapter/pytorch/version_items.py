@@ -1,6 +1,7 @@
-"""The items of a version on this node, by their names in DCP: what is read from outside of a job.
+"""The items of a version, by their names in DCP: what is read from outside of a job.
 
-Owns putting them together from the parts of several ranks, whose holds are `core.open_version`'s. Not collective.
+Owns putting them together from the parts of several ranks. What holds these in memory is `core.open_version`'s, what
+reads those that are persisted is `core.open_persisted`'s. Not collective.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.core.gathered_parts import hold_parts, whole_saves
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
+from ml_flashpoint.core.open_persisted import PersistedParts, open_persisted
 from ml_flashpoint.core.open_version import OpenVersion, open_version
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.persist.opening import persisted_url
 from ml_flashpoint.staging.copy import typed_view
+from ml_flashpoint.staging.torch_dtypes import torch_dtype
 from ml_flashpoint.unpickling.safe_archive import load_archive
 
 Progress = Callable[[int, int], object]
 
+Parts = OpenVersion | PersistedParts
+"""What parts are read from."""
+
 
 def open_items(
     stack: contextlib.ExitStack,
-    bases: Sequence[Path],
+    sources: Sequence[str | os.PathLike[str]],
     step: int | None = None,
     *,
     prefix: str = "",
@@ -42,47 +50,42 @@ def open_items(
 
     Args:
         stack: what closes it.
-        bases: the base container, or those of several nodes, which together have the parts of all ranks.
+        sources: the base container, or those of several nodes, which together have the parts of all ranks; or one URL
+            or folder of persisted versions.
         step: which version; by default the newest that is whole.
         prefix: only names that start so.
         progress: called with how many bytes of tensors were used, of how many.
 
     Raises:
         ObjectNotFoundError: there is no such version, or not all of it.
-        LoadError: it was not saved through DCP.
+        LoadError: it was not saved through DCP, or the store cannot be read.
         PrunedError, DamagedError, DigestMismatchError: it went, or is not what was saved.
-        InvalidArgumentError: no name has the prefix.
+        InvalidArgumentError: no name has the prefix, or there are several sources and one of them is persisted.
     """
-    return VersionItems(_whole(stack, bases, step), prefix, progress)
+    return VersionItems(_whole(stack, sources, step), prefix, progress)
 
 
-def _whole(stack: contextlib.ExitStack, bases: Sequence[Path], step: int | None) -> dict[int, OpenVersion]:
+def _whole(
+    stack: contextlib.ExitStack, sources: Sequence[str | os.PathLike[str]], step: int | None
+) -> Mapping[int, Parts]:
     """For each rank, what to read its part from."""
+    urls = [url for url in map(persisted_url, sources) if url is not None]
+    if urls:
+        if len(sources) > 1:
+            raise InvalidArgumentError("persisted versions are whole, and come alone", argument="SOURCE", value=urls[0])
+        persisted = open_persisted(urls[0], step)
+        return dict.fromkeys(persisted.manifests, persisted)
+    bases = [Path(source) for source in sources]
     if len(bases) == 1:
         version = stack.enter_context(open_version(bases[0], step))
         return dict.fromkeys(version.manifests, version)
-    opened = [stack.enter_context(open_version(base, step, partial=True)) for base in bases]
-    saves = {(each.step, manifest.save_id) for each in opened for manifest in each.manifests.values()}
-    for wanted in sorted(saves, reverse=True):
-        parts = {
-            rank: each
-            for each in opened
-            for rank, manifest in each.manifests.items()
-            if (each.step, manifest.save_id) == wanted
-        }
-        if parts and len(parts) == next(iter(parts.values())).world_size:
-            return parts
-    raise ObjectNotFoundError(
-        "the folders have no version whose parts are all there",
-        path=", ".join(map(str, bases)),
-        hint="give the step that all have, as the newest may differ: flashpoint ls shows what there is",
-    )
+    return hold_parts(stack, whole_saves(bases, step)[0], OpenVersion)
 
 
 class _HeldLoader(MLFlashpointCheckpointLoader):
     """Reads what is held, for the reader of DCP checkpoints."""
 
-    def __init__(self, parts: Mapping[int, OpenVersion]) -> None:
+    def __init__(self, parts: Mapping[int, Parts]) -> None:
         self._parts = parts
 
     def get_latest_complete_checkpoint(
@@ -115,7 +118,7 @@ class VersionItems:
         tensors, others: of these, what is said of the tensors, and the names of everything else.
     """
 
-    def __init__(self, parts: Mapping[int, OpenVersion], prefix: str, progress: Progress) -> None:
+    def __init__(self, parts: Mapping[int, Parts], prefix: str, progress: Progress) -> None:
         any_part = next(iter(parts.values()))
         self.step, self._parts, self._progress, self._done = any_part.step, parts, progress, 0
         self._loader = _HeldLoader(parts)
@@ -179,34 +182,45 @@ class VersionItems:
         return io.BytesIO(reader.bytes_of(key))
 
     def stored(self, index: MetadataIndex) -> torch.Tensor:
-        """What one rank has saved of a tensor; with a storage of its own, so that ``torch.save`` writes no more."""
+        """What one rank has saved of a tensor; with a storage of its own, so that ``torch.save`` writes no more.
+
+        Of what is persisted, it is in memory for as long as it is used.
+        """
         reader, key = self._find(index)
         entry = reader.entry(key)
         if entry.kind == "bytes":  # more than its memory
             found = load_archive(reader.bytes_of(key), index.fqn, path=reader.path)
             assert isinstance(found, torch.Tensor)
             return found
-        plain = reader.tensor(key)
-        if not plain.numel():
-            return plain.clone()
+        dtype = torch_dtype(entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
         octets = torch.frombuffer(reader.bytes_of(key), dtype=torch.uint8)
-        return typed_view(octets, 0, entry.nbytes, plain.dtype, plain.shape)
+        return typed_view(octets, 0, entry.nbytes, dtype, entry.shape)
 
-    def tensor(self, fqn: str, scratch: Path) -> torch.Tensor:
-        """A whole tensor. One of several parts is put together in a file, not in memory."""
+    def tensor(self, fqn: str, scratch: Path, *, on_disk: bool = False) -> torch.Tensor:
+        """A whole tensor. One of several parts is put together in a file, not in memory.
+
+        Args:
+            scratch: a folder for such files.
+            on_disk: the tensor is kept for long: in a file, if it would take memory.
+        """
         wanted = self.tensors[fqn]
-        chunks = [(index, self.stored(index)) for index in self.places[fqn]]
-        if len(chunks) == 1 and chunks[0][1].shape == wanted.size:
-            return chunks[0][1]
+        places = self.places[fqn]
         dtype, size = wanted.properties.dtype, wanted.size
         nbytes = size.numel() * dtype.itemsize
+        first = self.stored(places[0])
+        to_disk = on_disk and isinstance(self._parts[self.items[places[0]].rank], PersistedParts)
+        if first.shape == size and (not to_disk or first.layout is not torch.strided):
+            return first
         if not nbytes:
             return torch.empty(size, dtype=dtype)
         path = scratch / secrets.token_hex(8)
         flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         path.unlink()
         whole = typed_view(flat, 0, nbytes, dtype, size)
-        for index, chunk in chunks:
+        for index in places:
+            chunk = first if index is places[0] else self.stored(index)
             box = tuple(slice(at, at + n) for at, n in zip(index.offset or (), chunk.shape, strict=True))
             whole[box].copy_(chunk)
         return whole

@@ -299,8 +299,12 @@ def export(
         ),
     ],
     to: Annotated[str, typer.Option(metavar="DEST", help="What to make: a folder, or for torch a file.")],
-    format: Annotated[str, typer.Option(help="dcp, safetensors or torch.")] = "dcp",
+    format: Annotated[str, typer.Option(help="dcp, safetensors, hf or torch.")] = "dcp",
     prefix: Annotated[str, typer.Option(help="Only names that start so, and without it: model. for a model.")] = "",
+    name_map: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON file of names by names: only these, each by the other one."),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Write a version as files that other tools read. A running job may be using SOURCE.
@@ -308,6 +312,8 @@ def export(
     **dcp**: a directory for `dcp.load` with torch's `FileSystemReader`.
 
     **safetensors**: the tensors, in files named as Hugging Face does, with an index if there are several.
+
+    **hf**: the same, of a model only: what **--prefix** or **--name-map** selects.
 
     **torch**: one file, a nested dict, for `torch.load`.
 
@@ -318,7 +324,7 @@ def export(
     """
     from ml_flashpoint.cli.export import export as export_out
 
-    raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, as_json=json))
+    raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, name_map=name_map, as_json=json))
 
 
 @app.command()

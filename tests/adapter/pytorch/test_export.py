@@ -174,6 +174,68 @@ def test_the_state_of_a_model_under_its_own_names(
     assert index["weight_map"].keys() == model.state_dict().keys()
 
 
+_READ_FOLDER = """
+import json, os, sys
+import torch
+from safetensors import safe_open
+expected = torch.load(sys.argv[1], weights_only=True)
+index = sys.argv[2] + "/model.safetensors.index.json"
+files = {name: "model.safetensors" for name in expected}
+if os.path.exists(index):
+    files = json.load(open(index))["weight_map"]
+assert files.keys() == expected.keys(), (files.keys(), expected.keys())
+for name, file in files.items():
+    with safe_open(sys.argv[2] + "/" + file, "pt") as opened:
+        assert opened.metadata().get("format") == "pt"  # transformers wants it
+        found = opened.get_tensor(name)
+    assert found.dtype == expected[name].dtype and torch.equal(found, expected[name]), name
+assert not any(name.startswith("ml_flashpoint") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("shard_bytes", [7000, 1 << 30])
+def test_a_folder_as_hugging_face_has_it(
+    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path, shard_bytes: int
+) -> None:
+    base, model, _ = trained
+    names = {"model.first.weight": "h.0.weight", "model.bits": "bits", "model.first.bias": "model.first.bias"}
+    options: dict[str, Any] = {"format": "hf", "shard_bytes": shard_bytes}
+    export_version(base, tmp_path / "prefix", prefix="model.", **options)
+    made = export_version(base, tmp_path / "mapped", names=names, **options)
+    assert (made.tensors, made.left_out) == (3, ())
+    state = dict(model.state_dict())
+    mapped = {new: state[old.removeprefix("model.")] for old, new in names.items()}
+    for folder, expected in (("prefix", state), ("mapped", mapped)):
+        torch.save(expected, tmp_path / "expected")
+        argv = [sys.executable, "-c", _READ_FOLDER, str(tmp_path / "expected"), str(tmp_path / folder)]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_names_that_cannot_be(
+    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, *_ = trained
+    for wrong, why in [
+        ({}, "which names are the model's"),
+        ({"names": {}}, "must be names by names"),
+        ({"names": {"model.bits": 3}}, "must be names by names"),
+        ({"names": {"model.bits": "a"}, "prefix": "model."}, "not both"),
+        ({"names": {"model.bits": "a", "model.empty": "a"}}, "the same name"),
+        ({"names": {"model.bits": "a", "modle": "b"}}, "has none of 1 names"),
+        ({"names": {"model.bits": "a"}, "format": "dcp"}, "stay as they are"),
+    ]:
+        options: dict[str, Any] = {"format": "hf", **wrong}
+        with pytest.raises(InvalidArgumentError, match=why):
+            export_version(base, tmp_path / "out", **options)
+    for number, text in enumerate(("[]", '{"model.bits": 1}', "{", "[" * 100_000, '{"model.bits": "b"}')):
+        (tmp_path / "map.json").write_text(text)
+        arguments: dict[str, Any] = {"format": "hf", "prefix": "", "name_map": str(tmp_path / "map.json")}
+        assert export_command([str(base)], str(tmp_path / "out"), **arguments) == (0 if number == 4 else 2)
+    assert "--name-map" in capsys.readouterr().err
+    assert [*_files(tmp_path / "out")] == ["b"]
+
+
 def test_a_job_of_the_facade_as_a_dcp_directory(
     trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path
 ) -> None:

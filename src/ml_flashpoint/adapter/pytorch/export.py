@@ -36,7 +36,7 @@ from ml_flashpoint.format.object_layout import plan_layout
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.staging.torch_dtypes import bytes_of, dtype_name
 
-FORMATS: Final = ("dcp", "safetensors", "torch")
+FORMATS: Final = ("dcp", "safetensors", "torch", "hf")
 SHARD_BYTES: Final = 4 << 30
 """Bytes of a safetensors file, about."""
 _DCP_FILE_BYTES: Final = 1 << 30
@@ -68,6 +68,7 @@ def export_version(
     *,
     format: str = "dcp",
     prefix: str = "",
+    names: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
@@ -79,14 +80,16 @@ def export_version(
         destination: what to make: a folder, or for ``"torch"`` a file. It must not be there.
         step: which version; by default the newest that is whole, and if that goes meanwhile, the newest then.
         format: ``"dcp"`` (``dcp.load`` with a ``FileSystemReader`` reads it), ``"safetensors"`` (tensors only, in files
-            named as Hugging Face does, with an index) or ``"torch"`` (a nested dict, by ``torch.save``).
+            named as Hugging Face does, with an index), ``"hf"`` (the same, of a model only: what `prefix` or
+            `names` select) or ``"torch"`` (a nested dict, by ``torch.save``).
         prefix: only names that start so, without it: ``"model."``, for a model's own names. Not for ``"dcp"``; for
             ``"torch"``, the dict has then no other dicts in it.
+        names: only these names, each by another one: a model's, by those of another library. Instead of a prefix.
         shard_bytes: for ``"safetensors"``, bytes of a file, about; a larger tensor has a file of its own.
         progress: called with how many bytes of tensors are written, of how many.
 
     Raises:
-        InvalidArgumentError: an argument is unusable, or no name has the prefix.
+        InvalidArgumentError: an argument is unusable, no name has the prefix, or one of `names` is not there.
         ObjectNotFoundError: there is no such version, or not all of it.
         LoadError: it was not saved through DCP, or holds what the format cannot.
         UnsafeContentError: for ``"torch"``, it holds types that are not loaded without trusting them.
@@ -94,21 +97,38 @@ def export_version(
         SaveError: the files cannot be written, or there are some already.
     """
     checked_choice("format", format, *FORMATS)
-    if prefix and format == "dcp":
-        raise InvalidArgumentError("the names of a DCP checkpoint stay as they are", argument="prefix", value=prefix)
+    _check_names(format, prefix, names)
     if isinstance(sources, (str, os.PathLike)):
         sources = [sources]
     target = Path(os.path.abspath(destination))
     for tries_left in reversed(range(TRIES)):
         try:
             with contextlib.ExitStack() as stack:
-                version = open_items(stack, sources, step, prefix=prefix, progress=progress)
+                version = open_items(stack, sources, step, prefix=prefix, names=names, progress=progress)
                 left_out = _write(version, target, partial(_WRITERS[format], shard_bytes=shard_bytes))
             return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
         except PrunedError:
             if not tries_left or step is not None:
                 raise
     raise AssertionError
+
+
+def _check_names(format: str, prefix: str, names: Mapping[str, str] | None) -> None:
+    given, value = ("names", dict(names)) if names is not None else ("prefix", prefix)
+    if value and format == "dcp":
+        raise InvalidArgumentError("the names of a DCP checkpoint stay as they are", argument=given, value=value)
+    if names is None:
+        if format == "hf" and not prefix:
+            raise InvalidArgumentError(
+                "say which names are the model's: model., if it was tracked as model", argument="prefix", value=prefix
+            )
+        return
+    if prefix:
+        raise InvalidArgumentError("give a prefix or names, not both", argument="prefix", value=prefix)
+    if not names or not all(isinstance(each, str) and each for pair in names.items() for each in pair):
+        raise InvalidArgumentError("must be names by names, and some", argument="names", value=names)
+    if len(set(names.values())) < len(names):
+        raise InvalidArgumentError("two would get the same name", argument="names", value=names)
 
 
 def _write(
@@ -268,5 +288,6 @@ def _no_place(format: str, fqn: str, kind: str) -> LoadError:
 _WRITERS: Final[Mapping[str, Callable[..., tuple[Path, list[str]]]]] = {
     "dcp": _write_dcp,
     "safetensors": _write_safetensors,
+    "hf": _write_safetensors,
     "torch": _write_torch,
 }

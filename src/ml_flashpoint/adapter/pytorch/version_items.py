@@ -44,6 +44,7 @@ def open_items(
     step: int | None = None,
     *,
     prefix: str = "",
+    names: Mapping[str, str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> VersionItems:
     """Open a version that was saved through DCP, `Flashpoint` or Lightning.
@@ -54,15 +55,17 @@ def open_items(
             or folder of persisted versions.
         step: which version; by default the newest that is whole.
         prefix: only names that start so.
+        names: only these, by others.
         progress: called with how many bytes of tensors were used, of how many.
 
     Raises:
         ObjectNotFoundError: there is no such version, or not all of it.
         LoadError: it was not saved through DCP, or the store cannot be read.
         PrunedError, DamagedError, DigestMismatchError: it went, or is not what was saved.
-        InvalidArgumentError: no name has the prefix, or there are several sources and one of them is persisted.
+        InvalidArgumentError: no name has the prefix, one of `names` is not there, or there are several sources
+            and one of them is persisted.
     """
-    return VersionItems(_whole(stack, sources, step), prefix, progress)
+    return VersionItems(_whole(stack, sources, step), prefix, progress, names)
 
 
 def _whole(
@@ -114,11 +117,13 @@ class VersionItems:
     Attributes:
         step: of the version.
         items, places: where each item lies, and which items there are of each name.
-        names: of all that has the prefix, in order.
+        names: of all that is wanted, in order.
         tensors, others: of these, what is said of the tensors, and the names of everything else.
     """
 
-    def __init__(self, parts: Mapping[int, Parts], prefix: str, progress: Progress) -> None:
+    def __init__(
+        self, parts: Mapping[int, Parts], prefix: str, progress: Progress, names: Mapping[str, str] | None = None
+    ) -> None:
         any_part = next(iter(parts.values()))
         self.step, self._parts, self._progress, self._done = any_part.step, parts, progress, 0
         self._loader = _HeldLoader(parts)
@@ -129,14 +134,22 @@ class VersionItems:
         self.places: dict[str, list[MetadataIndex]] = {}
         for index in self.items:
             self.places.setdefault(index.fqn, []).append(index)
-        self._prefix = prefix
         described = self.metadata.state_dict_metadata
         self._paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         # As the state was nested, as far as that is known.
         order = dict.fromkeys([*(fqn for fqn in self._paths if fqn in described), *described])
-        named = {fqn: described[fqn] for fqn in order if fqn.startswith(prefix)}
-        if prefix and not named:
+        if names is None:
+            self._short: dict[str, str] = {fqn: fqn[len(prefix) :] for fqn in order if fqn.startswith(prefix)}
+        else:
+            self._short = dict(names)
+            if missing := [fqn for fqn in names if fqn not in described]:
+                raise InvalidArgumentError(
+                    f"the checkpoint has none of {len(missing)} names", argument="names", value=missing
+                )
+        self._is_nested = not prefix and names is None
+        if prefix and not self._short:
             raise InvalidArgumentError("no name in the checkpoint starts so", argument="prefix", value=prefix)
+        named = {fqn: described[fqn] for fqn in self._short}
         self.names = list(named)
         self.tensors = {fqn: each for fqn, each in named.items() if isinstance(each, TensorStorageMetadata)}
         self.others = [fqn for fqn in named if fqn not in self.tensors]
@@ -159,12 +172,12 @@ class VersionItems:
             part.check()
 
     def short(self, fqn: str) -> str:
-        """A name without the prefix."""
-        return fqn[len(self._prefix) :]
+        """The name by which it is wanted."""
+        return self._short[fqn]
 
     def path_of(self, fqn: str) -> tuple[str | int, ...]:
-        """Where it is in the nested state; with a prefix, names are all that is left of that."""
-        return (self.short(fqn),) if self._prefix else self._paths.get(fqn, (fqn,))
+        """Where it is in the nested state; of a part of that, names are all that is left."""
+        return self._paths.get(fqn, (fqn,)) if self._is_nested else (self.short(fqn),)
 
     def written(self, nbytes: int) -> None:
         """Take note that so many bytes of tensors are written."""

@@ -410,7 +410,7 @@ def test_a_signal_that_comes_while_the_store_is_locked_does_not_lock_up(base: Pa
 def test_persisting_gives_way_to_saves_where_memory_is_short(
     small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.core.persist_task._PIECE_BYTES", 2**16)
+    monkeypatch.setattr("ml_flashpoint.core.object_content._PIECE_BYTES", 2**16)
     monkeypatch.setattr("ml_flashpoint.core.checkpoint_saver._FAULT_RATE", 5e5)
     state = Value(torch.zeros(1_700_000, dtype=torch.uint8))
     with Flashpoint(

@@ -146,7 +146,7 @@ def remove_version_folder(directory: Path, names: Collection[str] = ()) -> None:
     with contextlib.suppress(OSError, UnsafePathError):
         folder = open_folder(directory)
         try:
-            found = {name: _without_temporary(name) for name in os.listdir(folder)}
+            found = {name: without_temporary(name) for name in os.listdir(folder)}
             if any(map(_is_of_a_part, found.values())):
                 return
             ours = {_INDEX, *_indexed(folder), *names}
@@ -169,7 +169,7 @@ def _indexed(folder: int) -> list[str]:
         raise
 
 
-def _without_temporary(name: str) -> str:
+def without_temporary(name: str) -> str:
     """The name that a file is to get, if this is a temporary one."""
     return name[1:].rsplit(".", 2)[0] if name.startswith(".") and name.endswith(".tmp") else name
 

@@ -353,6 +353,27 @@ def persist(
     raise typer.Exit(persist_now(sources, to, as_json=json))
 
 
+@app.command()
+def rm(
+    base: Annotated[
+        str,
+        typer.Argument(metavar="BASE[@STEP]", help="A job's base container: all of it, or the version of that STEP."),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: _Json = False,
+) -> None:
+    """Remove what a job has left in memory on this node, or one version of it; asks first.
+
+    Not while a process of the job runs here. Only what the job has made goes: a folder that holds anything else stays.
+    Other nodes have folders of their own.
+
+    Exit code: 0 if it is gone, 1 if it could not be removed or a process has it, 2 if there is no such thing.
+    """
+    from ml_flashpoint.cli.rm import remove
+
+    raise typer.Exit(remove(base, yes=yes, as_json=json))
+
+
 _Prefix = Annotated[str, typer.Option(help="Only names that start so.")]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
@@ -40,9 +41,10 @@ def is_terminal(*, stderr: bool = False) -> bool:
 
 
 def split_source(source: str) -> tuple[str, int | None]:
-    """A base container and a step, of ``BASE@STEP``; or the base container alone."""
+    """A base container and a step, of ``BASE@STEP``; or the base container alone, which may be called like that."""
     base, at, text = source.rpartition("@")
-    return (base, int(text)) if at and text.isascii() and text.isdecimal() else (source, None)
+    named = at and text.isascii() and text.isdecimal() and not os.path.lexists(source)
+    return (base, int(text)) if named else (source, None)
 
 
 def split_sources(sources: Sequence[str]) -> tuple[list[str], int | None]:

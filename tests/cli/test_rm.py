@@ -1,0 +1,154 @@
+"""`flashpoint rm`: only what is ours goes, and never from under a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ml_flashpoint import Flashpoint, open_version
+from ml_flashpoint.checkpoint_object_manager import removal
+from ml_flashpoint.checkpoint_object_manager.removal import remove_from_base
+from ml_flashpoint.cli.rm import remove
+from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
+from tests.support.forked import Child
+from tests.support.loops import Stored, versions
+from tests.workers.starting import start
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    """Of a job that has ended, with steps 1 to 3."""
+    base = tmpfs / "job"
+    with Flashpoint(base, keep=3, strict=True) as fp:
+        fp.track(value=Stored(1)).resume()
+        for step in (1, 2, 3):
+            fp.save(step)
+            assert fp.wait()
+    assert versions(base) == [1, 2, 3]
+    return base
+
+
+def arenas(base: Path) -> int:
+    return len(list((base / ".flashpoint").rglob("arena-*")))
+
+
+def test_nothing_is_left_of_a_base_container(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used = sum(path.lstat().st_blocks * 512 for path in (base / ".flashpoint").rglob("*") if path.is_file())
+    assert remove(str(base), yes=True, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["versions"] == ["step-1_ckpt", "step-2_ckpt", "step-3_ckpt"]
+    assert told["freed_bytes"] >= used
+    assert not base.exists()
+    assert list(base.parent.iterdir()) == []
+    assert remove(str(base), yes=True) == 2
+
+
+def test_one_version_goes_with_its_memory(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = arenas(base)
+    assert remove(f"{base}@2", yes=True) == 0
+    assert "removed step-2_ckpt, " in capsys.readouterr().out
+    assert versions(base) == [1, 3]
+    assert arenas(base) == before - 1
+    assert remove(f"{base}@2", yes=True) == 2
+    with pytest.raises(ObjectNotFoundError), open_version(base, 2):
+        pass
+    value = Stored()
+    with Flashpoint(base, keep=3, strict=True) as fp:
+        assert fp.track(value=value).resume() == 3
+        assert [version.step for version in fp.versions()] == [3, 1]
+        fp.save(4)
+
+
+def test_what_is_not_ours_stays(base: Path, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmpfs / "precious").mkdir()
+    (tmpfs / "precious" / "data").write_text("all of it")
+    (base / "notes.txt").write_text("mine")
+    (base / "step-9_ckpt").symlink_to(tmpfs / "precious")
+    (base / "step-1_ckpt" / "notes.txt").write_text("mine")
+    (base / "step-2_ckpt" / "link").symlink_to(tmpfs / "precious")
+    (base / ".flashpoint" / "rank-00000" / "arena-77").symlink_to(tmpfs / "precious" / "data")
+    assert remove(str(base), yes=True) == 0
+    assert sorted(os.listdir(base)) == ["notes.txt", "step-1_ckpt", "step-2_ckpt", "step-9_ckpt"]
+    assert os.listdir(base / "step-1_ckpt") == ["notes.txt"]
+    assert os.listdir(base / "step-2_ckpt") == ["link"]
+    assert (tmpfs / "precious" / "data").read_text() == "all of it"
+    assert "notes.txt, step-1_ckpt, step-2_ckpt, step-9_ckpt" in capsys.readouterr().err.replace("'", "")
+
+
+def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(map(str, base.rglob("*")))
+    with Child(start, str(base)) as child:
+        child.next_report("resumed")
+        assert remove(str(base), yes=True) == 1
+        assert "ranks 0 are running here" in capsys.readouterr().err
+        with pytest.raises(JobInUseError, match="a live process"):  # one that started since that look
+            remove_from_base(base)
+        with pytest.raises(JobInUseError):
+            remove_from_base(base, 2)
+        assert {path for path in before if "step-" in path} <= set(map(str, base.rglob("*")))
+        child.kill()
+    assert remove(str(base), yes=True) == 0
+
+
+def test_a_job_that_starts_meanwhile_waits_and_starts_from_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Any] = []
+    remove_version = removal._remove_version
+
+    def start_first(*args: Any) -> set[int]:
+        if not children:
+            children.append(Child(start, str(base)))
+            children[0].next_report("starting")
+        return remove_version(*args)
+
+    monkeypatch.setattr(removal, "_remove_version", start_first)
+    remove_from_base(base)
+    with children[0] as child:
+        assert child.result(30) == 0
+    assert versions(base) == [1]
+    with Flashpoint(base) as fp:
+        assert fp.track(value=Stored()).resume() == 1
+
+
+def test_what_is_no_base_container_is_not_touched(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmpfs / "home").mkdir()
+    (tmpfs / "home" / "file").write_text("mine")
+    for source in (tmpfs / "home", tmpfs / "nothing", "s3://bucket/job", f"file://{tmpfs}"):
+        assert remove(str(source), yes=True) == 2
+    with pytest.raises(ObjectNotFoundError):
+        remove_from_base(tmpfs / "home")
+    assert (tmpfs / "home" / "file").read_text() == "mine"
+    (tmpfs / "home").chmod(0o777)
+    with pytest.raises(UnsafePathError):
+        remove_from_base(tmpfs / "home")
+
+
+def test_a_base_container_may_be_called_like_a_step(base: Path) -> None:
+    other = base.with_name("job@2")
+    base.rename(other)
+    assert remove(str(other), yes=True) == 0
+    assert not other.exists()
+
+
+def test_the_user_is_asked(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "rm", str(base)]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "say --yes" in done.stderr
+    for answer, code in ((b"n\n", 1), (b"y\n", 0)):
+        ours, theirs = pty.openpty()
+        os.write(ours, answer)
+        done = subprocess.run(argv, stdin=theirs, capture_output=True, text=True)
+        os.close(ours)
+        os.close(theirs)
+        assert done.returncode == code, done.stderr
+        assert "step-3_ckpt" in done.stdout
+        assert base.exists() == bool(code)

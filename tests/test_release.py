@@ -1,0 +1,121 @@
+"""What users get: a source distribution, the wheel built from it, and both in an environment with nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ml_flashpoint
+from tests.support.processes import REPOSITORY
+
+_SOURCE = Path(ml_flashpoint.__file__).parent
+_BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE")
+_HEAVY = {"torch", "numpy", "psutil", "xxhash", "safetensors", "prometheus_client", "ray", "fsspec", "opentelemetry"}
+
+
+def _run(*argv: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    """In an environment without what would lead to the sources of this repository."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "FLASHPOINT"))}
+    done = subprocess.run(
+        [str(each) for each in argv], cwd=cwd, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that pip builds from that, with no network."""
+    folder = tmp_path_factory.mktemp("release")
+    tree = folder / "tree"
+    (tree / "src").mkdir(parents=True)
+    for name in _BUILT_FROM:
+        (tree / name).write_bytes((REPOSITORY / name).read_bytes())
+    for path in _SOURCE.rglob("*"):
+        if path.is_file() and path.suffix in (".py", ".typed"):
+            target = tree / "src" / path.relative_to(_SOURCE.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    _run(sys.executable, "-c", build, folder, cwd=tree)
+    (archive,) = folder.glob("*.tar.gz")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-index", "--no-deps")
+    _run(*pip, "--no-build-isolation", "--wheel-dir", folder, archive, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return archive, wheel
+
+
+@pytest.fixture(scope="module")
+def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, and nothing else: no pip, none of the requirements."""
+    folder = tmp_path_factory.mktemp("installed")
+    _run(sys.executable, "-m", "venv", "--without-pip", folder)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin/python")
+    _run(*pip, "install", "--no-index", "--no-deps", distributions[1])
+    return folder
+
+
+@pytest.mark.slow
+def test_everything_is_in_the_distributions(distributions: tuple[Path, Path]) -> None:
+    archive, wheel = distributions
+    here = {str(path.relative_to(_SOURCE.parent)) for path in _SOURCE.rglob("*.py")} | {"ml_flashpoint/py.typed"}
+    with zipfile.ZipFile(wheel) as files:
+        packed = set(files.namelist())
+        metadata = files.read(next(name for name in packed if name.endswith("METADATA"))).decode()
+    assert {name for name in packed if name.startswith("ml_flashpoint/")} == here
+    with tarfile.open(archive) as sources:
+        names = {name.partition("/")[2] for name in sources.getnames()}
+    assert {f"src/{name}" for name in here} | {*_BUILT_FROM} <= names
+    assert f"\nVersion: {ml_flashpoint.__version__}\n" in metadata
+    assert wheel.name == f"torch_flashpoint-{ml_flashpoint.__version__}-py3-none-any.whl"
+    wanted = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch") and "extra" not in line]
+    assert wanted == [], "users bring their own torch"
+
+
+@pytest.mark.slow
+def test_it_is_imported_where_nothing_else_is(installed: Path) -> None:
+    program = "import json, ml_flashpoint as m; print(json.dumps([m.__version__, m.__file__]))"
+    version, file = json.loads(_run(installed / "bin/python", "-I", "-c", program))
+    assert version == ml_flashpoint.__version__
+    assert Path(file).is_relative_to(installed)
+    assert (Path(file).parent / "py.typed").exists()
+    program = "import ml_flashpoint\ntry: ml_flashpoint.Flashpoint\nexcept ModuleNotFoundError as e: print(e)"
+    assert 'pip install "torch-flashpoint[pytorch]"' in _run(installed / "bin/python", "-I", "-c", program)
+
+
+@pytest.mark.slow
+def test_its_command_runs(installed: Path) -> None:
+    requirements = {"PYTHONPATH": sysconfig.get_paths()["purelib"]}  # where no .pth file of the repository counts
+    text = _run(installed / "bin/flashpoint", "--version", env=requirements)
+    assert text == f"flashpoint {ml_flashpoint.__version__}\n"
+    assert "Memory-first checkpoints" in _run(installed / "bin/flashpoint", "--help", env=requirements)
+
+
+def _imports_of(program: str) -> set[str]:
+    """Modules that a program has imported by its end, beside those that every program has."""
+    program = f"import sys; before = set(sys.modules)\n{program}\nprint('', *sorted(set(sys.modules) - before))"
+    return set(_run(sys.executable, "-c", program, env={"PYTHONPATH": str(_SOURCE.parent)}).splitlines()[-1].split())
+
+
+def test_an_import_takes_the_standard_library_alone() -> None:
+    found = _imports_of("import ml_flashpoint")
+    assert {name for name in found if name.startswith("ml_flashpoint")} == {"ml_flashpoint", "ml_flashpoint.extras"}
+    others = {name.partition(".")[0] for name in found} - {"ml_flashpoint"}
+    assert others <= sys.stdlib_module_names
+
+
+def test_help_takes_no_more_than_its_text() -> None:
+    found = _imports_of(
+        "from ml_flashpoint.cli.main import app\ntry: app(['--help'])\nexcept SystemExit: pass"
+    )  # fmt: skip
+    ours = {"ml_flashpoint", "ml_flashpoint.extras", "ml_flashpoint.cli", "ml_flashpoint.cli.main"}
+    assert {name for name in found if name.startswith("ml_flashpoint")} == ours
+    assert not {name.partition(".")[0] for name in found} & _HEAVY

@@ -7,6 +7,7 @@
 #                every process started cold, where `make test` forks most of them. Before each release: it takes hours
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
+#   make docs    the pages of docs/ as a site in build/site (which puts mkdocs-material into .venv, 140 MB)
 #   make test-cuda, make bench-cuda   on a machine with a GPU: from the tree as it is, with .venv or else with the python3
 #                there is, and without a network (CUDA_PYTHON=...). Elsewhere they say so, and are done
 
@@ -29,7 +30,7 @@ STAMP := .venv/.setup-stamp
 # wait for ever. Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
 SEVERAL_AT_A_TIME ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: setup lint format check test test-units test-nemo soak demo bench test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-units test-nemo soak demo bench docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -98,6 +99,17 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# No part of setup: the site is for readers, and tests/test_docs.py holds pages and links without it.
+DOCS_STAMP := .venv/.docs-stamp
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[docs]"
+	touch $@
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 CUDA_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 WITH_TREE := PYTHONPATH=$(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(CUDA_PYTHON)

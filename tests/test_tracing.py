@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.tracing import trace_recoveries
 from tests.facade.test_overlap import Job
-from tests.support.processes import child_environment
+from tests.support.processes import REPOSITORY, child_environment
 
 
 @pytest.fixture
@@ -93,6 +94,12 @@ def test_what_was_fetched_and_gone_back_from(exporter: InMemorySpanExporter, pro
     assert back.attributes == {"flashpoint.error": "damaged", "flashpoint.step": 8}
     assert (whole.attributes or {})["flashpoint.fetched_bytes"] == 10
     assert "flashpoint.source" not in (whole.attributes or {})
+
+
+def test_the_lines_of_the_documentation_run() -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "trace_recoveries" in each)
+    exec(block, {})
 
 
 def test_nothing_else_imports_it() -> None:

@@ -128,8 +128,10 @@ def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
         "\n",
         '{"torn": ',
     ]
-    found = collect([_written(tmp_path / "events", lines)])
+    progress: list[tuple[int, int]] = []
+    found = collect([_written(tmp_path / "events", lines)], lambda *told: progress.append(told))
     assert found.events == 2
+    assert progress == [(len(lines[0]), (tmp_path / "events").stat().st_size)]
     assert found.left_out == 8 + 3, "the long line is read in three pieces"
     assert found.ranks[0].held.total == 1.5
     _checked(page_of(found))

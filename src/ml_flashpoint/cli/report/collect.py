@@ -7,10 +7,11 @@ is no event, or says what cannot be, is left out and counted.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.format import events
@@ -22,6 +23,7 @@ MOST_FAILURES = 500
 MOST_RECOVERIES = 4000
 
 _MOST_OF_A_LINE = 1 << 17
+_TELL_EVERY = 4096
 _LATEST_S = 2.0**33
 _MOST_SECONDS = 1e9
 _MOST = 2**53
@@ -171,35 +173,49 @@ class Collected:
             reached.sort()
 
 
-def collect(paths: Iterable[str]) -> Collected:
+def collect(paths: Sequence[str], tell: Callable[[int, int], object] = lambda done, total: None) -> Collected:
     """Read files of events.
+
+    Args:
+        tell: called now and then with the bytes that are read, and those that there are.
 
     Raises:
         ObjectNotFoundError: one cannot be read.
     """
     collected = Collected()
+    total, done = sum(os.path.getsize(path) for path in paths if os.path.isfile(path)), 0
     for path in paths:
         recoveries = Recoveries()
         collected.files.append(path)
         try:
-            if not Path(path).is_file():
+            if not os.path.isfile(path):
                 raise ObjectNotFoundError("this is no file", path=path, hint="give what FLASHPOINT_EVENTS names")
             with open(path, "rb") as lines:
                 # By pieces: a line of any length must not be taken into memory.
-                while line := lines.readline(_MOST_OF_A_LINE):
-                    if not line.strip():
-                        continue
-                    event = decode_event(line)
-                    if event is None or not _can_be(event):
-                        collected.left_out += 1
-                        continue
-                    collected.add(event)
-                    collected.end(recoveries.add(event))
+                for number in itertools.count():
+                    line = lines.readline(_MOST_OF_A_LINE)
+                    if not line:
+                        break
+                    done += len(line)
+                    if number % _TELL_EVERY == 0:
+                        tell(done, total)
+                    _take(collected, recoveries, line)
         except OSError as error:
             raise ObjectNotFoundError(f"cannot be read: {error.strerror}", path=path) from error
         collected.end(recoveries.rest())
     collected.finish()
     return collected
+
+
+def _take(collected: Collected, recoveries: Recoveries, line: bytes) -> None:
+    if not line.strip():
+        return
+    event = decode_event(line)
+    if event is None or not _can_be(event):
+        collected.left_out += 1
+        return
+    collected.add(event)
+    collected.end(recoveries.add(event))
 
 
 def _can_be(event: Event) -> bool:

@@ -27,7 +27,8 @@ def report(paths: list[str], *, to: str, as_json: bool = False) -> None:
     target = Path(to)
     if not as_json and any(os.path.exists(path) and target.exists() and target.samefile(path) for path in paths):
         raise InvalidArgumentError("is one of the files that are read", argument="--output", value=to)
-    collected = collect(paths)
+    with output.progress("reading events") as tell:
+        collected = collect(paths, tell)
     if not collected.events:
         raise ObjectNotFoundError(
             f"there are no events in it ({collected.left_out} lines that are none)",

@@ -17,6 +17,7 @@ import ml_flashpoint
 from tests.support.processes import REPOSITORY
 
 _SOURCE = Path(ml_flashpoint.__file__).parent
+_REQUIREMENTS = {"PYTHONPATH": sysconfig.get_paths()["purelib"]}  # where no .pth file, of this repository, counts
 _BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE")
 _HEAVY = {"torch", "numpy", "psutil", "xxhash", "safetensors", "prometheus_client", "ray", "fsspec", "opentelemetry"}
 
@@ -58,8 +59,9 @@ def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPat
     """An environment with the wheel, and nothing else: no pip, none of the requirements."""
     folder = tmp_path_factory.mktemp("installed")
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin/python")
-    _run(*pip, "install", "--no-index", "--no-deps", distributions[1])
+    # With the pip that runs elsewhere, whichever release it is, and whatever else it sees there.
+    pip = (folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--ignore-installed")
+    _run(*pip, "--no-index", "--no-deps", distributions[1], env=_REQUIREMENTS)
     return folder
 
 
@@ -93,10 +95,9 @@ def test_it_is_imported_where_nothing_else_is(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_its_command_runs(installed: Path) -> None:
-    requirements = {"PYTHONPATH": sysconfig.get_paths()["purelib"]}  # where no .pth file of the repository counts
-    text = _run(installed / "bin/flashpoint", "--version", env=requirements)
+    text = _run(installed / "bin/flashpoint", "--version", env=_REQUIREMENTS)
     assert text == f"flashpoint {ml_flashpoint.__version__}\n"
-    assert "Memory-first checkpoints" in _run(installed / "bin/flashpoint", "--help", env=requirements)
+    assert "Memory-first checkpoints" in _run(installed / "bin/flashpoint", "--help", env=_REQUIREMENTS)
 
 
 def _imports_of(program: str) -> set[str]:

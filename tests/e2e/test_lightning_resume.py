@@ -1,4 +1,4 @@
-"""Lightning jobs under torchrun that are killed and go on from memory, bit for bit."""
+"""Lightning jobs that are killed and go on from memory, or from what is persisted, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.cluster import Cluster
+from tests.support.persisting import lose_all_nodes, persisted_steps
 
 KILLS = {"single": (5, 7, 14), "ddp": (5, 14), "fsdp": (5, 9), "model_parallel": (5, 14)}
 
@@ -47,3 +48,38 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
                 assert resumed[name] == undisturbed[name], name
             assert resumed["restored"], "the module's own part of the checkpoint came back"
             assert last(reports, "health")["failures"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
+def test_all_memory_is_lost_again_and_again(tmpfs: Path, tmp_path: Path, kind: str) -> None:
+    """Once after SIGTERM, which Lightning ends the job by, and once after SIGKILL."""
+    store = tmpfs / "store"
+
+    def live(*args: object) -> list[list[dict[str, Any]]]:
+        arguments = [kind, tmp_path, "--persist", store, *args]
+        with Cluster(
+            tmpfs, "lightning_training", nodes=2, args=arguments, torchrun=True, preload=warm.LIGHTNING
+        ) as cluster:
+            cluster.wait(timeout_s=140, check=not args)
+            return [cluster.reports(rank) for rank in range(2)]
+
+    live("--kill", 5, "--terminate")
+    first = persisted_steps(store)[0]
+    assert first >= 5, "the newest version is persisted within the grace"
+    lose_all_nodes(tmpfs)
+    for reports in live("--kill", 10):
+        assert last(reports, "resumes").endswith(f"step-{first}_ckpt")
+    second = persisted_steps(store)[0]
+    assert second >= 8
+    lose_all_nodes(tmpfs)
+    for reports in live():
+        assert next(each["resumes"] for each in reports if "resumes" in each).endswith(f"step-{second}_ckpt")
+        assert last(reports, "source") == "persisted"
+        assert last(reports, "health")["failures"] == 0
+        assert persisted_steps(store)[0] == last(reports, "last_saved"), "the planned end persists the last version"
+        resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
+        trained = [batch for _, batch in undisturbed["batches"][-len(resumed["batches"]) :]]
+        assert [batch for _, batch in resumed["batches"]] == trained
+        for name in undisturbed.keys() - {"batches", "restored", "files"}:
+            assert resumed[name] == undisturbed[name], name

@@ -1,7 +1,8 @@
 """A Lightning training job that is killed and goes on, whose every step depends on all that a checkpoint brings back.
 
-Owns the job. Its lives are those that a torchrun agent gives it; in each but the last, every rank that is told to
-kills itself at a step. The last one also trains without any of ours, from the beginning, and tells what both came to.
+Owns the job. Its lives are those that a torchrun agent gives it, or each of an agent of its own. In each but the last,
+ranks kill themselves at a step, or have Lightning end them. The last one also trains without any of ours, from the
+beginning, and tells what both came to.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from tests.support.forked import wait_until
 from tests.support.state_digest import digest
 from tests.support.worker import base_path, leave, report
 
@@ -173,18 +175,30 @@ class CpuFSDPStrategy(FSDPStrategy):
 
 
 class KillAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, how: int = signal.SIGKILL) -> None:
+        self.step, self.how = step, how
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
+        persists = any(self._await(each) for each in trainer.callbacks if isinstance(each, FlashpointCallback))
+        if trainer.global_step == self.step or persists:
             # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
             for callback in trainer.callbacks:
                 if isinstance(callback, FlashpointCallback) and callback.flashpoint is not None:
                     assert callback.flashpoint.wait(60)
             if dist.is_initialized():
                 dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.how)
+
+    def _await(self, callback: FlashpointCallback) -> bool:
+        """Has every version persisted that is due: no step is as long as that takes."""
+        persisting = callback.flashpoint and callback.flashpoint._engine.persisting
+        if not persisting:
+            return False
+        assert callback.flashpoint is not None
+        assert callback.flashpoint.wait(60)
+        wait_until(lambda: persisting._owns and persisting._task is None and persisting._next is None, "it is idle")
+        return True
 
 
 def strategy_of(kind: str) -> tuple[Any, Any]:
@@ -202,7 +216,10 @@ def strategy_of(kind: str) -> tuple[Any, Any]:
     )
 
 
-def train(kind: str, folder: Path, ours: FlashpointCallback | None, kill_at: int = -1) -> dict[str, Any]:
+def train(
+    kind: str, folder: Path, ours: FlashpointCallback | None, kill_at: int = -1, how: int = signal.SIGKILL
+) -> dict[str, Any]:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     seed_everything(5 + rank)
     strategy, precision = strategy_of(kind)
@@ -214,11 +231,12 @@ def train(kind: str, folder: Path, ours: FlashpointCallback | None, kill_at: int
     averaging = [EMAWeightAveraging(decay=0.9)] if kind in ("single", "ddp") else []
     trainer = Trainer(
         accelerator="cpu",
-        devices=1 if kind == "single" else 2,
+        devices=here,
+        num_nodes=int(os.environ.get("WORLD_SIZE", "1")) // here,
         strategy=strategy,
         plugins=[precision],
         # Ours in front, from where it has to move behind the others.
-        callbacks=[*([ours] if ours else []), tally, *averaging, checkpoints, KillAt(kill_at)],
+        callbacks=[*([ours] if ours else []), tally, *averaging, checkpoints, KillAt(kill_at, how)],
         max_steps=STEPS,
         max_epochs=-1,
         val_check_interval=VALIDATE_EVERY,
@@ -258,16 +276,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill", type=int, nargs="*", default=[])
     parser.add_argument("--leave", action="store_true")
+    parser.add_argument("--terminate", action="store_true")
+    parser.add_argument("--persist")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     kill_at = arguments.kill[life] if life < len(arguments.kill) else -1
-    ours = FlashpointCallback(base_path(), 1, strict=True, deadline_s=60)
-    resumed = train(arguments.kind, arguments.folder / "resumed", ours, kill_at)
+    how = signal.SIGTERM if arguments.terminate else signal.SIGKILL
+    ours = FlashpointCallback(
+        base_path(), 1, strict=True, deadline_s=60, persist=arguments.persist, persist_every=2, grace_s=60
+    )
+    resumed = train(arguments.kind, arguments.folder / "resumed", ours, kill_at, how)
     engine = ours.flashpoint
     assert engine is not None
     report(resumed=resumed, health={"saves": engine.health.saves, "failures": engine.health.failures})
+    report(source=engine.last_recovery and engine.last_recovery.source, last_saved=engine.last_saved)
     report(undisturbed=train(arguments.kind, arguments.folder / "undisturbed", None))
     if arguments.leave:
         leave()

@@ -88,7 +88,7 @@ def fit(
     path: Any = "memory",
     **o: Any,
 ) -> Trainer:
-    options: dict[str, Any] = {"max_steps": 10, "enable_checkpointing": False, **o}
+    options: dict[str, Any] = {"max_steps": 10, "enable_checkpointing": False, "max_epochs": -1, **o}
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -96,13 +96,14 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        max_epochs=-1,
         default_root_dir=folder,
         callbacks=[*([ours] if ours else []), *callbacks],
         **options,
     )
     if path == "memory":
         path = resume_path(trainer) if ours else None
+    elif callable(path):
+        path = path(trainer)
     trainer.fit(model or Model(), DataLoader(torch.zeros(6, 1)), DataLoader(torch.zeros(1, 1)), ckpt_path=path)
     return trainer
 
@@ -406,6 +407,15 @@ class Late(Callback):
     def on_before_zero_grad(self, *_: Any) -> None:
         self._note("zero_grad")
 
+    def on_validation_start(self, *_: Any) -> None:
+        self._note("validation")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._note("epoch end")
+
+    def on_train_end(self, *_: Any) -> None:
+        self._note("end")
+
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_the_state_is_copied_while_forward_and_backward_run(
@@ -418,6 +428,21 @@ def test_the_state_is_copied_while_forward_and_backward_run(
     # With automatic optimization, forward and backward come within the optimizer's step, after its hooks.
     hook = "zero_grad" if optimizers == 1 else "start"
     assert [seen for name, seen in late.seen if name == hook] == [False] + [True] * (3 if optimizers == 1 else 1)
+    assert callback.flashpoint is not None
+    assert callback.flashpoint.health.failures == 0
+    assert callback.flashpoint.health.saves >= 2
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 4}, {"max_epochs": 2, "max_steps": -1}, {"val_check_interval": 1}])
+def test_nothing_is_copied_any_more_when_others_may_change_it(
+    tmpfs: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight averaging exchanges the parameters at the end, and for validation."""
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+    callback = FlashpointCallback(tmpfs / "job", strict=True)
+    late = Late(callback)
+    fit(tmpfs, callback, callbacks=[late, EMAWeightAveraging(decay=0.5)], **options)
+    assert {seen for name, seen in late.seen if name in ("validation", "epoch end", "end")} == {False}
     assert callback.flashpoint is not None
     assert callback.flashpoint.health.failures == 0
     assert callback.flashpoint.health.saves >= 2

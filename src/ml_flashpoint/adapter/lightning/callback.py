@@ -6,7 +6,6 @@ which Lightning goes on exactly.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -28,10 +27,12 @@ from ml_flashpoint.core.arguments import (
     checked_integer,
     checked_seconds,
 )
+from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.facade.kept_versions import checked_wanted
 from ml_flashpoint.facade.notices import tell
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -64,8 +65,9 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
         replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap,
-            keep: see `ml_flashpoint.Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way.
+            keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
+            newest version to be persisted.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -87,6 +89,10 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         on_world_size_change: str = "raise",
         overlap: bool = True,
         keep: int | Keep = 1,
+        persist: str | None = None,
+        persist_every: int = 50,
+        persist_keep: int = 3,
+        persist_bytes_per_s: float | None = None,
         grace_s: float = 20.0,
     ) -> None:
         super().__init__()
@@ -97,7 +103,12 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         )
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
+        persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._options: dict[str, Any] = {
+            "persist": persist,
+            "persist_every": persist_every,
+            "persist_keep": persist_keep,
+            "persist_bytes_per_s": persist_bytes_per_s,
             "replication": checked_strategy(replication),
             "strict": checked_bool("strict", strict),
             "safe_globals": checked_globals(safe_globals),
@@ -182,14 +193,15 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         """Called by Lightning when training fails, or is ended by a signal."""
         if not self._is_open or self._flashpoint is None:
             return
-        if isinstance(exception, SIGTERMException):
-            with contextlib.suppress(FlashpointError):  # of a save that failed, which was logged
-                self._flashpoint.wait(self._grace_s)
         self._is_open = False
-        self._flashpoint.__exit__(type(exception), exception, None)
+        if isinstance(exception, SIGTERMException):
+            self._flashpoint.end_within(self._grace_s)
+        else:
+            self._flashpoint.__exit__(type(exception), exception, None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning at the end: lets saves under way finish. Versions stay."""
+        """Called by Lightning at the end: lets saves under way finish, and the last version be persisted. Versions
+        stay."""
         if self._is_open and self._flashpoint is not None:
             self._is_open = False
             self._flashpoint.close()
@@ -214,6 +226,10 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             return
         self._put_off = 0
         self.save(trainer)
+        if _ends_something(trainer) or trainer.should_stop or trainer.fit_loop.epoch_loop._is_training_done:
+            # What comes next may change parameters by other means than optimizers, as weight averaging does.
+            assert self._flashpoint is not None
+            self._flashpoint.before_update()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -234,18 +250,25 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self._flashpoint.save(trainer.global_step)
 
 
-def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
+def resume_path(
+    trainer: Trainer, fallback: str | os.PathLike[str] | None = None, *, step: int | str | None = None
+) -> str | os.PathLike[str] | None:
     """What to go on from, for ``trainer.fit(model, ckpt_path=...)``. Collective, before `fit`.
 
     Args:
         trainer: has a `FlashpointCallback`.
-        fallback: what to return when memory has no version: a path, ``"last"`` and the like, or None to start anew.
+        fallback: what to return when there is no version, in memory or persisted: a path, ``"last"`` and the like, or
+            None to start anew. Not together with ``step``.
+        step: the version of this step, or of the pin with this label, or an error: see `Flashpoint.resume`. What is
+            newer is left once it is loaded.
 
     Returns:
         The path of the newest version that all ranks can load, which has been fetched and verified; or the fallback.
+        Of a version that is persisted, that is its name in the base container, where nothing need be.
 
     Raises:
         InvalidArgumentError: there is no such callback, or the strategy is not supported; says why.
+        LoadError: there is no version of ``step``; names those that there are.
         NothingLoadableError: there are versions and none can be loaded, and no fallback.
         FlashpointError: the base container cannot be used, or ranks lost each other.
     """
@@ -255,12 +278,15 @@ def resume_path(trainer: Trainer, fallback: str | os.PathLike[str] | None = None
             f"must have one FlashpointCallback, and has {len(callbacks)}", argument="trainer.callbacks", value=callbacks
         )
     (callback,) = callbacks
+    wanted = checked_wanted(step, fallback)
     if not callback.enabled:
         return fallback
     is_sharded(trainer.strategy)
     check_callbacks(trainer)
     join_processes(trainer.strategy)
     flashpoint = callback.open(trainer)
+    if wanted is not None:
+        return str(flashpoint.bring(wanted))
     try:
         version = flashpoint.newest()
     except NothingLoadableError as error:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ class TrainerFlashpoint(Flashpoint):
         self._generators: dict[str, Any] | None = None
         self._besides: dict[str, Any] = {}
         self._trainer: Trainer | None = None
+        self._wanted: int | str | None = None
         self._hparams_left_out = False
         super().__init__(base, handle_sigterm=False, **options)
 
@@ -138,7 +140,18 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             NothingLoadableError: there are versions, and none can be loaded.
         """
+        self._wanted = None
         return self._engine.latest()
+
+    def bring(self, wanted: int | str) -> CheckpointContainerId:
+        """The version of a step, or of a pin, fetched and verified, for :meth:`load`. Collective.
+
+        Raises:
+            LoadError: there is no such version, or it cannot be loaded.
+        """
+        version = self._engine.bring(wanted)
+        self._wanted = wanted
+        return version
 
     def overwrite(self) -> None:
         """The program goes on from elsewhere, and knows of the versions here. Collective."""
@@ -165,7 +178,8 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             LoadError: it cannot be loaded, nor an older one; or it is not the newest.
         """
-        self.resume()
+        wanted, self._wanted = self._wanted, None
+        self.resume(step=wanted)
         recovery, name = self.last_recovery, CheckpointContainerId(path).name
         assert recovery is not None
         if recovery.version is None or (recovery.version != name and name not in recovery.discarded):
@@ -199,6 +213,12 @@ class TrainerFlashpoint(Flashpoint):
             fetcher.done = False
         trainer._logger_connector._callback_metrics.update(besides.get("metrics", {}))
         restore_rng_state(generators)
+
+    def end_within(self, deadline_s: float) -> None:
+        """Close in a trainer that ends after SIGTERM: see `CheckpointEngine.finish`."""
+        give_up = time.monotonic() + deadline_s
+        self._engine.finish(deadline_s, self._saves.settle)
+        self._close(max(give_up - time.monotonic(), 0.0))
 
     def check_capacity(self) -> None:
         """Compare what the checkpoints to come need with what there is. Collective.

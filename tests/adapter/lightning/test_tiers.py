@@ -1,0 +1,146 @@
+"""The callback with a durable store, and with versions that are kept in memory: trainers of one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from tests.adapter.lightning.test_callback import fit
+from tests.support.faulty_files import Faults, faulty_files
+from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def store(tmpfs: Path) -> Path:
+    return tmpfs / "store"
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    with faulty_files() as found:
+        yield found
+
+
+class Terminates(Callback):
+    """As a scheduler ends a job: the signal comes in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.at = step, 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.at = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def recovered(ours: FlashpointCallback) -> tuple[str, str | None]:
+    assert ours.flashpoint is not None
+    recovery = ours.flashpoint.last_recovery
+    assert recovery is not None
+    return recovery.source, recovery.version
+
+
+@pytest.mark.parametrize(("argument", "value"), REFUSED)
+def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str, value: Any) -> None:
+    options: dict[str, Any] = {"persist": "memory://any", argument: value}
+    with pytest.raises(InvalidArgumentError) as refused:
+        FlashpointCallback(tmpfs / "job", **options)
+    assert str(refused.value) == refusal(argument, value)
+
+
+def test_the_planned_end_persists_the_last_version(tmpfs: Path, tmp_path: Path, store: Path) -> None:
+    ours = FlashpointCallback(tmpfs / "job", strict=True, persist=str(store), persist_every=1000)
+    fit(tmp_path, ours, max_steps=5)
+    assert persisted_steps(store) == [5]
+    assert ours.flashpoint is not None
+    assert ours.flashpoint.health.persisted == 5
+    fit(tmp_path, ours, max_steps=8)
+    assert recovered(ours) == ("memory", "step-5_ckpt"), "first where it is as new"
+    shutil.rmtree(tmpfs / "job")
+    trainer = fit(tmp_path, ours, max_steps=9)
+    assert recovered(ours) == ("persisted", "step-8_ckpt")
+    assert trainer.global_step == 9
+
+
+def test_sigterm_persists_the_newest_version(tmpfs: Path, tmp_path: Path, store: Path) -> None:
+    ours = FlashpointCallback(tmpfs / "job", strict=True, persist=str(store), persist_every=1000)
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, ours, callbacks=[Terminates(4)])
+    assert persisted_steps(store)[0] == 5, "the batch was ended, and what it came to is persisted"
+
+
+@pytest.mark.slow
+def test_sigterm_waits_no_longer_than_its_grace_for_a_store(tmpfs: Path, tmp_path: Path, faults: Faults) -> None:
+    ours = FlashpointCallback(tmpfs / "job", persist=faults.url, persist_every=1000, grace_s=1.0)
+
+    class Hangs(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            assert ours.flashpoint is not None
+            await_store(ours.flashpoint._engine.persisting)
+            faults.now = "hang"
+
+    terminates = Terminates(3)
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, ours, callbacks=[Hangs(), terminates])
+    assert time.monotonic() - terminates.at < 6
+    assert ours.flashpoint is not None
+    assert ours.flashpoint.health.persisted is None
+    faults.go_on.set()
+
+
+def test_a_step_or_a_pin_is_gone_back_to(tmpfs: Path, tmp_path: Path) -> None:
+    class Pins(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                assert ours.flashpoint is not None
+                ours.flashpoint.pin("early")
+
+    ours = FlashpointCallback(tmpfs / "job", strict=True, keep=3)
+    fit(tmp_path, ours, callbacks=[Pins()], max_steps=5)
+
+    def goes_on_from(max_steps: int, **wanted: Any) -> str | None:
+        fit(tmp_path, ours, max_steps=max_steps, path=lambda trainer: resume_path(trainer, **wanted))
+        return recovered(ours)[1]
+
+    assert goes_on_from(4, step=3) == "step-3_ckpt"
+    assert goes_on_from(5) == "step-4_ckpt", "what was newer than 3 was left"
+    assert goes_on_from(6, step="early") == "step-2_ckpt"
+    with pytest.raises(LoadError, match="no version of step 77"):
+        goes_on_from(7, step=77)
+    with pytest.raises(InvalidArgumentError, match="cannot go with a step"):
+        goes_on_from(7, step=2, fallback="last")
+
+
+def test_a_step_that_was_asked_for_and_is_not_loaded_changes_nothing(tmpfs: Path, tmp_path: Path) -> None:
+    ours = FlashpointCallback(tmpfs / "job", strict=True, keep=3)
+    fit(tmp_path, ours, max_steps=5)
+
+    def changes_its_mind(trainer: Trainer) -> Any:
+        assert str(resume_path(trainer, step=4)).endswith("step-4_ckpt")
+        return resume_path(trainer)
+
+    fit(tmp_path, ours, max_steps=6, path=changes_its_mind)
+    assert recovered(ours) == ("memory", "step-5_ckpt")

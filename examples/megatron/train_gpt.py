@@ -26,15 +26,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ml_flashpoint import Engine
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 4
 
@@ -105,33 +100,28 @@ class Training:
 
 
 class Memory:
-    """Checkpoints in memory: everything that ML Flashpoint needs, once a process."""
+    """Checkpoints in memory, and those of them that are persisted, if any are to be: everything that ML Flashpoint
+    needs, once a process."""
 
-    def __init__(self, base: str) -> None:
-        self.base = CheckpointContainerId(base)
-        objects = CheckpointObjectManager()
-        self.replication = ReplicationManager()
-        self.replication.initialize(objects)
-        self.saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects, replication_manager=self.replication)
-        self.loader = DefaultMLFlashpointCheckpointLoader(objects, self.replication)
+    def __init__(self, base: str, persist: str | None, persist_every: int) -> None:
+        self.engine = Engine.open(base, persist=persist, persist_every=persist_every)
         # The queue below is of a kind that starts a process for each save, which this need not.
-        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(self.saver), child=False)
-        self.load_strategy = MLFlashpointMegatronLoadStrategy(self.replication, self.loader)
+        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(self.engine.writer, child=False)
+        self.load_strategy = MLFlashpointMegatronLoadStrategy(self.engine.replication, self.engine.loader)
         self.queue = AsyncCallsQueue()
 
     def save(self, training: Training, step: int) -> None:
         """Start a save, after finalizing the one before."""
         self.queue.maybe_finalize_async_calls(blocking=True)
-        version = CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
         request = save_local_aware_megatron_checkpoint(
-            training.sharded_state(step), version, self.save_strategy, async_save=True
+            training.sharded_state(step), self.engine.version(step), self.save_strategy, async_save=True
         )
         assert request is not None
         self.queue.schedule_async_request(request)
 
     def load(self, training: Training) -> int | None:
         """Go on from the newest version that every rank can load; None if there is none."""
-        found = self.loader.get_latest_complete_checkpoint(self.base)
+        found = self.engine.latest()
         if found is None:
             return None
         state = dist_checkpointing.load(
@@ -139,13 +129,17 @@ class Memory:
         )
         return training.load(state)
 
+    @property
+    def source(self) -> str:
+        """Where what was loaded was: in ``memory``, or ``persisted``."""
+        return self.engine.loader.tier
+
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way; the last version is persisted."""
         self.queue.maybe_finalize_async_calls(blocking=True)
-        self.saver.wait(60)
+        self.engine.saver.wait(60)
         dist.barrier()
-        self.saver.close()
-        self.replication.close()
+        self.engine.close()
 
 
 class Disk:
@@ -192,6 +186,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--memory-every", type=int, default=2)
     parser.add_argument("--disk-every", type=int, default=50)
+    parser.add_argument("--persist", help="URL to persist versions at; by default none are")
+    parser.add_argument("--persist-every", type=int, default=10)
     parser.add_argument("--tensor-parallel", type=int, default=2)
     args = parser.parse_args()
 
@@ -199,10 +195,10 @@ def main() -> None:
     torch.set_num_threads(1)
     without_cuda()
     training = Training(args.tensor_parallel)
-    memory, disk = Memory(args.base), Disk(args.disk)
+    memory, disk = Memory(args.base, args.persist, args.persist_every), Disk(args.disk)
     rank = dist.get_rank()
 
-    done, source = memory.load(training), "memory"
+    done, source = memory.load(training), memory.source
     if done is None:
         done, source = disk.load(training), "disk"
     if rank == 0:

@@ -14,11 +14,14 @@ from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import Ch
 from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.sidecars import carrier_of, sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError, NothingLoadableError
 from ml_flashpoint.format.manifest import object_name, read_manifest
-from tests.support.forked import Team
+from tests.support.forked import Team, wait_until
+from tests.support.persisting import await_store
 from tests.support.tmpfs import remove_folder
 from tests.workers import sidecar_saves
 from tests.workers.fault_engine import fill
@@ -162,3 +165,41 @@ class TestOneRank:
                 carrier_of(read_manifest(path))
         saver.close()
         objects.close()
+
+
+def persisted_with_files(base: Path, store: Path, *steps: int) -> None:
+    with CheckpointEngine(base, persist=PersistOptions(str(store), persist_every=1)) as engine:
+        engine.latest()
+        await_store(engine.persisting)
+        for step in steps:
+            tensors = [("w", torch.full((9000,), float(step)))]
+            items = sidecar_items({"common.pt": b"%d" % step})
+            engine.saver.save(engine.version(step), tensors, items, labels=sidecar_labels(0))
+            assert engine.saver.wait(20)
+            wait_until(lambda step=step: engine.persist_health.persisted == step, "it is persisted")  # type: ignore[misc]
+
+
+def test_they_come_back_with_a_persisted_version(tmpfs: Path) -> None:
+    base, store = tmpfs / "job", tmpfs / "store"
+    persisted_with_files(base, store, 1, 2)
+    remove_folder(base)
+    with CheckpointEngine(base, persist=PersistOptions(str(store))) as engine:
+        assert engine.latest() == engine.version(2)
+        assert (base / "step-2_ckpt" / "common.pt").read_bytes() == b"2"
+
+
+@pytest.mark.damages_on_purpose
+def test_a_persisted_version_without_them_is_left_for_an_older_one(tmpfs: Path) -> None:
+    base, store = tmpfs / "job", tmpfs / "store"
+    persisted_with_files(base, store, 1, 2)
+    remove_folder(base)
+    for step in (2, 1):
+        (path,) = store.glob(f"run-*/step-{step}_ckpt/*.safetensors")
+        path.write_bytes(path.read_bytes().replace(b"\0" * 64, b"x" * 64, 1).replace(b"common.pt", b"commom.pt"))
+        with CheckpointEngine(base, persist=PersistOptions(str(store))) as engine:
+            if step == 2:
+                assert engine.latest() == engine.version(1)
+                assert (base / "step-1_ckpt" / "common.pt").read_bytes() == b"1"
+            else:
+                with pytest.raises(NothingLoadableError, match=r"step-2_ckpt.*step-1_ckpt"):
+                    engine.latest()

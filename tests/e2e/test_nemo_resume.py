@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.cluster import Cluster
+from tests.support.persisting import persisted_steps
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
 
@@ -65,6 +66,24 @@ def test_two_nodes_with_the_distributed_optimizer(tmpfs: Path, tmp_path: Path) -
             assert check(cluster.reports(rank)) == [None, cluster.base_of(rank) / "step-8_ckpt"]
             assert {"io.json", "model.yaml"} <= set(last(cluster.reports(rank), "context"))
             assert last(cluster.reports(rank), "committed") == 2, "after steps 10 and 14"
+
+
+@pytest.mark.timeout(600)
+def test_all_memory_is_lost_and_the_job_goes_on_from_what_is_persisted(tmpfs: Path, tmp_path: Path) -> None:
+    """With the distributed optimizer, on two nodes, killed; the planned end persists the last version."""
+    store = tmpfs / "store"
+    args = ["distributed", tmp_path, "--kill", 9, "--lose", "1:all", "--persist", store]
+    with Cluster(
+        tmpfs, "nemo_training", nodes=2, args=args, torchrun=True, max_restarts=1, preload=warm.NEMO
+    ) as cluster:
+        cluster.wait(timeout_s=500)
+        for rank in range(2):
+            assert check(cluster.reports(rank)) == [None, cluster.base_of(rank) / "step-8_ckpt"]
+            assert last(cluster.reports(rank), "tier") == "persisted"
+            assert {"io.json", "model.yaml"} <= set(last(cluster.reports(rank), "context"))
+            assert last(cluster.reports(rank), "kept") == [14, 10]
+        assert last(cluster.reports(0), "persisted") == 14
+    assert persisted_steps(store)[0] == 14
 
 
 @pytest.mark.timeout(600)

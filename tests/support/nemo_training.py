@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint
+from tests.support.forked import wait_until
 from tests.support.state_digest import digest
 from tests.support.worker import base_path, rank, report, world_size
 
@@ -124,6 +125,7 @@ class KillAt(Callback):  # type: ignore[misc]
         self.step = step
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._await_store(trainer)
         if trainer.global_step != self.step:
             return
         # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
@@ -135,8 +137,16 @@ class KillAt(Callback):  # type: ignore[misc]
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _await_store(self, trainer: Any) -> None:
+        """Has every version persisted that is due: no step is as long as that takes."""
+        io = flashpoint_io_of(trainer)
+        persisting = io and io.parts.engine.persisting
+        if persisting:
+            assert io.parts.engine.saver.wait(60)
+            wait_until(lambda: persisting._owns and persisting._task is None and persisting._next is None, "it is idle")
 
-def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str, Any]:
+
+def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1, persist: str | None = None) -> dict[str, Any]:
     """Train, and tell what came of it."""
     kind = KINDS[name]
     data, tokenizer = Data(), ByteLevelTokenizer(vocab_size=256)
@@ -197,11 +207,16 @@ def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
             async_save=kind.distributed,
             default_auto_resume=resume,
             always_save_context=True,
+            keep=2 if persist else 1,
+            persist=persist,
+            persist_every=1,
         )
     setup = resume.setup
 
     def told(trainer: Any, *args: Any) -> None:
         setup(trainer, *args)
+        if (io := flashpoint_io_of(trainer)) is not None:
+            report(tier=io.parts.engine.loader.tier)
         report(resumes=None if trainer.ckpt_path is None else str(trainer.ckpt_path))
 
     resume.setup = told
@@ -211,6 +226,8 @@ def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1) -> dict[str
         assert io.parts.save_strategy.last_error is None
         context = resume.get_context_path()
         assert io.parts.engine.saver.wait(60)
+        report(persisted=io.parts.engine.persist_health.persisted)
+        report(kept=[each.step for each in io.parts.engine.versions()])
         report(committed=io.parts.engine.saver.stats.committed)
         objects = [each.stat().st_size for each in base_path().glob(f"step-*/rank-{rank():05d}-*.safetensors")]
         report(bytes=max(objects))

@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill", type=int, nargs="*", default=[], help="at these steps, one in each life")
     parser.add_argument("--lose", nargs="*", default=[], help="LIFE:RANK or LIFE:all, whose memory is gone before it")
+    parser.add_argument("--persist")
     parser.add_argument("--cut", action="store_true", help="in each life, the first connection that carries anything")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -41,7 +42,10 @@ def main() -> None:
         shutil.rmtree(base_path())
     kill_at = arguments.kill[life] if life < len(arguments.kill) else -1
     with cut_in_the_midst() if arguments.cut else contextlib.nullcontext([]) as cuts:
-        report(resumed=train(arguments.kind, arguments.folder / "resumed", ours=True, kill_at=kill_at))
+        resumed = train(
+            arguments.kind, arguments.folder / "resumed", ours=True, kill_at=kill_at, persist=arguments.persist
+        )
+        report(resumed=resumed)
     report(cuts=cuts)
     AppState().log_dir = None
     report(undisturbed=train(arguments.kind, arguments.folder / "undisturbed", ours=False))

@@ -11,7 +11,6 @@ is the adapters' business.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import time
@@ -19,8 +18,6 @@ from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
-from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.part_reader import (
@@ -32,7 +29,7 @@ from ml_flashpoint.core.part_reader import (
 from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.recovery_run import RecoveryRun
 from ml_flashpoint.core.retaining import shown_versions
-from ml_flashpoint.core.sidecars import carrier_of, sidecar_files
+from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.core.unloadable import HINT, why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -178,7 +175,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
 
     def saved_since(self, version: CheckpointContainerId) -> bool:
         """Whether a save of a step was verified here since the last recovery, which then is another version."""
-        line = self._store_of(version).retained.line
+        line = self.store_of(version).retained.line
         return any(each.step == version.step and each.save_id not in self._line_then for each in line)
 
     @property
@@ -191,29 +188,13 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         self._note(version, store)  # where holders are looked up
         path = CheckpointContainerId.create_child(store.base, version.version)
         own = find_local_manifest(store.base, version.version, store.rank, version.save_id)
-        carrier = carrier_of(own or self.read_manifest(path, 0))
-        if carrier is None:
-            return
-        manifest = self.read_manifest(path, carrier)
-        try:
-            files = sidecar_files(self.open_object(path, manifest, manifest.objects[0]))
-        finally:
-            self.release()
-        try:
-            write_sidecars(store.base, version.version, files)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # What is kept for saves to come is of less use than a version that can be loaded.
-            store.arenas.delete_free(0)
-            give_up_reserve(store.directory)
-            write_sidecars(store.base, version.version, files)
+        restore_sidecars(self, path, own or self.read_manifest(path, 0), store)
 
     def discard(self, version: CheckpointContainerId) -> None:
         """See `MLFlashpointCheckpointLoader.discard`."""
         if self._recovered is not None and self._recovered.version == version.name:
             self._discarded.add((self._recovered.version, self._recovered.save_id))
-            self._store_of(version).drop_before_next_save([])
+            self.store_of(version).drop_before_next_save([])
         self.release()
 
     def reconsider(self) -> None:
@@ -230,13 +211,11 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         """
         until = time.monotonic() + recovery_deadline_s()
         found = retrying(lambda: self._find_manifest(version, rank), until, f"reading a manifest of {version.name}")
-        rank_group().asked.add(
-            self._store_of(version).base
-        )  # who reads one that is named knows that there are versions
+        rank_group().asked.add(self.store_of(version).base)  # who reads one that is named knows that there are versions
         return found
 
     def _find_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:
-        store = self._store_of(version)
+        store = self.store_of(version)
         known = self._known(version)
         if known is not None:
             if rank >= known.world_size:
@@ -272,7 +251,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         Raises:
             FlashpointError: it is damaged here, or no holder is known.
         """
-        store = self._store_of(version)
+        store = self.store_of(version)
         key = (version.name, manifest.save_id, record.name)
         path = store.base / version.name / record.name
         if path.exists():
@@ -304,7 +283,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         self._open.close()
         self._open = contextlib.ExitStack()
 
-    def _store_of(self, version: CheckpointContainerId) -> RankStore:
+    def store_of(self, version: CheckpointContainerId) -> RankStore:
+        """The store of this rank in the base container of a version."""
         rank = self._rank_getter() if self._rank_getter is not None else rank_group().rank
         return self._objects.open(version.parent, rank)
 

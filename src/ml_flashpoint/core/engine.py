@@ -28,7 +28,7 @@ from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.knobs import exit_deadline_s
+from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
@@ -259,9 +259,14 @@ class CheckpointEngine:
             self.replication.close()
             self.loader.release()
 
-    def close(self) -> None:
-        """End everything, and let go of the base container. Versions stay. Idempotent."""
-        self.stop()
+    def close(self, persist_deadline_s: float | None = None) -> None:
+        """End everything, and let go of the base container. Versions stay. Idempotent.
+
+        Args:
+            persist_deadline_s: seconds at most for persisting the newest version. By default
+                ``FLASHPOINT_SEAL_DEADLINE_S``, since this is a planned end.
+        """
+        self.stop(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
         if not self._closed and not self.saver.owner.forked:
             self._closed = True
             self.objects.close()
@@ -272,4 +277,5 @@ class CheckpointEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # The peers may be dead or about to be: they are not waited for as long.
+        self.close(None if error is None else exit_deadline_s())

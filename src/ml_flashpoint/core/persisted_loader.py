@@ -21,6 +21,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
@@ -91,6 +92,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         self._opened: DurableStore | None = None
         self._look: _Bounded[_Look] | None = None
         self._discarded: set[str] = set()
+        self._unusable: dict[str, str] = {}
         self._current: PersistedVersion | None = None
         self._manifests: dict[int, Manifest] = {}
         self.tier = "memory"
@@ -114,12 +116,16 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         recovered = self._memory.recovered
         here = recovered.save_id if version is not None and recovered is not None else None
         found, why = self._newest_persisted(here)
+        while found is not None and (failure := self._restore_files(base, found)) is not None:
+            _log.error("the persisted version %s cannot be used, trying an older one: %s", found.name, failure)
+            self._unusable[found.save_id] = failure
+            found, why = self._newest_persisted(here)
         newest = None if found is None else found.save_id
         self._ranks.renew_run(newest)  # what is saved from here on is newer, whatever the clocks say
         self._choose(None, "memory")
         if self.last_recovery is not None:
             self._report(detect_s=self.last_recovery.detect_s + _since(began))
-        if found is not None and (here is None or found.save_id > here):
+        if found is not None:
             self._choose(found, "persisted")
             self._report(version=found.name, world_size=found.world_size)
             if unloadable is not None:
@@ -155,6 +161,20 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         if self.last_recovery is not None:
             self.last_recovery = replace(self.last_recovery, **changes)
 
+    def _restore_files(self, base: CheckpointContainerId, found: PersistedVersion) -> str | None:
+        """Write what belongs beside the parts, on one rank of each node. Returns why that failed, on all ranks; if it
+        did. Where nothing of the version is in memory, the folder goes at the next start."""
+        failure = b""
+        if self._ranks.is_node_leader:
+            version = CheckpointContainerId.create_child(base, found.name)
+            self._choose(found, "persisted")
+            try:
+                own = self.read_manifest(version, self._ranks.rank if self._ranks.rank < found.world_size else 0)
+                restore_sidecars(self, version, own, self._memory.store_of(version))
+            except Exception as error:  # whatever it is, the other ranks wait
+                failure = f"rank {self._ranks.rank}: {text_of(error)}".encode()
+        return next((blob.decode() for blob in self._ranks.gather(failure) if blob), None)
+
     # ---- on rank 0, for all -------------------------------------------------------------------------------
 
     def _newest_persisted(self, here: str | None) -> tuple[PersistedVersion | None, str | None]:
@@ -183,6 +203,9 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
             if here is not None and version.save_id <= here:
                 return None, None
             if version.save_id in self._discarded:
+                continue
+            if version.save_id in self._unusable:
+                reasons.append(f"{version.name} ({self._unusable[version.save_id]})")
                 continue
             if self._memory.is_abandoned(version.save_id):
                 if here is None:  # all that there is may be what was gone back from: no reason to start from nothing
@@ -234,6 +257,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
     def reconsider(self) -> None:
         """See the base class."""
         self._discarded.clear()
+        self._unusable.clear()
         self._look = None
         self._memory.reconsider()
 

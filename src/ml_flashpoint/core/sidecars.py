@@ -8,12 +8,16 @@ and by every recovery, from bytes that were verified.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 
-from ml_flashpoint.checkpoint_object_manager.version_files import is_sidecar_name
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
+from ml_flashpoint.checkpoint_object_manager.version_files import is_sidecar_name, write_sidecars
+from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.part_reader import ObjectReader
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError
 from ml_flashpoint.format.manifest import Manifest
 
@@ -64,6 +68,39 @@ def sidecar_files(reader: ObjectReader) -> dict[str, bytes]:
             name = _check(entry.key.removeprefix(_KEY_PREFIX))
             files[name] = bytes(reader.bytes_of(entry.key))
     return files
+
+
+def restore_sidecars(
+    loader: MLFlashpointCheckpointLoader, version: CheckpointContainerId, own: Manifest, store: RankStore
+) -> None:
+    """Write the files that belong beside the parts of a version on this node, if there are any. On one rank of each.
+
+    Args:
+        loader: has found the version.
+        own: manifest of this rank's part, or of any if it has none.
+        store: of this rank.
+
+    Raises:
+        FlashpointError: the object that keeps them is damaged, or out of reach.
+        OSError: they cannot be written.
+    """
+    carrier = carrier_of(own)
+    if carrier is None:
+        return
+    manifest = loader.read_manifest(version, carrier)
+    try:
+        files = sidecar_files(loader.open_object(version, manifest, manifest.objects[0]))
+    finally:
+        loader.release()
+    try:
+        write_sidecars(store.base, version.name, files)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # What is kept for saves to come is of less use than a version that can be loaded.
+        store.arenas.delete_free(0)
+        give_up_reserve(store.directory)
+        write_sidecars(store.base, version.name, files)
 
 
 def _check(name: str) -> str:

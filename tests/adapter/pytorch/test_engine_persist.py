@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ml_flashpoint import Engine
 from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.support.faulty_files import faulty_files
 from tests.support.forked import wait_until
 from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
 
@@ -146,3 +148,23 @@ def test_without_a_store_there_is_nothing_to_tell(base: Path) -> None:
         assert engine.finish(30)
         assert engine.persist_health.persisted is None
         assert engine.persist_health.error is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_planned_end_waits_longer_for_a_slow_store(base: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.05")
+    with faulty_files() as faults:
+        engine = Engine.open(base, persist=faults.url, persist_every=1)
+        await_store(engine.persisting)
+        faults.now = "hang"
+        save(engine, 1)
+        assert faults.met.wait(20)
+        faults.now = None
+        if fails:
+            engine.__exit__(RuntimeError, RuntimeError(), None)
+            assert engine.persist_health.persisted is None
+            faults.go_on.set()
+        else:
+            threading.Timer(0.3, faults.go_on.set).start()
+            engine.close()
+            assert engine.persist_health.persisted == 1

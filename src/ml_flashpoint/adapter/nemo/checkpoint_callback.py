@@ -88,6 +88,12 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         ):
             self.save(trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Called by Lightning at the planned end."""
+        io = flashpoint_io_of(trainer) if self.enabled else None
+        if io is not None:
+            io.parts.end()
+
     def save(self, trainer: Any) -> None:
         """Save now, whatever the schedule says. Collective; in the middle of training, after a step."""
         name = CheckpointContainerId.format_version_container(trainer.global_step)

@@ -6,13 +6,14 @@ import atexit
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.knobs import exit_deadline_s
+from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 
 _log = logging.getLogger(__name__)
 
@@ -26,9 +27,9 @@ class EngineParts:
     load_strategy: MLFlashpointMegatronLoadStrategy
 
     @classmethod
-    def make(cls, base: CheckpointContainerId, buffer_bytes: int, verify_saves: str = "sample") -> EngineParts:
-        """Collective: put them together."""
-        engine = CheckpointEngine(base, initial_buffer_size_bytes=buffer_bytes, verify_saves=verify_saves)
+    def make(cls, base: CheckpointContainerId, **options: Any) -> EngineParts:
+        """Collective: put them together, with options of `CheckpointEngine`."""
+        engine = CheckpointEngine(base, **options)
         # No child processes: our requests have a queue of their own, and nothing for a process to do.
         save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(engine.saver), child=False)
         load_strategy = MLFlashpointMegatronLoadStrategy(engine.replication, engine.loader)
@@ -37,7 +38,7 @@ class EngineParts:
         return parts
 
     def newest(self) -> Path | None:
-        """Collective: the newest version that all ranks can load, fetched and verified."""
+        """Collective: the newest version that all ranks can load, in memory or persisted, fetched and verified."""
         found = self.engine.latest()
         return None if found is None else Path(str(found))
 
@@ -54,7 +55,13 @@ class EngineParts:
         if not self.engine.saver.wait(exit_deadline_s()):
             _log.warning("the newest save may lack copies on other nodes")
 
+    def end(self) -> None:
+        """The planned end of training: have the last version persisted, if any are to be."""
+        if self.engine.persisting is not None:
+            self.engine.finish(seal_deadline_s())
+
     def close(self) -> None:
-        """Let saves under way finish and end the background work. Versions stay. Idempotent."""
+        """Let saves under way finish, and the newest version be persisted, and end the background work. Versions stay.
+        Idempotent."""
         atexit.unregister(self.close)
-        self.engine.close()
+        self.engine.close(exit_deadline_s())

@@ -19,9 +19,11 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.retention import Keep, checked_keep
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,11 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     write_thread_count: int = 1,
     initial_write_buffer_size_bytes: int = 16 << 30,
     verify_saves: str = "sample",
+    keep: int | Keep = 1,
+    persist: str | None = None,
+    persist_every: int = 50,
+    persist_keep: int = 3,
+    persist_bytes_per_s: float | None = None,
 ) -> AutoResume | None:
     """Let a trainer save into memory and go on from there. Collective; processes must be set up.
 
@@ -49,7 +56,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
             of memory.
         initial_write_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
-        verify_saves: see `ml_flashpoint.Flashpoint`.
+        verify_saves, keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
@@ -61,7 +68,12 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     base = checked_base(flashpoint_base_container, "flashpoint_base_container")
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)
-    checked_mode(verify_saves)
+    options: dict[str, Any] = {
+        "initial_buffer_size_bytes": initial_write_buffer_size_bytes,
+        "verify_saves": checked_mode(verify_saves),
+        "keep": checked_keep(keep),
+        "persist": persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
+    }
     checked_integer("write_thread_count", write_thread_count, 1)
     checked_integer("initial_write_buffer_size_bytes", initial_write_buffer_size_bytes, 1)
     if default_auto_resume is not None and not isinstance(default_auto_resume, AutoResume):
@@ -75,7 +87,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         default_auto_resume = default_auto_resume.default
     wrapped = flashpoint_io_of(trainer)
     if wrapped is None:
-        parts = EngineParts.make(base, initial_write_buffer_size_bytes, verify_saves)
+        parts = EngineParts.make(base, **options)
         _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
     else:
         parts = wrapped.parts

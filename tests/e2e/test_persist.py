@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from tests.support.persisting import lose_all_nodes, persisted_steps
 from tests.workers import persisting, persisting_doors
 from tests.workers.persisting_doors import Life
 
+_MEGATRON = importlib.util.find_spec("megatron") is not None
 preload(persisting_doors.__name__)
+if _MEGATRON:
+    preload("tests.support.megatron")  # it takes seconds to import
 
 
 def train(root: Path, world_size: int, until: int, kind: str, **options: Any) -> list[dict[str, Any]]:
@@ -78,10 +82,10 @@ def test_a_part_that_is_damaged_makes_all_ranks_go_back(tmpfs: Path) -> None:
 
 # ---- other doors ----------------------------------------------------------------------------------------------
 
-DOORS = ["dcp"]
+_HAS_MEGATRON = pytest.mark.skipif(not _MEGATRON, reason="megatron-core is not installed")
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=["dcp", "local", pytest.param("megatron", marks=_HAS_MEGATRON)])
 def door(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -97,8 +101,8 @@ def began(lives: list[Life]) -> list[tuple[str, int]]:
     return [(each.source, each.began) for each in lives]
 
 
-def undisturbed(root: Path, world_size: int, steps: int) -> list[str]:
-    return call_team(persisting_doors.undisturbed, root / "undisturbed", world_size, steps)
+def undisturbed(root: Path, door: str, world_size: int, steps: int) -> list[str]:
+    return call_team(persisting_doors.undisturbed, root / "undisturbed", world_size, door, steps)
 
 
 def test_a_door_whose_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, door: str) -> None:
@@ -115,7 +119,7 @@ def test_a_door_whose_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, 
     until = step + 3
     lives = live(tmpfs, door, 2, until, **options)
     assert began(lives) == [("persisted", kept)] * 2
-    assert [each.now for each in lives] == undisturbed(tmpfs, 2, until)
+    assert [each.now for each in lives] == undisturbed(tmpfs, door, 2, until)
     assert persisted_steps(store)[0] == until
 
 
@@ -130,10 +134,10 @@ def test_a_door_persists_the_last_version_at_the_end(tmpfs: Path, door: str, lea
     last = live(tmpfs, door, 2, 7, leaves=leaves, persist_every=1000)
     assert began(last) == [("persisted", 5)] * 2
     assert [each.then for each in last] == [each.now for each in again]
-    assert [each.now for each in last] == undisturbed(tmpfs, 2, 7)
+    assert [each.now for each in last] == undisturbed(tmpfs, door, 2, 7)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("door", "world_size"), [("dcp", 3), pytest.param("megatron", 2, marks=_HAS_MEGATRON)])
 def test_a_door_goes_on_as_another_number_of_ranks(tmpfs: Path, door: str, world_size: int) -> None:
     before = live(tmpfs, door, 4, 3)
     lose_all_nodes(tmpfs)
@@ -142,3 +146,11 @@ def test_a_door_goes_on_as_another_number_of_ranks(tmpfs: Path, door: str, world
     assert [each.then for each in after] == [before[0].now] * world_size
     lose_all_nodes(tmpfs)
     assert began(live(tmpfs, door, 4, 4)) == [("persisted", 4)] * 4
+
+
+def test_local_checkpoints_of_another_number_of_ranks_are_refused(tmpfs: Path) -> None:
+    live(tmpfs, "local", 2, 3)
+    lose_all_nodes(tmpfs)
+    store = str(tmpfs / "store")
+    for said in call_team(persisting_doors.refuse_another_number_of_ranks, tmpfs, 3, store):
+        assert "was saved by 2 ranks, and there are 3 now" in said

@@ -28,37 +28,57 @@ Report = Callable[..., None]
 
 
 class Toy:
-    """A model and its optimizer, sharded by FSDP2."""
+    """A model and its optimizer, sharded by FSDP2, or the same on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sharded: bool) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 5))
-        fully_shard(self.model[0])
-        fully_shard(self.model[2])
-        fully_shard(self.model)
+        self.sharded = sharded
+        self.model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+        if sharded:
+            fully_shard(self.model[0])
+            fully_shard(self.model[2])
+            fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         self.optimizer.zero_grad()
         self.model(torch.rand(4, 12, generator=generator)).square().mean().backward()
+        if not self.sharded:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
         self.optimizer.step()
 
-    def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": 0}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of the model and the moments of the optimizer, which are made if there are none yet."""
+        if not self.optimizer.state:
+            for parameter in self.model.parameters():
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state[parameter]
+            found |= {name: parameter.detach(), **{f"{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}}
+        return found
 
-    def load(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    @torch.no_grad()
+    def take_over(self, tensors: dict[str, torch.Tensor], steps: int) -> None:
+        """Have what :meth:`tensors` was, after so many steps."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+        for state in self.optimizer.state.values():
+            state["step"].fill_(steps)
 
     def digest(self) -> str:
         """Of all tensors, in full. Collective."""
         found = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            for tensor in (parameter, *(self.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))):
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                found.update(name.encode() + whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in self.tensors().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found.update(name.encode() + whole.contiguous().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
 
@@ -78,9 +98,9 @@ class Life:
     persisted: int | None
 
 
-def undisturbed(report: Report, rank: int, steps: int) -> str:
+def undisturbed(report: Report, rank: int, door: str, steps: int) -> str:
     """What a run without checkpoints ends with."""
-    toy = Toy()
+    toy = Toy(sharded=door == "dcp")
     for step in range(1, steps + 1):
         toy.step(step)
     return toy.digest()
@@ -89,27 +109,121 @@ def undisturbed(report: Report, rank: int, steps: int) -> str:
 def train(report: Report, rank: int, door: str, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
     """Goes on from whatever there is, up to ``steps``, saving every step; then closes what it has opened, or ``leaves``
     as a program does that just ends."""
-    return _DOORS[door](report, url, steps, {"persist_every": 3, **options}, leaves)
+    life: Life = _DOORS[door](report, url, steps, {"persist_every": 3, **options}, leaves)
+    return life
 
 
 def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
-    toy, began, then = Toy(), 0, ""
+    toy, began, then = Toy(sharded=True), 0, ""
+
+    def state() -> dict[str, Any]:
+        model, optimizer = get_state_dict(toy.model, toy.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": 0}
+
     engine = Engine.open(base(), persist=url, **options)
     if (latest := engine.latest()) is not None:
-        state = toy.state()
-        dcp.load(state, checkpoint_id=latest, storage_reader=engine.reader(latest))
-        toy.load(state)
-        began, then = state["step"], toy.digest()
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=latest, storage_reader=engine.reader(latest))
+        set_state_dict(toy.model, toy.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        began, then = loaded["step"], toy.digest()
         assert began == latest.step
     source = engine.loader.tier if latest is not None else "nothing"
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
-        dcp.save(toy.state() | {"step": step}, checkpoint_id=engine.version(step), storage_writer=engine.writer)
+        dcp.save(state() | {"step": step}, checkpoint_id=engine.version(step), storage_writer=engine.writer)
         report("step", step, engine.persist_health.persisted)
     now = toy.digest()
     _end(engine, leaves)
     return Life(began, source, then, now, engine.persist_health.persisted)
+
+
+def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
+    """All ranks have everything, and save a share of it each."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
+    from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
+    from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
+    from tests.support.megatron import load_from, without_cuda
+
+    without_cuda()
+    toy, began, then = Toy(sharded=False), 0, ""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def state(step: int) -> dict[str, Any]:
+        shares = {name: tensor.chunk(size)[rank].clone() for name, tensor in toy.tensors().items()}
+        sharded = {
+            name: ShardedTensor.from_rank_offsets(name, share, (0, rank, size)) for name, share in shares.items()
+        }
+        return {"state": sharded, "step": step}
+
+    def whole(share: torch.Tensor) -> torch.Tensor:
+        shares = [torch.empty_like(share) for _ in range(size)]
+        dist.all_gather(shares, share)
+        return torch.cat(shares)
+
+    engine = Engine.open(base(), persist=url, **options)
+    save_strategy = MLFlashpointMegatronAsyncSaveStrategy(engine.writer, child=False)
+    load_strategy = MLFlashpointMegatronLoadStrategy(engine.replication, engine.loader)
+    queue = AsyncCallsQueue()
+    if (latest := engine.latest()) is not None:
+        loaded = load_from(str(latest), state(0), load_strategy)
+        toy.take_over({name: whole(share) for name, share in loaded["state"].items()}, loaded["step"])
+        began, then = loaded["step"], toy.digest()
+        assert began == latest.step
+    source = engine.loader.tier if latest is not None else "nothing"
+    report("resumed", began, source)
+    for step in range(began + 1, steps + 1):
+        toy.step(step)
+        request = save_local_aware_megatron_checkpoint(state(step), engine.version(step), save_strategy, True)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert save_strategy.last_error is None
+        report("step", step, engine.persist_health.persisted)
+    now = toy.digest()
+    _end(engine, leaves)
+    return Life(began, source, then, now, engine.persist_health.persisted)
+
+
+def _train_locally(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
+    from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+
+    toy, began, then, source = Toy(sharded=False), 0, "", "nothing"
+    manager = LocalCheckpointManager(base(), "session", "pairwise", persist=url, **options)
+    if manager.find_latest() != -1:
+        state, checkpoint = manager.load()
+        toy.take_over(state.state_dict["tensors"], checkpoint.iteration)  # type: ignore[attr-defined]
+        assert state.state_dict["rank"] == dist.get_rank()  # type: ignore[attr-defined]
+        began, then, source = checkpoint.iteration, toy.digest(), manager._engine.loader.tier
+    report("resumed", began, source)
+    for step in range(began + 1, steps + 1):
+        toy.step(step)
+        saved = BasicTensorAwareStateDict({"tensors": toy.tensors(), "rank": dist.get_rank()})
+        if (request := manager.save(saved, step, is_async=step % 2 == 0)) is not None:
+            request.execute_sync()
+        report("step", step, manager.persist_health.persisted)
+    now = toy.digest()
+    if leaves:
+        atexit._run_exitfuncs()
+    else:
+        manager.close()
+    return Life(began, source, then, now, manager.persist_health.persisted)
+
+
+def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
+    """What local checkpoints say that another number of ranks has persisted."""
+    from ml_flashpoint.local import LocalCheckpointManager, WorldSizeChangedError
+
+    manager = LocalCheckpointManager(base(), "session", "pairwise", persist=url)
+    try:
+        manager.find_latest()
+    except WorldSizeChangedError as error:
+        return str(error)
+    finally:
+        manager.close()
+    return "nothing"
 
 
 def _end(engine: CheckpointEngine, leaves: bool) -> None:
@@ -119,4 +233,8 @@ def _end(engine: CheckpointEngine, leaves: bool) -> None:
         engine.close()
 
 
-_DOORS: dict[str, Callable[..., Life]] = {"dcp": _train_by_dcp}
+_DOORS: dict[str, Callable[..., Life]] = {
+    "dcp": _train_by_dcp,
+    "megatron": _train_by_megatron,
+    "local": _train_locally,
+}

@@ -22,6 +22,7 @@ from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.core.persist_options import PersistHealth, persist_options
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -50,6 +51,7 @@ from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
 from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -84,6 +86,10 @@ class LocalCheckpointManager(OverlappingDoor):
         repl_strategy: who holds copies of whose parts; by default nobody. Copies that exist are used for loading
             either way.
         safe_globals: further types that a state may be made of, as for ``torch.serialization.safe_globals``.
+        keep: how many of the newest iterations stay in memory, as far as there is room, or a `Keep`: what `load` falls
+            back to.
+        persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`; steps are iterations,
+            and the URL belongs to this session alone.
 
     Attributes:
         session_id: as given.
@@ -101,9 +107,16 @@ class LocalCheckpointManager(OverlappingDoor):
         repl_strategy: ReplicationStrategy | str | None = None,
         *,
         safe_globals: Sequence[SafeGlobal] = (),
+        keep: int | Keep = 1,
+        persist: str | None = None,
+        persist_every: int = 50,
+        persist_keep: int = 3,
+        persist_bytes_per_s: float | None = None,
     ) -> None:
         self._base = base_container(root_local_ckpt_dir, session_id)
         strategy = checked_strategy(repl_strategy, "repl_strategy") or NoReplicationStrategy()
+        rule = checked_keep(keep)
+        options = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._types = KnownTypes(checked_globals(safe_globals))
         self._meshes = Meshes()
         self.session_id = session_id
@@ -119,7 +132,7 @@ class LocalCheckpointManager(OverlappingDoor):
         if (earlier := _managers.pop(self._key, None)) is not None:
             earlier.close()
         try:
-            self._engine = CheckpointEngine(self._base, replication=strategy)
+            self._engine = CheckpointEngine(self._base, replication=strategy, keep=rule, persist=options)
         except (InvalidArgumentError, TopologyError, ReplicationError):
             raise
         except FlashpointError as error:
@@ -147,6 +160,11 @@ class LocalCheckpointManager(OverlappingDoor):
         """The folder with this node's parts."""
         return Path(self._base.path)
 
+    @property
+    def persist_health(self) -> PersistHealth:
+        """How persisting goes, on this rank, now; all None where nothing is to be persisted."""
+        return self._engine.persist_health
+
     def _check_open(self) -> None:
         if self._closed:
             raise CallOrderError("the manager is closed", rank=self.rank, path=self._base)
@@ -155,8 +173,8 @@ class LocalCheckpointManager(OverlappingDoor):
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
-        """The newest iteration that all ranks can load, -1 if there is none. Parts that this node lacks are brought
-        here from copies. The answer is kept until the next save.
+        """The newest iteration that all ranks can load, in memory or persisted, -1 if there is none. Parts that this
+        node lacks are brought here from copies in memory. The answer is kept until the next save.
 
         Raises:
             NoReplicasAvailableError: there are checkpoints, and none can be loaded. To save as if there were none
@@ -183,6 +201,8 @@ class LocalCheckpointManager(OverlappingDoor):
             self._check_world_size(report.world_size if report is not None else None)
             step = self._version.step if self._version is not None else None
             self.latest_iteration = -1 if step is None else step
+            if step is not None:
+                self._engine.go_on_from(step)
             self._oldest_accepted = max(0, self.latest_iteration)
             self._looked = True
         return self.latest_iteration
@@ -238,7 +258,7 @@ class LocalCheckpointManager(OverlappingDoor):
         ) from joint.cause
 
     def _nothing_to_load(self, failures: Sequence[LoadFailure]) -> CheckpointingException:
-        if self._ranks.all_ok(not list_versions(Path(self._base.path))):
+        if not failures and self._ranks.all_ok(not list_versions(Path(self._base.path))):
             return CallOrderError(
                 "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() returned -1"
             )
@@ -445,7 +465,8 @@ class LocalCheckpointManager(OverlappingDoor):
         _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
 
     def close(self) -> None:
-        """Let saves under way end, within ``FLASHPOINT_EXIT_DEADLINE_S``, and let go of the folder. Checkpoints stay.
+        """Let saves under way end, within ``FLASHPOINT_EXIT_DEADLINE_S``, have the newest one persisted, if any are to
+        be, within ``FLASHPOINT_SEAL_DEADLINE_S``, and let go of the folder. Checkpoints stay.
 
         Idempotent. A process that just ends need not call it.
         """
@@ -455,7 +476,7 @@ class LocalCheckpointManager(OverlappingDoor):
         self._overlap.close()
         if _managers.get(self._key) is self:
             del _managers[self._key]
-        self._engine.stop()
+        self._engine.stop(seal_deadline_s())
         for save in self._under_way:
             if not save.finished.is_set():
                 self._give_up(save)

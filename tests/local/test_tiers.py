@@ -1,0 +1,100 @@
+"""Local checkpoints in a durable store, and iterations that are kept, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, NoReplicasAvailableError
+from tests.support.forked import wait_until
+from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
+
+
+@contextlib.contextmanager
+def manager(tmpfs: Path, **options: Any) -> Iterator[LocalCheckpointManager]:
+    made = LocalCheckpointManager(tmpfs / "jobs", "job", **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def save(made: LocalCheckpointManager, *iterations: int) -> None:
+    for iteration in iterations:
+        made.save(BasicTensorAwareStateDict({"w": torch.full((300_000,), float(iteration))}), iteration)
+
+
+def loaded(made: LocalCheckpointManager) -> tuple[int, float, str]:
+    state, checkpoint = made.load()
+    values: torch.Tensor = state.state_dict["w"]  # type: ignore[attr-defined]
+    return checkpoint.iteration, float(values.mean()), made._engine.loader.tier
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("argument", "value"), REFUSED)
+def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str, value: Any) -> None:
+    options: dict[str, Any] = {"persist": "memory://any", argument: value}
+    with pytest.raises(InvalidArgumentError) as refused:
+        LocalCheckpointManager(tmpfs / "jobs", "job", **options)
+    assert str(refused.value) == refusal(argument, value)
+
+
+@pytest.mark.damages_on_purpose
+def test_kept_iterations_are_what_is_fallen_back_to(tmpfs: Path) -> None:
+    with manager(tmpfs, keep=3) as made:
+        save(made, 1, 2, 3, 4)
+    for iteration in (4, 3):
+        (path,) = (tmpfs / "jobs").glob(f"**/step-{iteration}_ckpt/*.safetensors")
+        damage(path)
+    with manager(tmpfs, keep=3) as made:
+        assert loaded(made) == (2, 2.0, "memory")
+
+
+@pytest.mark.damages_on_purpose
+def test_iterations_are_persisted_and_found_where_memory_has_none(tmpfs: Path) -> None:
+    store = tmpfs / "store"
+    options: dict[str, Any] = {"persist": str(store), "persist_every": 2}
+    with manager(tmpfs, **options) as made:
+        assert made.find_latest() == -1
+        await_store(made._engine.persisting)
+        save(made, 1, 2)
+        wait_until(lambda: made.persist_health.persisted == 2, "it is persisted")
+        save(made, 3)
+        assert made.persist_health.lag == 1
+    assert persisted_steps(store) == [3, 2], "the end persists the last one"
+    with manager(tmpfs, **options) as made:
+        assert loaded(made) == (3, 3.0, "memory")
+    shutil.rmtree(tmpfs / "jobs")
+    with manager(tmpfs, **options) as made:
+        assert made.find_latest() == 3
+        assert loaded(made) == (3, 3.0, "persisted")
+        save(made, 4)
+        assert loaded(made) == (4, 4.0, "memory")
+    shutil.rmtree(tmpfs / "jobs")
+    for path in store.rglob("*.safetensors"):
+        if "step-2_ckpt" not in str(path):
+            damage(path)
+    with manager(tmpfs, **options) as made:
+        assert loaded(made) == (2, 2.0, "persisted")
+    for path in store.rglob("*.safetensors"):
+        damage(path) if "step-2_ckpt" in str(path) else None
+    with manager(tmpfs, **options) as made, pytest.raises(NoReplicasAvailableError):
+        made.load()
+
+
+def test_without_a_store_there_is_nothing_to_tell(tmpfs: Path) -> None:
+    with manager(tmpfs) as made:
+        assert made.persist_health.persisted is None

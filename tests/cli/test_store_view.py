@@ -112,7 +112,7 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(
     assert lines[0].startswith(f"damaged    {path}: 1 of 6 blocks")
     assert f"block {offset // BLOCK} " in lines[0]
     assert lines[1].startswith("ok ")
-    assert lines[2].endswith("1 of 2 versions are damaged")
+    assert lines[2].endswith("1 of 2 versions damaged")
 
 
 @pytest.mark.parametrize("how", ["gone", "short", "manifest", "link", "fifo", "marker"])

@@ -13,6 +13,7 @@ import pytest
 
 from ml_flashpoint.cli.persist import persist as command
 from ml_flashpoint.core import persist_version as module
+from ml_flashpoint.core.open_persisted import open_persisted
 from ml_flashpoint.core.persist_version import persist_version
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import (
@@ -261,6 +262,22 @@ def test_planted_links_in_the_store_are_not_followed(bases: list[Path], tmpfs: P
     with pytest.raises((DamagedError, UnsafePathError)):
         persist_version(bases[0], url)
     assert list((tmpfs / "elsewhere").iterdir()) == []
+
+
+def test_of_persisted_versions_the_newest_that_is_sound_is_opened(
+    bases: list[Path], url: str, store: DurableStore
+) -> None:
+    for number in (6, 7):
+        commit_all(bases, number, {0: [0, 1, 2, 3]})
+        persist_version(bases[0], url, number)
+    assert open_persisted(url).step == 7
+    newest = list_persisted(store)[0][0]
+    store.remove(f"{newest.folder}/{newest.parts[2].files[0]}")
+    assert open_persisted(url).step == 6
+    with pytest.raises(ObjectNotFoundError, match="no such file"):
+        open_persisted(url, 7)
+    with pytest.raises(ObjectNotFoundError, match="no complete version of step 8"):
+        open_persisted(url, 8)
 
 
 def test_the_command(bases: list[Path], url: str, store: DurableStore, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.persist import packs
+from ml_flashpoint.persist import blocks, packs
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
@@ -45,6 +45,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that happens with blocks, on little data."""
     monkeypatch.setattr(packs, "PACK_BLOCK_BYTES", 64)
     monkeypatch.setattr(packs, "PIECE_BYTES", 256)
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 256)
 
 
 _ITEMS = st.dictionaries(st.text(max_size=8), st.binary(max_size=900), max_size=8)
@@ -57,6 +58,7 @@ def test_what_is_packed_comes_back(small: bool, index: bytes, items: dict[str, b
         if small:
             patch.setattr(packs, "PACK_BLOCK_BYTES", 64)
             patch.setattr(packs, "PIECE_BYTES", 256)
+            patch.setattr(blocks, "PIECE_BYTES", 256)
         store = FsspecStore("memory://packs")
         if any(0xD800 <= ord(c) < 0xE000 for name in items for c in name):
             with pytest.raises(InvalidArgumentError):

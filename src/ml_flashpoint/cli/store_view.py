@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -97,7 +97,7 @@ def list_store(url: str, *, as_json: bool) -> int:
         told = [version.to_json() for version in versions]
         print(json.dumps({"url": url, "ok": not damaged, "versions": told}, indent=2))
         return output.DAMAGE if damaged else output.OK
-    print(f"{url}: {len(versions) or 'no'} version{'' if len(versions) == 1 else 's'}")
+    print(f"{url}: {_count(versions)}")
     if output.is_terminal() and versions:
         table = Table("version", "state", "ranks", "of", "size", "save")
         for each in versions:
@@ -167,8 +167,12 @@ def _print_results(url: str, results: list[tuple[StoredVersion, str, list[str]]]
                 print(f"{shown:10} {text}")
     bad = sum(bool(problems) for _, _, problems in results)
     size = format_bytes(sum(version.bytes for version, verdict, _ in results if verdict != "removed"))
-    verdict = f"{bad} of {len(results)} versions are damaged" if bad else "all as saved"
-    print(f"{url}: {len(results)} versions, {size} in {seconds:.1f} s: {verdict}")
+    verdict = f"{bad} of {_count(results)} damaged" if bad else "all as saved"
+    print(f"{url}: {_count(results)}, {size} in {seconds:.1f} s: {verdict}")
+
+
+def _count(versions: Sequence[object]) -> str:
+    return f"{len(versions) or 'no'} version{'' if len(versions) == 1 else 's'}"
 
 
 def _world(version: StoredVersion) -> str:

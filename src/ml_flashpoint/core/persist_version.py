@@ -104,7 +104,7 @@ def persist_version(
     bases = [Path(each) for each in ([sources] if isinstance(sources, (str, os.PathLike)) else sources)]
     saves = whole_saves(bases, step)  # before anybody is disturbed
     store = open_store(checked)
-    with _owned(store, period_s) as ownership:
+    with owned_store(store, period_s) as ownership:
         for tries_left in reversed(range(TRIES)):
             try:
                 return _persist_first(store, checked, ownership, saves, progress)
@@ -116,8 +116,13 @@ def persist_version(
 
 
 @contextlib.contextmanager
-def _owned(store: DurableStore, period_s: float) -> Iterator[Ownership]:
-    """Be the one who persists there. Of a store without locks, who did last may have been killed, or not: wait."""
+def owned_store(store: DurableStore, period_s: float) -> Iterator[Ownership]:
+    """Be the one who persists there. Of a store without locks, who did last may have been killed, or not: wait.
+
+    Raises:
+        JobInUseError: somebody else is.
+        FlashpointError: the store failed.
+    """
     ownership = Ownership(store, period_s=period_s)
     give_up, told = time.monotonic() + _PERIODS_TO_WAIT * period_s, False
     try:

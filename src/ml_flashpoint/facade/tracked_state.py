@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
 from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
@@ -73,6 +74,7 @@ class LoadTarget:
         saved_by: number of ranks that saved it.
         source_rank: the one whose packed state this rank takes.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
+        imported: whether no `Flashpoint` saved it, so that what it has no state of stays as it is.
     """
 
     state: dict[str, Any]
@@ -80,6 +82,7 @@ class LoadTarget:
     saved_by: int
     source_rank: int
     packed_by: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    imported: bool = False
 
 
 class TrackedState:
@@ -247,6 +250,9 @@ class TrackedState:
         keys = metadata.state_dict_metadata.keys()
         packed = [(int(match[1]), match[2]) for match in map(_PACKED_KEY.fullmatch, keys) if match is not None]
         saved_by = len({rank for rank, _ in packed})
+        imported = not saved_by and IMPORTED in keys
+        if imported:
+            saved_by = self.world_size
         if not saved_by:
             raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self.rank)
         source_rank = self.rank % saved_by
@@ -256,7 +262,7 @@ class TrackedState:
         if saved_by != self.world_size:
             for rank, name in packed:
                 packed_by.setdefault(rank, set()).add(name)
-        self._compare(packed_names.union(structured, *packed_by.values()))
+        self._compare(packed_names.union(structured, *packed_by.values()), imported=imported)
         state: dict[str, Any] = {}
         for name, module in self._module_states.items():
             if tensors := module.current():
@@ -265,9 +271,10 @@ class TrackedState:
             if name in structured:
                 state[name] = optimizer.current(keys)
         wanted = packed_names & {RNG, *self._optimizers, *self._others}
-        state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
+        if wanted:
+            state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
-        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank)
+        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank, imported)
 
     def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
         """What the packed states of some ranks are loaded into, and whatever tensors go with them.
@@ -285,9 +292,12 @@ class TrackedState:
         """
         return value
 
-    def _compare(self, saved: set[str]) -> None:
+    def _compare(self, saved: set[str], *, imported: bool) -> None:
         # A module without any parameter or buffer leaves no trace in a checkpoint.
         lacking = sorted({*self._optimizers, *self._others} - saved)
+        if imported and lacking:
+            _log.warning("what was imported has no state of %s: it stays as it is", ", ".join(map(repr, lacking)))
+            lacking = []
         lacking += sorted(
             name for name, module in self._module_states.items() if name not in saved and module.current()
         )
@@ -316,8 +326,10 @@ class TrackedState:
         for name, optimizer in self._optimizers.items():
             if name in target.structured:
                 optimizer.load(target.state[name])
-            else:
+            elif not target.imported:
                 optimizer.optimizer.load_state_dict(states[name])
+        if target.imported:
+            return
         for name, other in self._others.items():
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])

@@ -133,7 +133,7 @@ def write_pack(
     name = object_name(rank, attempt)
     digests: list[str] = []
     header = encode_header(layout, layout.size, {"flashpoint": "pack"})
-    store.write(f"{folder}/{name}", _digested([memoryview(header), *views], digests))
+    store.write(f"{folder}/{name}", digested([memoryview(header), *views], digests, PACK_BLOCK_BYTES))
     record = ObjectRecord(name, layout.size, layout.size, tuple(digests), PACK_BLOCK_BYTES)
     manifest = Manifest(version, rank, world_size, attempt, node, (record,), labels or {})
     receipt, data = receipt_of(manifest)
@@ -248,10 +248,10 @@ class PackReader:
         return bytes(self._file.read(begin, end))
 
 
-def _digested(chunks: Iterable[memoryview], digests: list[str]) -> Iterator[memoryview]:
+def digested(chunks: Iterable[memoryview], digests: list[str], block_bytes: int) -> Iterator[memoryview]:
     """Passes chunks on, and appends the digest of each block of them as it ends, at the latest at the end."""
     block = xxhash.xxh3_64()
-    room = PACK_BLOCK_BYTES
+    room = block_bytes
     for chunk in chunks:
         for begin in range(0, len(chunk), PIECE_BYTES):
             # In pieces, so that what is written is still in the processor's cache.
@@ -265,7 +265,7 @@ def _digested(chunks: Iterable[memoryview], digests: list[str]) -> Iterator[memo
                 if not room:
                     digests.append(block.hexdigest())
                     block = xxhash.xxh3_64()
-                    room = PACK_BLOCK_BYTES
+                    room = block_bytes
             yield piece
-    if room < PACK_BLOCK_BYTES:
+    if room < block_bytes:
         digests.append(block.hexdigest())

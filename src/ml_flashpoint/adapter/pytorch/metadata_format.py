@@ -47,7 +47,7 @@ _VERSION = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _NAMES = (str, int)
 
-_GLOBALS: tuple[Any, ...] = (
+METADATA_TYPES: tuple[Any, ...] = (
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -257,13 +257,13 @@ def _pickled(value: Any, allowed: Sequence[SafeGlobal] | None) -> bytes:
     torch.save(value, stream)
     data = stream.getvalue()
     if allowed is not None:
-        refuse_unloadable(data, "the planner's metadata", allowed=[*_GLOBALS, *allowed])
+        refuse_unloadable(data, "the planner's metadata", allowed=[*METADATA_TYPES, *allowed])
     return data
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:
     try:
-        return load_archive(data, "metadata", path=path, allowed=[*_GLOBALS, *allowed])
+        return load_archive(data, "metadata", path=path, allowed=[*METADATA_TYPES, *allowed])
     except FlashpointError as error:
         raise UnsafeContentError(
             f"the checkpoint's metadata is not acceptable: {error}",

@@ -33,7 +33,7 @@ from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.ownership import Ownership
 from ml_flashpoint.persist.store import DurableStore
-from ml_flashpoint.persist.versions import MARKER, check_parts, list_persisted, read_part_manifest
+from ml_flashpoint.persist.versions import MARKER, check_parts, list_persisted, ranks_there, read_part_manifest
 
 RUN = "1700000000000-0000000a"
 BLOCK = 1000
@@ -207,6 +207,23 @@ def test_it_goes_on_where_it_was_interrupted(
     assert not persist_version(bases[0], url).was_there
     assert persist_version(bases[0], url).was_there
     assert stored(store) == {7: expected(7)}
+
+
+def test_one_part_that_cannot_be_written_stops_the_others(
+    bases: list[Path], url: str, store: DurableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ml_flashpoint.core.object_content._PIECE_BYTES", BLOCK)
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    calls = []
+
+    def interrupted(done: int, total: int) -> None:
+        calls.append(done)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        persist_version(bases[0], url, progress=interrupted)
+    assert len(calls) == 1
+    assert ranks_there(store, "step-7_ckpt", save_id(7)) == set()
 
 
 def test_a_later_save_of_the_step_stays(bases: list[Path], url: str, store: DurableStore) -> None:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -170,23 +170,48 @@ def _persist(store: DurableStore, url: str, ownership: Ownership, save: Gathered
             raise SaveError("a later save of this step is there", step=save.step, path=store.path_of(version.folder))
     with contextlib.ExitStack() as stack:
         held = _hold(stack, save)
-        done, lock = [0], threading.Lock()
-
-        def written(count: int) -> None:
-            with lock:
-                done[0] += count
-                progress(done[0], nbytes)
-
+        count = _Count(progress, nbytes)
         with ThreadPoolExecutor(_PARTS_AT_A_TIME) as pool:
-            futures = [pool.submit(_write, store, held, save.holders[rank], written) for rank in sorted(save.holders)]
+            futures = [pool.submit(_write, store, held, save.holders[rank], count) for rank in sorted(save.holders)]
             try:
-                for future in futures:
-                    future.result()
-            except BaseException:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                count.stopped = True  # nothing is left to write, or it need not be written
                 pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        failures = [error for each in futures if not each.cancelled() and (error := each.exception()) is not None]
+        for error in sorted(failures, key=lambda error: isinstance(error, _StoppedError)):
+            raise error
     ownership.check()
     return Persisted(url, complete(store, save.version, save.save_id, save.world_size), nbytes, False, newer)
+
+
+class _StoppedError(SaveError):
+    """Another part could not be written, so this one is of no use."""
+
+
+class _Count:
+    """Bytes that are written, by several threads.
+
+    Attributes:
+        stopped: whether they should stop.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+        self.stopped = False
+
+    def add(self, count: int) -> None:
+        """Take note of more bytes, or fewer. Raises a `_StoppedError` if there is no use in more."""
+        with self._lock:
+            if self.stopped:
+                raise _StoppedError("another part could not be written")
+            self._done += count
+            try:
+                self._progress(self._done, self._total)
+            except BaseException:
+                self.stopped = True
+                raise
 
 
 def _is_whole(store: DurableStore, version: PersistedVersion) -> bool:
@@ -214,7 +239,7 @@ def _write(
     store: DurableStore,
     held: Mapping[Path, HeldVersion],
     holders: Sequence[tuple[Path, Manifest]],
-    written: Callable[[int], None],
+    written: _Count,
 ) -> None:
     """Write the part of a rank, from the first base container in which it is sound."""
     for base, manifest in holders:
@@ -225,14 +250,14 @@ def _write(
                 nonlocal count
                 for piece in _content(held[base], record):
                     yield piece
-                    written(len(piece))
+                    written.add(len(piece))
                     count += len(piece)
 
             write_part(store, manifest, content)
-            written(manifest.objects[0].file_size - count)  # if it was there
+            written.add(manifest.objects[0].file_size - count)  # if it was there
             return
         except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
-            written(-count)
+            written.add(-count)
             if base == holders[-1][0]:
                 raise
             _log.warning("rank %d: taking another copy: %s", manifest.rank, error)

@@ -37,6 +37,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     write_thread_count: int = 1,
     initial_write_buffer_size_bytes: int = 16 << 30,
     verify_saves: str = "sample",
+    *,
     keep: int | Keep = 1,
     persist: str | None = None,
     persist_every: int = 50,

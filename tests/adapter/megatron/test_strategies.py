@@ -132,6 +132,19 @@ def test_a_common_state_of_many_kinds_comes_back(door: Door) -> None:
     assert door.load_megatron(sharded_state(Layout(), 0, blank=True), 1)["extra"]["namespace"] == extra["namespace"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_is_complete_once_all_ranks_have_told(door: Door, asynchronous: bool) -> None:
+    """Until then, none before it may be given up for it: the newest that is on all ranks would be lost."""
+    state = sharded_state(Layout(), 1)
+    save_local_aware_megatron_checkpoint(state, door.version(1), door.save_strategy, False)
+    request = save_local_aware_megatron_checkpoint(state, door.version(2), door.save_strategy, asynchronous)
+    if request is not None:
+        assert [save.complete for save in door.saver._saves][-1] is False
+        door.queue.schedule_async_request(request)
+        door.queue.maybe_finalize_async_calls(blocking=True)
+    assert [save.complete for save in door.saver._saves][-1] is True
+
+
 def test_plans_survive_the_way_to_another_rank(door: Door) -> None:
     planner = save_planner()
     state = sharded_state(Layout(), 1)

@@ -175,6 +175,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         self._failed.clear()
         saver: Any = self._writer.saver
         save = saver.begin(exchanged=True)
+        save.complete = False  # until all ranks have told
         writing = _Writing(self._writer, save, version)
         state, failure, step = None, None, version.step or 0
         try:
@@ -227,6 +228,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             error = error or gone
         self.last_error = error
         if error is None:
+            writing.is_complete()
             return
         _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
         self._failed.append(writing.version)
@@ -327,6 +329,10 @@ class _Writing:
         kept.rank = self._writer.saver.rank if kept.rank is None else kept.rank
         self._error = kept
         self._let_go()
+
+    def is_complete(self) -> None:
+        """All ranks have committed their parts."""
+        self._save.complete = True
 
     def outcome(self) -> FlashpointError | None:
         """Wait until this rank's part is committed, or the save has failed; why it has."""

@@ -33,7 +33,8 @@ if HAS_MEGATRON:
     preload("tests.crucible.megatron_door")
 preload("torch._dynamo")  # imported by what is done with DTensors, for seconds
 
-_LIFE_S = 150.0
+_LIFE_S = 300.0
+_NO_ROOM = ("emfile", "enospc")
 _SLACK = 1 << 17  # what the arena of a small state is rounded up to
 _ENV = {
     "FLASHPOINT_TEST_BLOCK_BYTES": str(BLOCK),
@@ -308,7 +309,11 @@ class _Round:
             self._history.tell(number, said[1], said[2])
         elif said[0] == "goes back":
             self._history.goes_back(number, said[1])
-        elif said[0] == "kept" and (dropped := self._history.dropped(said[1], self._scenario.keep)):
+        elif said[0] == "kept":
+            dropped = self._history.dropped(said[1], self._scenario.keep)
+            # Where memory cannot be made, or files not be opened, what is kept gives way.
+            if not dropped or any(fault.action in _NO_ROOM for fault in self._scenario.lives[number].faults):
+                return
             raise self._finding(number, f"rank {rank} can go back to {said[1]} only, and there was {dropped}")
 
     def _strikes(self, life: Life, rank: int) -> bool:

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -39,6 +39,7 @@ from ml_flashpoint.facade.health import Health, Recovery, health_of
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
+from ml_flashpoint.facade.save_interval import SaveInterval
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.state_loader import StateLoader
@@ -84,7 +85,8 @@ class Flashpoint(KeptVersions):
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
-        every_n_steps: `step` saves at every so many.
+        every_n_steps: `step` saves at every so many; ``"auto"``: as often as costs least (see docs/flashpoint.md).
+        mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
         replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
             pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
@@ -127,7 +129,8 @@ class Flashpoint(KeptVersions):
         self,
         base: str | os.PathLike[str],
         *,
-        every_n_steps: int = 1,
+        every_n_steps: int | Literal["auto"] = 1,
+        mtbf_s: float | None = None,
         replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         handle_sigterm: bool = True,
@@ -147,7 +150,7 @@ class Flashpoint(KeptVersions):
         persist_bytes_per_s: float | None = None,
     ) -> None:
         self._base = checked_base(base)
-        self._every = checked_integer("every_n_steps", every_n_steps, 1)
+        self._interval = SaveInterval(every_n_steps, mtbf_s)
         strategy = checked_strategy(replication)
         self._strict = checked_bool("strict", strict)
         handle_sigterm = checked_bool("handle_sigterm", handle_sigterm)
@@ -162,7 +165,7 @@ class Flashpoint(KeptVersions):
         self._keep = checked_keep(keep)
         self._world = _default_group()
         self._open(
-            {"every_n_steps": self._every, "on_world_size_change": change},
+            {"every_n_steps": str(every_n_steps), "mtbf_s": mtbf_s or 0.0, "on_world_size_change": change},
             replication=strategy,
             discard_existing=discard_existing,
             verify_saves=verify_saves,
@@ -186,7 +189,8 @@ class Flashpoint(KeptVersions):
         self, allowed: tuple[SafeGlobal, ...], change: str, overlap: Overlap
     ) -> tuple[SaveRunner, StateLoader]:
         """What saves and what loads the tracked state, through the engine."""
-        self._ranks = self._engine.ranks
+        self._ranks, status = self._engine.ranks, self._engine.status
+        self._interval.since_s, self._interval.starts = status.since_s, status.starts
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(lambda s: self._engine.finish(s, self._saves.settle), self._grace_s)
         saves = SaveRunner(
@@ -197,6 +201,7 @@ class Flashpoint(KeptVersions):
             safe_globals=allowed,
             deadline_s=self._deadline_s,
             overlap=overlap,
+            interval=self._interval,
         )
         states = StateLoader(
             self._tracked,
@@ -315,6 +320,7 @@ class Flashpoint(KeptVersions):
         self._steps = step
         self._engine.go_on_from(step)
         self._saves.align()
+        self._interval.begin_anew()
         self._check_capacity()
         self._last_recovery = outcome.recovery(step, source, time.perf_counter() - began)
         seconds = self._last_recovery.total_s
@@ -340,8 +346,8 @@ class Flashpoint(KeptVersions):
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._steps += 1
-        if self._steps % self._every == 0:
-            self._save(self._steps)
+        if self._saves.is_due(self._steps):
+            self._saves.save(self._engine.version(self._steps))
         self._raise_failure()
         return self._steps
 
@@ -358,16 +364,14 @@ class Flashpoint(KeptVersions):
         """
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
-        self._save(self._steps if step is None else checked_integer("step", step, 0, MAX_STEP))
+        step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
+        self._saves.save(self._engine.version(step))
         self._raise_failure()
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes parameters of
         a tracked optimizer, or its state: else the save fails, and from then on the loop waits for all copies."""
         self._saves.overlap.before_update()
-
-    def _save(self, step: int) -> None:
-        self._saves.save(self._engine.version(step))
 
     def _raise_failure(self) -> None:
         """Called at the end of everything that saves or waits."""

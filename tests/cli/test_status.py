@@ -73,7 +73,7 @@ def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
         fp.step()
         assert fp.wait()
         directory = fp._engine.store.directory
-        told = RankStatus(rank=0, node="n").after(events.ReplicationFailed(error="no [peer]"))
+        told = RankStatus(rank=0, node="n").after(events.ReplicationFailed(time_s=1.0, error="no [peer]"))
         write_status(directory, told)
         code, (rank,) = _told(base)
         assert (code, rank["state"]) == (1, "degraded")

@@ -370,7 +370,7 @@ class RankStore(RetainingStore):
 
     def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
-        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, AT_WORK, RESERVE))
+        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, AT_WORK, RESERVE, STATUS))
         self._read_pins()
         with self._keeping_saving_processes_out() as alone:
             arenas = {arena.inode: arena for arena in self.arenas.open_left(alone=alone)}

@@ -21,9 +21,9 @@ from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, needed_bytes
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes
-from ml_flashpoint.cli.goodput import best_interval_s, goodput
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
+from ml_flashpoint.ranks.goodput import best_interval_s, goodput
 from ml_flashpoint.ranks.retention import checked_keep
 from ml_flashpoint.ranks.strategies import STRATEGIES, ReplicationStrategy, Topology, checked_strategy
 

@@ -52,7 +52,11 @@ def read_node(base: str) -> list[RankView]:
         NotABaseContainerError: it is none.
     """
     ranks = read_ranks(base)
-    return [RankView(rank, pid, read_status(directory)) for rank, (directory, pid) in sorted(ranks.items())]
+    told = {rank: read_status(directory) for rank, (directory, _) in ranks.items()}
+    return [
+        RankView(rank, pid, status if (status := told[rank]) is not None and status.updated_s else None)
+        for rank, (_, pid) in sorted(ranks.items())
+    ]
 
 
 @output.command

@@ -29,6 +29,7 @@ from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
@@ -245,6 +246,11 @@ class CheckpointEngine:
         """
         if self.unasked:
             raise unasked_versions(self.ranks.rank, self.ranks.node, str(self.base), call=call, hint=hint)
+
+    @property
+    def status(self) -> RankStatus:
+        """How saving goes on this rank, as far as events have told."""
+        return self._status.status
 
     def stop(self, persist_deadline_s: float | None = None) -> None:
         """End the background work, with ``FLASHPOINT_EXIT_DEADLINE_S`` for saves under way, and as long, or the time

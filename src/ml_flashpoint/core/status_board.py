@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.format.errors import UnsafePathError
-from ml_flashpoint.format.status import RankStatus, write_status
+from ml_flashpoint.format.status import RankStatus, read_status, write_status
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +37,19 @@ class StatusBoard:
 
     def __init__(self, store: RankStore, teller: events.Teller) -> None:
         self._directory: Path = store.directory
-        self._status = RankStatus(rank=teller.rank, node=teller.node, pid=os.getpid())
+        before = read_status(self._directory)
+        since_s, starts = (before.since_s, before.starts) if before is not None and before.since_s else (time.time(), 0)
+        self._status = RankStatus(
+            rank=teller.rank, node=teller.node, pid=os.getpid(), since_s=since_s, starts=starts + 1
+        )
         self._written = self._failed = False
+        self._write()  # in the place of what an earlier process has told
         self._unsubscribe = events.add_subscriber(self._note, store.base, argument="status")
+
+    @property
+    def status(self) -> RankStatus:
+        """As far as events have told."""
+        return self._status
 
     def _note(self, event: events.Event) -> None:
         """On the thread of events."""

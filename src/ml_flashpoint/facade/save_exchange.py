@@ -8,6 +8,7 @@ to the background; another one sends its plan, and waits for its share. Who writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Leaves, LocalPlan, Share
 from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
+from ml_flashpoint.facade.save_interval import SaveInterval
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -26,14 +28,18 @@ class SaveExchange:
 
     Args:
         group: processes that save together; None without torch.distributed.
+        interval: how often to save, which they agree on as well.
         safe_globals: see `Flashpoint`.
 
     Attributes:
         share: what this rank writes of the state seen last; None until ranks have agreed on that.
     """
 
-    def __init__(self, group: LastingGroup | None, safe_globals: Sequence[SafeGlobal] = ()) -> None:
+    def __init__(
+        self, group: LastingGroup | None, interval: SaveInterval, safe_globals: Sequence[SafeGlobal] = ()
+    ) -> None:
         self._group = group
+        self._interval = interval
         self._rank = dist.get_rank() if group is not None else 0
         world_size = dist.get_world_size() if group is not None else 1
         self._agreement = PlanAgreement(world_size, safe_globals) if self._rank == 0 else None
@@ -69,7 +75,9 @@ class SaveExchange:
         """
         assert self._local is not None
         known = self.share is not None
-        answer = self._ask(Report(identity, self._generation if known else None, None if known else self._local.plan))
+        generation, plan = (self._generation, None) if known else (None, self._local.plan)
+        answer = self._ask(Report(identity, generation, plan, measured=self._interval.measured))
+        self._interval.hear(answer.choice)
         if answer.share is not None:
             self.share = Share(self._local, answer.share)
         self._generation = answer.generation
@@ -87,13 +95,18 @@ class SaveExchange:
         raise failure
 
     def _ask(self, report: Report) -> Answer:
-        agreement = self._agreement
-        answer: Answer = self._exchange(report, lambda reports: agreement.agree(reports) if agreement else [])
+        answer: Answer = self._exchange(report, self._answers)
         if answer.failure is not None:
             if answer.generation != self._generation:
                 self.share = self._generation = None
             raise answer.failure
         return answer
+
+    def _answers(self, reports: list[Report]) -> list[Answer]:
+        """On the coordinator."""
+        assert self._agreement is not None
+        choice = self._interval.agree([report.measured for report in reports])
+        return [replace(answer, choice=choice) for answer in self._agreement.agree(reports)]
 
     def conclude(self, failure: BaseException | None, commit: Callable[[bytes], object], step: int) -> None:
         """Collective: this rank has committed its part, or failed to. The version is complete if none raises.
@@ -119,6 +132,7 @@ class SaveExchange:
         outcome = self._exchange(mine, end)
         if outcome is not None:
             raise outcome
+        self._interval.confirm()
 
     def _exchange(self, message: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Collective: what the coordinator's ``answer`` to the messages of all ranks, in rank order, has for this

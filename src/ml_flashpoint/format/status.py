@@ -43,6 +43,8 @@ class RankStatus:
     Attributes:
         rank, node: who tells.
         pid: its process.
+        since_s: when a process first saved here, or looked for what there is, as ``updated_s``.
+        starts: number of processes that did, this one included.
         updated_s: time of the newest event, in seconds since the epoch by the node's clock.
         resumed: the step that this process went on from.
         committed: newest step of which this rank's part is on its node.
@@ -62,6 +64,8 @@ class RankStatus:
     rank: int
     node: str
     pid: int = 0
+    since_s: float = 0.0
+    starts: int = 0
     updated_s: float = 0.0
     resumed: int | None = None
     committed: int | None = None

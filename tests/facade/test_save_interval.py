@@ -1,0 +1,185 @@
+"""How often to save: what is chosen from measurements, and from when on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.facade.save_interval import Choice, Measured, SaveInterval
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.status import read_status
+from ml_flashpoint.ranks.goodput import best_interval_s
+
+HOUR_S = 3600.0
+
+
+def measured(step_s: float = 0.5, save_s: float = 0.01, observed_s: float = 0.0, starts: int = 1) -> Measured:
+    return Measured(step_s, save_s, observed_s, starts)
+
+
+def chosen(*ranks: Measured | None, mtbf_s: float | None = 3 * HOUR_S) -> int | None:
+    """What it comes to, in as many steps as it takes."""
+    interval, last = SaveInterval("auto", mtbf_s), None
+    while (choice := interval.agree(ranks)) is not None and choice.every != last:
+        assert choice.every <= 8 * interval.every
+        last = interval.every = choice.every
+        interval.reason = choice.reason
+    return last
+
+
+def loop(interval: SaveInterval, steps: int, *, step_s: float, held_s: float, slower_s: float = 0.0) -> list[int]:
+    """Steps that a loop saves at, whose saves are all good."""
+    saved, now, saving = [], 0.0, False
+    for step in range(1, steps + 1):
+        now += step_s + (slower_s if saving else 0.0)
+        interval.passed(now, saving=saving)
+        saving = interval.is_due(step)
+        if saving:
+            if saved:
+                interval.saved(held_s)
+            interval.begin()
+            now += held_s
+            interval.hear(interval.agree([interval.measured]))
+            interval.confirm()
+            saved.append(step)
+    return saved
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_chosen_costs_least() -> None:
+    best = best_interval_s(0.01, 3 * HOUR_S) / 0.5
+    assert 16 * 2**0.5 < best < 32 * 2**0.5
+    assert chosen(measured()) == 32
+
+
+@given(step_s=st.floats(1e-5, 1e3), save_s=st.floats(0, 1e3), mtbf_s=st.floats(1, 1e8), observed_s=st.floats(0, 1e9))
+def test_it_is_a_power_of_two_near_the_best(step_s: float, save_s: float, mtbf_s: float, observed_s: float) -> None:
+    every = chosen(measured(step_s, save_s, observed_s), mtbf_s=mtbf_s)
+    assert every is not None
+    assert every & (every - 1) == 0
+    best = min(max(best_interval_s(save_s, mtbf_s) / step_s, 1), 1 << 16)
+    assert every / 1.61 <= best <= every * 1.61
+
+
+def test_the_slowest_rank_counts() -> None:
+    assert chosen(measured(), measured(save_s=0.16)) == 128
+    assert chosen(measured(), measured(step_s=2.0)) == 8
+    assert chosen(measured(), None) is None
+
+
+def test_failures_are_those_of_the_job() -> None:
+    rare = chosen(measured(observed_s=30 * 24 * HOUR_S), mtbf_s=None)
+    often = chosen(measured(observed_s=30 * 24 * HOUR_S, starts=300), mtbf_s=None)
+    replaced = chosen(measured(), measured(observed_s=30 * 24 * HOUR_S, starts=300), mtbf_s=None)
+    assert rare is not None
+    assert often is not None
+    assert rare == 16 * often
+    assert replaced == often, "what a new node has not seen does not count"
+
+
+def test_what_was_planted_is_survived() -> None:
+    assert chosen(measured(starts=2**60), mtbf_s=None) == 1
+    assert chosen(measured(save_s=0.0), mtbf_s=None) == 1
+
+
+def test_it_does_not_go_to_and_fro() -> None:
+    interval = SaveInterval("auto", 3 * HOUR_S)
+    interval.every, interval.reason = 32, "why"
+    assert interval.agree([measured(save_s=0.012)]) is None
+    assert interval.agree([measured(save_s=0.008)]) is None
+    assert interval.agree([measured(save_s=0.04)]) is not None
+
+
+# ---- from when on ---------------------------------------------------------------------------------------------
+
+
+def test_a_choice_holds_from_the_save_after_a_good_one_on() -> None:
+    interval = SaveInterval("auto")
+    interval.hear(Choice(8, "why"))
+    assert interval.begin() is None, "the save in which it was heard was not good"
+    interval.hear(None)
+    interval.confirm()
+    assert (interval.begin(), interval.every) == (None, 1)
+    interval.hear(Choice(8, "why"))
+    interval.confirm()
+    assert interval.every == 1
+    assert interval.begin() == Choice(8, "why")
+    assert (interval.every, interval.reason) == (8, "why")
+    assert [step for step in range(20) if interval.is_due(step)] == [0, 8, 16]
+    interval.begin_anew()
+    assert (interval.every, interval.reason) == (1, None)
+
+
+def test_a_given_interval_stays() -> None:
+    interval = SaveInterval(3)
+    assert loop(interval, 40, step_s=0.1, held_s=0.5) == list(range(3, 41, 3))
+    assert (interval.measured, interval.reason) == (None, None)
+    interval.begin_anew()
+    assert interval.every == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "mtbf_s", "argument"),
+    [(0, None, "every_n_steps"), ("often", None, "every_n_steps"), (5, 60.0, "mtbf_s"), ("auto", 0.0, "mtbf_s")],
+)
+def test_bad_arguments(every: object, mtbf_s: float | None, argument: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=argument):
+        SaveInterval(every, mtbf_s)  # type: ignore[arg-type]
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_saves_at_each_step_until_it_knows() -> None:
+    interval = SaveInterval("auto", 3 * HOUR_S)
+    saved = loop(interval, 400, step_s=0.5, held_s=0.01)
+    assert saved[:10] == list(range(1, 11))
+    assert interval.every == 32
+    assert saved[-3:] == [320, 352, 384]
+    assert "a step takes 0.5 s, a save 0.01 s of it, and a failure every 3 h is to be expected" in str(interval.reason)
+
+
+def test_what_slows_steps_down_is_what_a_save_costs() -> None:
+    interval = SaveInterval("auto", 3 * HOUR_S)
+    loop(interval, 4000, step_s=0.5, held_s=0.01, slower_s=0.15)
+    assert interval.every == 128
+    assert "a save 0.16 s of it" in str(interval.reason)
+
+
+def test_a_real_loop(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ml_flashpoint")
+    saved: list[int | None] = []
+
+    def train(steps: int) -> Flashpoint:
+        model = torch.nn.Linear(500, 500)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        with Flashpoint(base, every_n_steps="auto", mtbf_s=300 * HOUR_S) as fp:
+            fp.track(model=model, optimizer=optimizer).resume()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(32, 500)).sum().backward()
+                optimizer.step()
+                fp.step()
+                assert fp.wait()
+                saved.append(fp.last_saved)
+        return fp
+
+    health = train(60).health
+    assert saved[:9] == list(range(1, 10))
+    assert health.every_n_steps > 1
+    assert "300 h is to be expected" in str(health.interval_reason)
+    assert "step is saved: a step takes" in caplog.text
+    last = saved[-1]
+    assert train(1).last_recovery.step == last  # type: ignore[union-attr]
+    status = read_status(base / ".flashpoint" / "rank-00000")
+    assert status is not None
+    assert status.starts == 2
+    assert 0 < status.since_s < status.updated_s

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Engine, Flashpoint
 from ml_flashpoint.adapter.pytorch import import_version as module
 from ml_flashpoint.adapter.pytorch.export import export_version
 from ml_flashpoint.adapter.pytorch.import_version import import_version
@@ -162,6 +162,18 @@ def test_a_job_starts_from_weights(
         after = torch.optim.AdamW(again.parameters())
         assert fp.track(model=again, optimizer=after, other=Stored()).resume() == 1
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("part_bytes", [3000, 1 << 30])
+def test_dcp_loads_what_was_imported(tmpfs: Path, tmp_path: Path, store: Path, part_bytes: int) -> None:
+    import_version(saved(tmp_path / "dcp", STATE), store, 7, part_bytes=part_bytes)
+    again = blank(STATE)
+    with Engine.open(tmpfs / "job", persist=str(store)) as engine:
+        latest = engine.latest()
+        assert latest is not None
+        assert latest.step == 7
+        dcp.load(again, checkpoint_id=latest, storage_reader=engine.reader(latest))
+    assert_same(again, STATE)
 
 
 def test_weights_that_lack_something_start_no_job(tmpfs: Path, tmp_path: Path, store: Path) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.core.gathered_parts import GatheredSave, whole_saves
 from ml_flashpoint.core.object_content import object_content
 from ml_flashpoint.core.open_version import TRIES, HeldVersion
@@ -25,6 +26,7 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     FlashpointError,
+    InvalidArgumentError,
     JobInUseError,
     ObjectNotFoundError,
     PrunedError,
@@ -100,7 +102,7 @@ def persist_version(
         UnreadableError, LoadError: memory, or the store, cannot be read just now.
         InvalidArgumentError, UnsafePathError: an argument is unusable.
     """
-    checked = checked_url("url", url)
+    checked = durable_url(url)
     bases = [Path(each) for each in ([sources] if isinstance(sources, (str, os.PathLike)) else sources)]
     saves = whole_saves(bases, step)  # before anybody is disturbed
     store = open_store(checked)
@@ -113,6 +115,20 @@ def persist_version(
                     raise
                 saves = whole_saves(bases)
     raise AssertionError
+
+
+def durable_url(url: str | os.PathLike[str]) -> str:
+    """A URL to persist at, checked.
+
+    Raises:
+        InvalidArgumentError: it is none, or a base container, which jobs have in memory.
+    """
+    checked = checked_url("url", url)
+    if checked.startswith("file://") and os.path.lexists(Path(checked[len("file://") :], PRIVATE_DIR)):
+        raise InvalidArgumentError(
+            "this is a job's base container", argument="url", value=url, hint="give the URL that a job has as persist="
+        )
+    return checked
 
 
 @contextlib.contextmanager

@@ -210,6 +210,12 @@ def test_no_pickle_does_more_than_describe(tmp_path: Path, store: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(UnsafeContentError, match="mkdir"):
         import_version(folder, store, 1)
+    for name in ("Metadata", "MetadataIndex"):  # setattr(class, "planted", 1)
+        plant = b"\x80\x02ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\n"
+        (folder / ".metadata").write_bytes(plant + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b.")
+        with pytest.raises(UnsafeContentError, match="alter"):
+            import_version(folder, store, 1)
+        assert not hasattr(getattr(dcp.metadata, name), "planted")
     bad = tmp_path / "bad"
     saved(bad, {"w": torch.ones(100)})
     torch.save(Harmful(), tmp_path / "archive")
@@ -278,6 +284,7 @@ def test_descriptions_are_checked(tmp_path: Path, store: Path) -> None:
     refuse(lambda m: setattr(getattr(m, of)["w"].properties, "dtype", torch.float64))
     refuse(lambda m: setattr(getattr(m, of)["w"].chunks[0], "sizes", torch.Size([99])))
     refuse(lambda m: setattr(getattr(m, of)["w"].chunks[0], "offsets", torch.Size([1, 2])))
+    refuse(lambda m: setattr(getattr(m, of)["w"].chunks[0], "sizes", torch.Size([1 << 62])), FlashpointError)
     refuse(lambda m: getattr(m, of)["w"].chunks.clear())
     refuse(lambda m: getattr(m, of).update(v=getattr(m, of)["w"]))
     refuse(lambda m: getattr(m, of).pop("w"))
@@ -366,3 +373,6 @@ def test_the_command(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[
     assert command(str(tmp_path / "nothing"), str(store), 4) == 2
     with pytest.raises(InvalidArgumentError, match="step"):
         import_version(folder, store, -1)
+    (tmp_path / "job" / ".flashpoint").mkdir(parents=True)
+    with pytest.raises(InvalidArgumentError, match="base container"):
+        import_version(folder, tmp_path / "job", 1)

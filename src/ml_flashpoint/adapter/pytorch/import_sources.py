@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
-import pathlib
 import pickle
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -187,7 +187,7 @@ def _dcp_source(path: Path) -> Source:
         if chunk is None:
             raise DamagedError(f"the metadata does not say which part of {index.fqn!r} it is", path=path)
         kind = (of.properties.dtype, tuple(chunk.sizes))
-        nbytes = chunk.sizes.numel() * of.properties.dtype.itemsize
+        nbytes = math.prod(chunk.sizes) * of.properties.dtype.itemsize
         items.append(SourceItem(index, kind, nbytes, partial(_read_tensor, file, *sizes, index.fqn, kind)))
     missing = described.keys() - {item.index.fqn for item in items}
     if missing:
@@ -195,8 +195,8 @@ def _dcp_source(path: Path) -> Source:
     return Source(Metadata(described, metadata.planner_data), items)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the types of DCP's metadata, and no others."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Knows the types of DCP's metadata, and no others. In Python, since it must not alter these types either."""
 
     _TYPES: Final = {(each.__module__, each.__qualname__): each for each in (*METADATA_TYPES, _StorageInfo)}
 
@@ -209,8 +209,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout_of
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath"):
-            return pathlib.PurePosixPath
+            return _path_of
         raise UnsafeContentError(f"the metadata needs {module}.{name}, which may run code when it is loaded")
+
+    def load_build(self) -> None:
+        """Set the state of an instance."""
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):  # type: ignore[attr-defined]
+            raise UnsafeContentError("the metadata would alter what it is made of")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+
+
+def _path_of(*parts: str) -> str:
+    """A path is told, and not used."""
+    return "/".join(map(str, parts))
 
 
 def _layout_of(name: str) -> torch.layout:

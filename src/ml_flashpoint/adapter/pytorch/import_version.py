@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ml_flashpoint.adapter.pytorch.import_sources import Source, SourceItem, open_source
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED, METADATA_KEY, METADATA_SCOPE, ItemPlace
-from ml_flashpoint.core.persist_version import owned_store
+from ml_flashpoint.core.persist_version import durable_url, owned_store
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.knobs import block_bytes
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
-from ml_flashpoint.persist.opening import checked_url, open_store
+from ml_flashpoint.persist.opening import open_store
 from ml_flashpoint.persist.ownership import PERIOD_S
 from ml_flashpoint.persist.packs import digested, receipt_of
 from ml_flashpoint.persist.store import DurableStore, as_octets
@@ -90,7 +90,7 @@ def import_version(
         InvalidArgumentError, UnsafePathError: an argument is unusable.
     """
     version = CheckpointContainerId.format_version_container(step)
-    checked = checked_url("url", url)
+    checked = durable_url(url)
     found = _marked(open_source(Path(os.path.abspath(source)), prefix))
     store = open_store(checked)
     nbytes = sum(item.nbytes for item in found.items)

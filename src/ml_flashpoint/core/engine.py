@@ -214,7 +214,8 @@ class CheckpointEngine:
 
     def finish(self, deadline_s: float, settle: Callable[[float], bool] | None = None) -> bool:
         """Have saves under way committed and copied, and the newest version persisted, as a process does that is about
-        to be ended by somebody else. Not collective. Saving may go on afterwards.
+        to be ended by somebody else. Not collective. Saving may go on afterwards; from then on, each version that is
+        verified is persisted as fast as that goes.
 
         Args:
             deadline_s: seconds at most for all of it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.value_arenas import ValueArenas, allow_many_files, is_unused
+from ml_flashpoint.ddict.value_arenas import ValueArenas
 from ml_flashpoint.ddict.value_files import ValueWriter, read_value
 from ml_flashpoint.ddict.value_objects import object_blobs, object_size, read_object
 from ml_flashpoint.ddict.values import encode
@@ -491,23 +490,8 @@ def test_arguments_are_checked(store: RankStore, tmpfs: Path) -> None:
         read_value(str(tmpfs / "link"), "v-1")
 
 
-def test_an_arena_whose_file_is_gone_is_not_reused(store: RankStore) -> None:
-    arena = store.acquire(1000)
-    arena.unlink()
-    assert not is_unused(arena)
-
-
 def test_more_views_than_files_may_be_open(arenas: ValueArenas, writer: ValueWriter) -> None:
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_many_views, str(stored.arena.path), stored.value_id, 100) as child:
         assert "copy=True" in child.next_report("refused")[1]
         child.join()
-
-
-def test_as_many_files_as_allowed() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
-        assert allow_many_files() == before[1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.common import files_of
 from tests.support.forked import Child, Team, call_team, wait_until
-from tests.workers import fault_engine as engine
+from tests.workers import fault_team
 
 DEADLINE_S = 4.0
 ENVIRONMENT = {"FLASHPOINT_TRANSFER_DEADLINE_S": str(DEADLINE_S), "FLASHPOINT_COLLECTIVE_DEADLINE_S": "60"}
@@ -21,7 +21,7 @@ LATE_S = 30.0
 
 
 def team(root: Path, **environment: str) -> Team:
-    made = Team(engine.team_obey, root, 2, "small", env=ENVIRONMENT | environment)
+    made = Team(fault_team.team_obey, root, 2, "small", env=ENVIRONMENT | environment)
     for child in made.ranks:
         child.next_report("ready")
     return made
@@ -98,7 +98,7 @@ def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
         assert one.log.count("replication fails") == 1, one.log
         assert one.log.count("cannot agree") == 1, one.log
         assert len(list(tmpfs.glob("node-0/job/.flashpoint/*/arena-*"))) <= 4 + 3
-    assert call_team(engine.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
+    assert call_team(fault_team.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
     with team(tmpfs) as ranks:
         # As in training, no rank is a step ahead: arenas of the life before count until a save of this one is verified.
         for step in (3, 4):
@@ -163,7 +163,7 @@ def test_ranks_that_save_at_different_steps_prune_nothing(tmpfs: Path) -> None:
         settle(one, other)
         assert "different saves" in one.log, one.log
         assert {"step-2_ckpt"} <= versions(tmpfs, 0) & versions(tmpfs, 1)
-    assert call_team(engine.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
+    assert call_team(fault_team.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
 
 
 def test_a_rank_that_saves_less_often_delays_only_the_pruning(tmpfs: Path) -> None:

@@ -14,6 +14,7 @@ from ml_flashpoint.core.part_reader import read_local_manifests
 from tests.faults.common import iterations, part_files
 from tests.support.forked import Team, call_team
 from tests.workers import fault_engine as engine
+from tests.workers import fault_team
 
 Damage = Callable[[Path], None]
 
@@ -21,7 +22,7 @@ Damage = Callable[[Path], None]
 @pytest.fixture
 def job(tmpfs: Path) -> engine.Snapshot:
     """Two nodes that hold steps 1 and 2 of both ranks."""
-    with Team(engine.team_save_two_and_keep_both, tmpfs, 2, "tiny", 5) as team:
+    with Team(fault_team.team_save_two_and_keep_both, tmpfs, 2, "tiny", 5) as team:
         for child in team.ranks:
             assert child.wait() == -9, child.failure("it was not killed")
     return engine.Snapshot(tmpfs)
@@ -58,7 +59,7 @@ def whole(root: Path, step: int) -> bool:
 
 def load(root: Path, expected: int | None) -> str:
     """Load on both ranks; what they logged."""
-    with Team(engine.team_load, root, 2, "tiny") as team:
+    with Team(fault_team.team_load, root, 2, "tiny") as team:
         found = team.results()
         log = "".join(child.log for child in team.ranks)
     wanted = (expected, 5) if expected is not None else None
@@ -109,14 +110,14 @@ def test_another_number_of_ranks_goes_back_likewise(tmpfs: Path, job: engine.Sna
     """A job whose door cannot step back by itself would start again and again on a version that it cannot read."""
     for node in (0, 1):
         flip(path_of(tmpfs, node, 2, 1, "object"), 300)
-    assert call_team(engine.team_read_all, tmpfs, world_size) == [1] * world_size
+    assert call_team(fault_team.team_read_all, tmpfs, world_size) == [1] * world_size
 
 
 @pytest.mark.damages_on_purpose
 def test_another_number_of_ranks_reads_what_is_sound_elsewhere(tmpfs: Path, job: engine.Snapshot) -> None:
     flip(path_of(tmpfs, 0, 2, 1, "object"), 300)
     flip(path_of(tmpfs, 1, 2, 0, "object"), 300)
-    assert call_team(engine.team_read_all, tmpfs, 3) == [2] * 3
+    assert call_team(fault_team.team_read_all, tmpfs, 3) == [2] * 3
 
 
 @pytest.mark.damages_on_purpose

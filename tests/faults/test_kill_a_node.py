@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults.common import files_of, iterations, last
 from tests.support.forked import Team, call_team
-from tests.workers import fault_engine as engine
+from tests.workers import fault_team
 
 _LONGEST_S = 8.0
 """Lives of no more than this, on average a third, do not use up the time of a test."""
@@ -29,7 +29,7 @@ def test_kill_a_rank(
 ) -> None:
     least = most = 0
     for life in iterations(count):
-        with Team(engine.team_save_for_ever, tmpfs, 2, size, most + 1, life) as team:
+        with Team(fault_team.team_save_for_ever, tmpfs, 2, size, most + 1, life) as team:
             loaded = {child.next_report("loaded")[1] for child in team.ranks}
             assert len(loaded) == 1, loaded
             found = loaded.pop()
@@ -57,7 +57,7 @@ def test_kill_a_rank(
 def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_memory: bool) -> None:
     """At points of the protocol of commit, copy and prune, on either rank."""
     steps = [1, 2, 3]
-    totals = call_team(engine.team_save, tmpfs / "count", 2, "tiny", steps, 0)
+    totals = call_team(fault_team.team_save, tmpfs / "count", 2, "tiny", steps, 0)
     points = [(victim, nth) for victim in (0, 1) for nth in range(1, totals[victim] + 1)]
     for victim, nth in rng.sample(points, min(len(points), len(iterations(10)))):
         root = tmpfs / f"{victim}-{nth}"
@@ -65,7 +65,7 @@ def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_mem
         def args_of(rank: int, victim: int = victim, nth: int = nth) -> tuple[object, ...]:
             return "tiny", steps, 0, nth if rank == victim else 0
 
-        with Team(engine.team_save, root, 2, args_of=args_of) as team:
+        with Team(fault_team.team_save, root, 2, args_of=args_of) as team:
             if team[victim].wait() != -9:
                 continue  # how many changes there are depends on how the ranks meet
             team[1 - victim].kill()
@@ -74,12 +74,12 @@ def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_mem
             begun = max(last(child, "begins") for child in team.ranks)
         if lose_memory:
             shutil.rmtree(root / f"node-{victim}")
-        found = call_team(engine.team_load, root, 2, "tiny")
+        found = call_team(fault_team.team_load, root, 2, "tiny")
         assert found[0] == found[1], (victim, nth, found)
         step = found[0][0] if found[0] else 0
         assert (verified if lose_memory else committed) <= step <= begun, (victim, nth, found)
-        call_team(engine.team_save, root, 2, "tiny", [7, 8], 1)
-        assert call_team(engine.team_load, root, 2, "tiny") == [(8, 1), (8, 1)]
+        call_team(fault_team.team_save, root, 2, "tiny", [7, 8], 1)
+        assert call_team(fault_team.team_load, root, 2, "tiny") == [(8, 1), (8, 1)]
         for node in (0, 1):
             left = files_of(root / f"node-{node}" / "job")
             assert {name.split("/")[0] for name in left} == {"step-8_ckpt"}, (victim, nth, left)

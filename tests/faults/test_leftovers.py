@@ -16,6 +16,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from tests.faults.common import files_of, iterations
 from tests.support.forked import Child, Team, call, call_team
 from tests.workers import fault_engine as engine
+from tests.workers import fault_team
 
 
 def arenas(root: Path) -> list[Path]:
@@ -57,19 +58,19 @@ class TestOneOwner:
 class TestDepartedRanks:
     def test_their_memory_is_given_back_once_a_version_is_verified_without_them(self, tmpfs: Path) -> None:
         base = tmpfs / "node-0" / "job"
-        call_team(engine.team_save, tmpfs, 3, "small", [1, 2], 0, placement=[0, 0, 0])
+        call_team(fault_team.team_save, tmpfs, 3, "small", [1, 2], 0, placement=[0, 0, 0])
         assert ranks_of(base) == ["rank-00000", "rank-00001", "rank-00002"]
-        assert call_team(engine.team_load, tmpfs, 1, "small") == [(2, 0)]
+        assert call_team(fault_team.team_load, tmpfs, 1, "small") == [(2, 0)]
         assert len(files_of(base)) == 6, "nothing is verified without them yet"
-        call_team(engine.team_save, tmpfs, 1, "small", [3], 1)
+        call_team(fault_team.team_save, tmpfs, 1, "small", [3], 1)
         assert ranks_of(base) == ["rank-00000"]
         assert len(arenas(base)) <= 4
         assert len(files_of(base)) == 2
-        assert call_team(engine.team_load, tmpfs, 1, "small") == [(3, 1)]
+        assert call_team(fault_team.team_load, tmpfs, 1, "small") == [(3, 1)]
 
     def test_those_that_still_live_are_left_alone(self, tmpfs: Path) -> None:
         base = tmpfs / "node-0" / "job"
-        with Team(engine.team_obey, tmpfs, 2, "small", placement=[0, 0]) as team:
+        with Team(fault_team.team_obey, tmpfs, 2, "small", placement=[0, 0]) as team:
             for child in team.ranks:
                 child.say("save", 1, 0)
             for child in team.ranks:
@@ -78,9 +79,9 @@ class TestDepartedRanks:
                 child.next_report("settled")
             team[0].kill()
             before = {path: path.read_bytes() for path in base.glob("step-1_ckpt/rank-00001-*")}
-            call_team(engine.team_save, tmpfs, 1, "small", [2, 3], 1)
+            call_team(fault_team.team_save, tmpfs, 1, "small", [2, 3], 1)
             assert {path: path.read_bytes() for path in base.glob("step-1_ckpt/*")} == before
-        call_team(engine.team_save, tmpfs, 1, "small", [4], 2)
+        call_team(fault_team.team_save, tmpfs, 1, "small", [4], 2)
         assert ranks_of(base) == ["rank-00000"]
         assert {name.split("/")[0] for name in files_of(base)} == {"step-4_ckpt"}
 
@@ -95,7 +96,7 @@ class TestDepartedRanks:
             rng.shuffle(placement)
             holders = placement
             steps = [step + 1, step + 2][: rng.randrange(1, 3)]
-            found = call_team(engine.team_load_and_save, tmpfs, world, size, steps, life, placement=placement)
+            found = call_team(fault_team.team_load_and_save, tmpfs, world, size, steps, life, placement=placement)
             assert {each[0] if each else 0 for each in found} == {step}, found
             step = steps[-1]
             for node in set(placement):
@@ -133,16 +134,16 @@ def test_what_is_not_ours_in_the_base_container_stays(tmpfs: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_never_verifies_does_not_fill_the_memory(tmpfs: Path) -> None:
     """It crashes before its first verified save, again and again."""
-    call_team(engine.team_save, tmpfs, 2, "small", [1, 2], 0)
+    call_team(fault_team.team_save, tmpfs, 2, "small", [1, 2], 0)
     counts = []
     for life in range(1, 6):
-        with Team(engine.team_load_and_commit, tmpfs, 2, "small", [10 * life, 10 * life + 2], life) as team:
+        with Team(fault_team.team_load_and_commit, tmpfs, 2, "small", [10 * life, 10 * life + 2], life) as team:
             assert [child.next_report("loaded")[1] for child in team.ranks] == [(2, 0), (2, 0)]
             for child in team.ranks:
                 child.next_report("committed")
         counts.append(len(arenas(tmpfs)))
     assert max(counts) <= counts[0] + 2, counts
-    assert call_team(engine.team_load_and_save, tmpfs, 2, "small", [100, 101], 9) == [(2, 0), (2, 0)]
+    assert call_team(fault_team.team_load_and_save, tmpfs, 2, "small", [100, 101], 9) == [(2, 0), (2, 0)]
     for node in (0, 1):
         assert {n.split("/")[0] for n in files_of(tmpfs / f"node-{node}" / "job")} == {"step-101_ckpt"}
 

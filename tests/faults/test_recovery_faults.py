@@ -13,7 +13,7 @@ import pytest
 from ml_flashpoint.format.manifest import object_name, read_manifest, write_manifest
 from tests.faults.common import part_files
 from tests.support.forked import Team, preload
-from tests.workers import fault_engine as engine
+from tests.workers import fault_team
 from tests.workers import recovery_faults as faults
 
 preload("tests.workers.recovery_faults")
@@ -29,7 +29,7 @@ def team(function: Any, root: Path, world: int, *args: Any, env: Mapping[str, st
 @pytest.fixture
 def job(tmpfs: Path) -> Path:
     """Two nodes that hold step 2 of both ranks."""
-    team(engine.team_save, tmpfs, 2, "small", [1, 2], 0)
+    team(fault_team.team_save, tmpfs, 2, "small", [1, 2], 0)
     return tmpfs
 
 
@@ -72,7 +72,7 @@ def test_a_damaged_copy_and_a_second_good_one(tmpfs: Path) -> None:
 @pytest.mark.damages_on_purpose
 def test_a_copy_that_is_damaged_protects_nothing(tmpfs: Path) -> None:
     """Older versions stay until the newer one, with its copies, has been verified: here a copy turns out damaged."""
-    with Team(engine.team_save_two_and_keep_both, tmpfs, 2, "tiny", 5) as ranks:
+    with Team(fault_team.team_save_two_and_keep_both, tmpfs, 2, "tiny", 5) as ranks:
         assert [child.wait() for child in ranks.ranks] == [-9, -9]
     base = tmpfs / "node-1" / "job"
     path = base / part_files(base, 2, 0)[0]
@@ -81,12 +81,12 @@ def test_a_copy_that_is_damaged_protects_nothing(tmpfs: Path) -> None:
     with path.open("r+b") as file:
         file.write(data)
     # Each loads step 2, and begins a save that is never verified.
-    with Team(engine.team_load_and_commit, tmpfs, 2, "tiny", [3], 6) as ranks:
+    with Team(fault_team.team_load_and_commit, tmpfs, 2, "tiny", [3], 6) as ranks:
         for child in ranks.ranks:
             assert child.next_report("loaded") == ("loaded", (2, 5))
             child.next_report("committed")
     shutil.rmtree(tmpfs / "node-0")
-    assert team(engine.team_load, tmpfs, 2, "tiny") == [(1, 5), (1, 5)]
+    assert team(fault_team.team_load, tmpfs, 2, "tiny") == [(1, 5), (1, 5)]
 
 
 @pytest.mark.damages_on_purpose
@@ -152,7 +152,7 @@ def test_a_node_lost_for_good_without_copies_is_an_error(tmpfs: Path) -> None:
 
 
 def test_what_a_first_save_left_that_was_cut_short_lets_a_job_start(tmpfs: Path) -> None:
-    with Team(engine.team_obey, tmpfs, 2, "small") as ranks:
+    with Team(fault_team.team_obey, tmpfs, 2, "small") as ranks:
         for child in ranks.ranks:
             child.next_report("ready")
         ranks[0].say("save", 1, 0)
@@ -162,7 +162,7 @@ def test_what_a_first_save_left_that_was_cut_short_lets_a_job_start(tmpfs: Path)
 
 
 def test_saves_of_one_rank_only_let_a_job_start_where_the_other_is_seen_not_to_have_any(tmpfs: Path) -> None:
-    with Team(engine.team_obey, tmpfs, 2, "small") as ranks:
+    with Team(fault_team.team_obey, tmpfs, 2, "small") as ranks:
         for child in ranks.ranks:
             child.next_report("ready")
         ranks[0].say("save", 1, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import threading
@@ -27,9 +26,8 @@ from ml_flashpoint.local import (
     NoReplicasAvailableError,
     StaleIterationError,
 )
-from ml_flashpoint.local.async_request import await_removal
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy
-from tests.support.forked import Child, call
+from tests.support.forked import Child
 from tests.support.injector import Fault, Injector
 
 
@@ -386,33 +384,6 @@ def test_the_request_can_be_waited_for_in_another_process(manager: LocalCheckpoi
     await_threads()
     assert list((manager.local_ckpt_dir / ".flashpoint/rank-00000").glob("under-way-*")) == []
     pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn()
-
-
-def _await(report: Any, path: str, parent: int) -> None:
-    report("waits")
-    await_removal(path, parent)
-
-
-def test_waiting_elsewhere_ends_with_the_file(tmp_path: Path) -> None:
-    marker = tmp_path / "under-way"
-    marker.touch()
-    parent = call(_parent)
-    with Child(_await, str(marker), parent) as child:
-        child.next_report("waits")
-        assert child.alive
-        marker.unlink()
-        child.join()
-
-
-def _parent(report: Any) -> int:
-    return os.getppid()
-
-
-def test_waiting_elsewhere_ends_with_the_trainer(tmp_path: Path) -> None:
-    marker = tmp_path / "under-way"
-    marker.touch()
-    with Child(_await, str(marker), -1) as child:  # nobody's number
-        child.join()
 
 
 # ---- logs and leftovers -----------------------------------------------------------------------------------

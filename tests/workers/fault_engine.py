@@ -7,24 +7,19 @@ load can tell bytes of one save from those of any other. Functions here run in c
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import random
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
@@ -34,8 +29,6 @@ from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.store_backend import StoreBackend
-from ml_flashpoint.replication.transfer_service import TransferService
 from tests.support.forked import Report
 
 SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
@@ -381,159 +374,9 @@ def save_while_full(report: Report, base: str, leaves: list[int], growing: bool)
     return results
 
 
-# ---- ranks of a team ----------------------------------------------------------------------------------------
-
-
 def base_here() -> str:
     """The base container of this rank's node."""
     return os.environ["FLASHPOINT_TEST_BASE"]
-
-
-def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
-    """Load and check the latest version, on all ranks."""
-    engine = Rank(base_here(), replicate=True)
-    found = engine.load_if_any(size)
-    _train()  # as long as others may still read from here
-    engine.close()
-    return found
-
-
-def team_read_all(report: Report, rank: int) -> int | None:
-    """Find the latest version and read every part of it, as doors do that reshard; its step."""
-    engine = Rank(base_here(), replicate=True)
-    found = engine.loader.get_latest_complete_checkpoint(engine.base)
-    if found is not None:
-        for part in range(engine.loader.read_manifest(found, 0).world_size):
-            manifest = engine.loader.read_manifest(found, part)
-            reader = engine.loader.open_object(found, manifest, manifest.objects[0])
-            reader.ensure(0, reader.record.size)
-        engine.loader.release()
-    _train()
-    engine.close()
-    return None if found is None else found.step
-
-
-def team_save(report: Report, rank: int, size: str, steps: list[int], life: int, die: int = 0) -> int:
-    """Save these steps, and wait for the copies; the number of changes to files."""
-    engine = Rank(base_here(), replicate=True)
-    changes = die_at(base_here(), die)
-    for step in steps:
-        _train()
-        report("begins", step)
-        engine.save(size, step, life)
-        report("committed", step)
-        if not engine.saver.wait(30):
-            raise AssertionError("the copies were not made in time")
-        report("verified", engine.saver.stats.last_verified or 0)
-    engine.close()
-    return changes()
-
-
-def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: int) -> None:
-    """Load, then save one step after the other, as fast as all ranks can."""
-    engine = Rank(base_here(), replicate=True)
-    report("loaded", engine.load_if_any(size))
-    step = first
-    while True:
-        _train()
-        report("begins", step)
-        engine.save(size, step, life)
-        report("committed", step)
-        report("verified", engine.saver.stats.last_verified or 0)
-        step += 1
-
-
-def _train() -> None:
-    """What keeps ranks at the same step, as training does; fails when a rank is gone."""
-    dist.all_reduce(torch.zeros(1))
-
-
-def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int) -> None:
-    """Save steps 1 and 2 with copies, and be killed when the files of step 1 are about to be pruned."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.remove" and "step-1_ckpt" in str(arguments[0]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    team_save(report, rank, size, [1, 2], life)
-
-
-# ---- bad peers ----------------------------------------------------------------------------------------------
-
-
-def team_obey(report: Report, rank: int, size: str) -> None:
-    """Do what the test says, one thing after the other, and report when it is done and how long it took."""
-    engine = Rank(base_here(), replicate=True)
-    assert engine.replication is not None
-    engine.saver.wait(0.1)  # the saver is made by all ranks together
-    garbler: Garbler | None = None
-    report("ready")
-    while True:
-        match report.listen():
-            case ("save", step, life):
-                began = time.monotonic()
-                engine.save(size, step, life)
-                report("committed", step, time.monotonic() - began)
-            case ("wait", deadline_s):
-                report("settled", engine.saver.wait(deadline_s))
-            case ("stats",):
-                report("stats", asdict(engine.saver.stats))
-            case ("garble", seed):
-                engine.replication.close()
-                garbler = Garbler(engine.replication.address_of(rank), seed)
-                report("garbling")
-            case ("refuse",):
-                engine.replication.close()
-                report("refusing")
-            case ("serve",):
-                if garbler is not None:
-                    garbler.close()
-                backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
-                host, port = engine.replication.address_of(rank)
-                service = TransferService(rank_group().secret, backend, host=host, port=port)
-                service.start()
-                report("serving")
-            case ("end",):
-                break
-    # No farewell to peers: some of them may be gone.
-    report("result", None)
-    os._exit(0)
-
-
-class Garbler:
-    """Listens where a service was, and answers whoever connects with noise, silence or a closed door."""
-
-    def __init__(self, address: tuple[str, int], seed: int) -> None:
-        self._random = random.Random(seed)
-        self._listener = socket.create_server(address)
-        self._closed = False
-        self._kept: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = self._listener.accept()
-                if self._closed:
-                    peer.close()
-                    return
-                match self._random.choice(["noise", "noise", "silence", "close"]):
-                    case "noise":
-                        with contextlib.suppress(OSError):
-                            peer.sendall(self._random.randbytes(self._random.randrange(1, 100_000)))
-                        self._kept.append(peer)
-                    case "silence":
-                        self._kept.append(peer)
-                    case "close":
-                        peer.close()
-
-    def close(self) -> None:
-        self._closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for peer in self._kept:
-            peer.close()
 
 
 # ---- leftovers ----------------------------------------------------------------------------------------------
@@ -555,30 +398,6 @@ def open_base(report: Report, base: str) -> str:
     except FlashpointError as error:
         return f"{type(error).__name__}: {error}"
     return "open"
-
-
-def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> tuple[int, int] | None:
-    """Load, save these steps, and wait until they are verified."""
-    engine = Rank(base_here(), replicate=True)
-    found = engine.load_if_any(size)
-    for step in steps:
-        _train()
-        engine.save(size, step, life)
-        if not engine.saver.wait(30):
-            raise AssertionError("the copies were not made in time")
-    engine.close()
-    return found
-
-
-def team_load_and_commit(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
-    """Load, and save so that nothing gets verified: the other ranks are told other steps."""
-    engine = Rank(base_here(), replicate=True)
-    report("loaded", engine.load(size))
-    for step in steps:
-        engine.save(size, step + rank, life)
-    engine.saver.wait(30)
-    report("committed")
-    threading.Event().wait()
 
 
 def discard_and_load(report: Report, base: str, size: str) -> list[tuple[int, int] | None]:

@@ -37,7 +37,7 @@ _RECORD_POLL_S = 0.002
 """Seconds between two looks for a completion record. No event takes their place: a process that is killed posts none,
 so whoever waits has to look for the process again and again in any case, and a look for a file adds little to that."""
 DESERTED_POLL_S = 0.1
-_TAKE_UP_S = 30.0
+_TAKE_UP_S = 120.0
 """Seconds that a process may need from the hand-off of a save until it signs for it: it may be started for that, and
 import much."""
 

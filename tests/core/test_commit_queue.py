@@ -25,7 +25,7 @@ class TwoRanks:
 
     distributed = True
     highest = 9
-    rank = 0
+    rank, node = 0, "node-0"
     is_node_leader = False
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ class Flashpoint(KeptVersions):
         self._keep = checked_keep(keep)
         self._world = _default_group()
         self._open(
-            {"every_n_steps": str(every_n_steps), "mtbf_s": mtbf_s or 0.0, "on_world_size_change": change},
+            {"every_n_steps": every_n_steps, "mtbf_s": mtbf_s or 0.0, "on_world_size_change": change},
             replication=strategy,
             discard_existing=discard_existing,
             verify_saves=verify_saves,

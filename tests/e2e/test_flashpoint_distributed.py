@@ -180,7 +180,11 @@ def test_structure_that_changes_on_one_rank(tmpfs: Path) -> None:
 
 
 def test_arguments_that_differ(tmpfs: Path) -> None:
-    for options, values in (({"every_n_steps": 5}, "[1, 5]"), ({"on_world_size_change": "keep"}, "['keep', 'raise']")):
+    for options, values in (
+        ({"every_n_steps": 5}, "[1, 5]"),
+        ({"every_n_steps": "auto"}, "['auto', 1]"),
+        ({"on_world_size_change": "keep"}, "['keep', 'raise']"),
+    ):
         said = call_team(worker.construct, tmpfs, 2, {1: options})
         assert all(f"InvalidArgumentError: differs between ranks: {values}" in each for each in said)
 
@@ -219,7 +223,8 @@ def test_leaving_a_collective_ends_it_for_the_others(tmpfs: Path) -> None:
 
 
 def test_ranks_meet_again_once_there_are_threads(tmpfs: Path) -> None:
-    assert call_team(worker.loses_the_others_without_a_thread, tmpfs, 2) == [["lost", "met", "met"]] * 2
+    came_to = call_team(worker.loses_the_others_without_a_thread, tmpfs, 2, timeout_s=200)
+    assert came_to == [["lost", "met", "met"]] * 2
 
 
 def test_a_rank_that_cannot_connect_once_holds_nobody_up(tmpfs: Path) -> None:

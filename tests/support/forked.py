@@ -324,11 +324,16 @@ class Team:
 
 
 def call_team(
-    function: Callable[..., object], root: Path, world_size: int, *args: Any, placement: Sequence[int] | None = None
+    function: Callable[..., object],
+    root: Path,
+    world_size: int,
+    *args: Any,
+    placement: Sequence[int] | None = None,
+    timeout_s: float = DEADLINE_S,
 ) -> list[Any]:
     """What a function returns on each of some ranks in fresh processes."""
     with Team(function, root, world_size, *args, placement=placement) as team:
-        return team.results()
+        return team.results(timeout_s)
 
 
 def _join(

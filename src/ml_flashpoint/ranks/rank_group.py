@@ -191,7 +191,7 @@ class RankGroup:
         """
         gathered = [json.loads(blob) for blob in self.gather(json.dumps(arguments).encode())]
         for argument, value in arguments.items():
-            if len(values := sorted({each[argument] for each in gathered})) > 1:
+            if len(values := sorted({each[argument] for each in gathered}, key=repr)) > 1:
                 raise InvalidArgumentError(
                     f"differs between ranks: {values}", argument=argument, value=value, rank=self.rank
                 )

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ml_flashpoint import Flashpoint, events
+from ml_flashpoint.core import persisting as core_persisting
 from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.format.errors import CapacityError, NothingLoadableError
@@ -376,6 +377,30 @@ def test_parts_that_come_while_rank_0_looks_for_them_are_seen(
         monkeypatch.setattr("ml_flashpoint.core.persisting.ranks_there", look)
         write_steps(fp, 1)
         assert fp.health.persist_error is None
+
+
+def test_a_version_is_due_while_older_ones_are_removed(
+    base: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removes, may_end = threading.Event(), threading.Event()
+    keep_newest = core_persisting.keep_newest
+
+    def slow(*arguments: Any) -> Any:
+        removes.set()
+        assert may_end.wait(20)
+        return keep_newest(*arguments)
+
+    with Flashpoint(base, persist=str(store), persist_every=1, deadline_s=20) as fp:
+        fp.track(value=Value()).resume()
+        await_store(fp._engine.persisting)
+        with monkeypatch.context() as patched:
+            patched.setattr(core_persisting, "keep_newest", slow)
+            write_steps(fp, 1)
+            assert removes.wait(20)
+            fp.step()
+            assert fp.wait()
+            may_end.set()
+            wait_until(lambda: fp.health.persisted == 2, f"2 is persisted: {fp.health}")
 
 
 def test_every_rank_has_its_thread_before_the_end_when_none_can_be_started() -> None:

@@ -329,6 +329,7 @@ class Persisting:
         with self._changed:
             self._persisted, self._completed = task.step, task.save_id
             self._worked(task)
+            self._collecting = True  # what is left to do must not keep the next version from being due
         self._remove(lambda: keep_newest(store, self.options.persist_keep, run_of(task.save_id)))
 
     def _remove(self, what: Callable[[], object]) -> None:

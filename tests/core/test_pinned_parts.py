@@ -31,7 +31,7 @@ def store(tmpfs: Path) -> Iterator[RankStore]:
 
 def queue_of(replicate: Callable[[HeldPart], None] = lambda part: None) -> CommitQueue:
     """The queue of a single rank, with a copy of each part made by a function."""
-    alone: Any = SimpleNamespace(distributed=False, rank=0, is_node_leader=False, close=lambda: None)
+    alone: Any = SimpleNamespace(distributed=False, rank=0, node="n", is_node_leader=False, close=lambda: None)
     copies: Any = SimpleNamespace(
         initialized=True, copies_of=lambda rank: (1,), replicate=lambda part, cancelled: replicate(part)
     )

@@ -132,6 +132,8 @@ def test_a_step_or_a_pin_is_gone_back_to(tmpfs: Path, tmp_path: Path) -> None:
         goes_on_from(7, step=77)
     with pytest.raises(InvalidArgumentError, match="cannot go with a step"):
         goes_on_from(7, step=2, fallback="last")
+    assert ours.flashpoint is not None
+    ours.flashpoint.close()  # no training has begun that would end it
 
 
 def test_a_step_that_was_asked_for_and_is_not_loaded_changes_nothing(tmpfs: Path, tmp_path: Path) -> None:

@@ -90,6 +90,15 @@ def test_what_was_planted_is_survived() -> None:
     assert chosen(measured(save_s=0.0), mtbf_s=None) == 1
 
 
+@pytest.mark.parametrize("since_s", [float("nan"), float("inf"), float("-inf"), -1e300, 1e300])
+@pytest.mark.parametrize("held_s", [0.0, 0.01])
+def test_a_damaged_file_breaks_no_save(since_s: float, held_s: float) -> None:
+    interval = SaveInterval("auto")
+    interval.since_s = since_s
+    assert loop(interval, 100, step_s=0.5, held_s=held_s)[:9] == list(range(1, 10))
+    assert interval.measured is not None
+
+
 def test_it_does_not_go_to_and_fro() -> None:
     interval = SaveInterval("auto", 3 * HOUR_S)
     interval.every, interval.reason = 32, "why"

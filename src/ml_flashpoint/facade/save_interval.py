@@ -144,7 +144,8 @@ class SaveInterval:
             step_s = statistics.median(self._quiet)
             steps = self._busy_steps / (self._saves - _FIRST_SAVES)
             save_s = max(save_s, steps * (busy_s - step_s))
-        return Measured(step_s, save_s, max(time.time() - self.since_s, 0.0), max(self.starts, 1))
+        observed_s = time.time() - self.since_s  # which a file says that may be damaged
+        return Measured(step_s, save_s, observed_s if 0 < observed_s < math.inf else 0.0, max(self.starts, 1))
 
     # ---- the choice ---------------------------------------------------------------------------------------
 

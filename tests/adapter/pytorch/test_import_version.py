@@ -269,6 +269,18 @@ def test_nothing_is_read_beyond_the_folder(tmp_path: Path, store: Path, path: st
     assert list_persisted(DirectoryStore(store)) == ([], [])
 
 
+def test_a_tensor_of_which_a_shard_is_nowhere_is_refused(tmp_path: Path, store: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"w": torch.ones(100)})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    of = metadata.state_dict_metadata["w"]
+    of.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size([100]), torch.Size([100])))
+    of.size = torch.Size([200])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match="does not say where 'w' is"):
+        import_version(folder, store, 1)
+    assert list_persisted(DirectoryStore(store)) == ([], [])
+
+
 def test_descriptions_are_checked(tmp_path: Path, store: Path) -> None:
     folder = saved(tmp_path / "dcp", {"w": torch.ones(100), "n": 3})
     original = (folder / ".metadata").read_bytes()

@@ -189,7 +189,10 @@ def _dcp_source(path: Path) -> Source:
         kind = (of.properties.dtype, tuple(chunk.sizes))
         nbytes = math.prod(chunk.sizes) * of.properties.dtype.itemsize
         items.append(SourceItem(index, kind, nbytes, partial(_read_tensor, file, *sizes, index.fqn, kind)))
+    stored = {(index.fqn, index.offset) for index in places}
+    wanted = {(fqn, each.offsets) for fqn, of in described.items() for each in getattr(of, "chunks", ())}
     missing = described.keys() - {item.index.fqn for item in items}
+    missing |= {fqn for fqn, offset in wanted - stored if (fqn, None) not in stored}
     if missing:
         raise DamagedError(f"the metadata does not say where {min(map(str, missing))!r} is", path=path)
     return Source(Metadata(described, metadata.planner_data), items)

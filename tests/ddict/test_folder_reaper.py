@@ -150,21 +150,41 @@ def test_a_folder_that_was_made_anew_is_not_emptied(folder: Path, monkeypatch: p
 
 
 def test_a_successor_finds_the_folder_as_it_was(folder: Path) -> None:
-    holder = held_by_another(folder, 3.0)
+    holder = held_by_another(folder, 3.0, "0")
     (folder / "value").write_text("kept")
     end(holder)
 
-    hold = join_folder(folder)
-    try:
-        wait_until(lambda: not reapers(folder), "the reaper has given up", DEADLINE_S)
-        assert (folder / "value").read_text() == "kept"
-    finally:
-        hold.close()
-    assert remove_now(folder)
+    successor = held_by_another(folder, 600.0, "0")
+    wait_until(lambda: len(reapers(folder)) == 1, "the reaper has given up", DEADLINE_S)
+    assert (folder / "value").read_text() == "kept"
+
+    (last,) = reapers(folder)
+    last.kill()
+    end(successor)
+    wait_until(lambda: remove_now(folder), "nobody holds the folder", DEADLINE_S)
 
 
-def test_a_dismissed_reaper_ends_and_leaves_the_folder(folder: Path) -> None:
+def test_the_folder_of_a_successor_that_is_killed_before_it_has_a_reaper_goes(folder: Path) -> None:
+    end(held_by_another(folder, 0.1))
     hold = join_folder(folder)
+    (folder / "value").write_text("kept")
+    (reaper,) = reapers(folder)
+    # It holds the folder no more: its time is over.
+    wait_until(lambda: not _has_open(reaper, folder / "owner"), "the reaper lets go", DEADLINE_S)
+    assert (folder / "value").read_text() == "kept"
+
+    hold.close()
+
+    wait_until(lambda: not folder.exists(), "the folder is gone", DEADLINE_S)
+
+
+def _has_open(process: psutil.Process, path: Path) -> bool:
+    return str(path) in [each.path for each in process.open_files()]
+
+
+def test_a_dismissed_reaper_has_removed_the_folder_when_it_ends(folder: Path) -> None:
+    hold = join_folder(folder)
+    (folder / "value").write_text("gone")
     reaper = Reaper(folder, 600.0)
     (process,) = reapers(folder)
     assert process.ppid() != os.getpid()
@@ -172,9 +192,8 @@ def test_a_dismissed_reaper_ends_and_leaves_the_folder(folder: Path) -> None:
     hold.close()
     reaper.dismiss()
 
-    # It has let go already, however long its process takes to end.
-    assert folder.exists()
-    assert remove_now(folder)
+    # Whoever dismisses it may be killed at once.
+    assert not folder.exists()
     wait_until(lambda: not reapers(folder), "the reaper has ended", DEADLINE_S)
 
 

@@ -26,8 +26,8 @@ _END_S = 5.0
 
 
 class Reaper:
-    """A process that keeps a folder for some time after the one that made it is gone, and then removes it, unless
-    somebody else holds it.
+    """A process that keeps a folder for some time after the one that made it is gone, and then removes it as soon as
+    nobody else holds it.
 
     It holds the folder itself, so nobody's sweep takes it from a successor that is still on its way. It is no child of
     this process, so that whoever ends this one and its children lets it live.
@@ -56,11 +56,14 @@ class Reaper:
             os.close(reader)
 
     def dismiss(self) -> None:
-        """End it: nothing is left to be done. On return it holds the folder no more, or else removes it in the end."""
+        """Have it remove the folder at once, unless somebody else holds it, and wait for its end.
+
+        The removal is not left to this process, which may be killed before it is done. Close its own hold first.
+        """
         with contextlib.suppress(OSError):
             os.write(self._writer, b"x")
-        # An error on this end of the pipe says that the other one is closed, which it is after the lock. One that does
-        # not get to run for so long removes the folder itself when it does.
+        # An error on this end of the pipe says that the other one is closed: the reaper has ended. One that does not
+        # get to run for so long does its work when it does.
         poll = select.poll()
         poll.register(self._writer, 0)
         poll.poll(_END_S * 1000)
@@ -120,22 +123,17 @@ def _main(folder: Path, keep_s: float, name: str) -> None:
         os.write(told, b"x")
     os.close(told)
     if os.read(0, 1):
-        os.close(hold)  # before the end of this process closes the pipe
-        if _is_hung_up(0):
-            remove_now(folder)  # whoever dismissed this one waits no more, and has found the folder held
+        os.close(hold)
+        remove_now(folder)
         return
     give_up = time.monotonic() + keep_s
     # Another file by the note's name is a successor's reaper, which has its own hold.
     while is_file(folder / LOCK, hold) and is_file(note, noted) and time.monotonic() < give_up:
         time.sleep(_LOOK_EVERY_S)
     os.close(hold)
-    remove_now(folder)
-
-
-def _is_hung_up(pipe: int) -> bool:
-    poll = select.poll()
-    poll.register(pipe, 0)
-    return bool(poll.poll(0))
+    # Whoever holds the folder now may be a successor that is killed before it has a reaper.
+    while not remove_now(folder) and is_file(note, noted):
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _replace(path: Path) -> int:

@@ -17,9 +17,14 @@ from ml_flashpoint.checkpoint_object_manager import removal
 from ml_flashpoint.checkpoint_object_manager.removal import remove_from_base
 from ml_flashpoint.cli.rm import remove
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
-from tests.support.forked import Child
+from tests.faults.common import part_files
+from tests.support.forked import Child, Team, call_team, preload
 from tests.support.loops import Stored, versions
+from tests.workers import fault_team
+from tests.workers import recovery_faults as faults
 from tests.workers.starting import start
+
+preload("tests.workers.recovery_faults")
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +71,68 @@ def test_one_version_goes_with_its_memory(base: Path, capsys: pytest.CaptureFixt
         assert fp.track(value=value).resume() == 3
         assert [version.step for version in fp.versions()] == [3, 1]
         fp.save(4)
+
+
+def cut_a_save_short(root: Path, step: int) -> None:
+    """Rank 0 of two commits its part, and both are killed before rank 1 does."""
+    with Team(fault_team.team_obey, root, 2, "small") as ranks:
+        for child in ranks.ranks:
+            child.next_report("ready")
+        ranks[0].say("save", step, 0)
+        ranks[0].next_report("committed")
+    assert part_files(root / "node-0" / "job", step)
+
+
+def test_a_job_whose_only_version_was_removed_everywhere_begins_anew(tmpfs: Path) -> None:
+    """Also where its first save after that is cut short: nothing was complete that anybody wants back."""
+    call_team(faults.save_as, tmpfs, 2, "next", [1])
+    for node in (0, 1):
+        assert remove(f"{tmpfs / f'node-{node}' / 'job'}@1", yes=True) == 0
+    cut_a_save_short(tmpfs, 2)
+    assert call_team(faults.load_as, tmpfs, 2, "next") == [None, None]
+
+
+def test_a_version_that_was_removed_on_one_node_comes_from_the_other(tmpfs: Path) -> None:
+    call_team(faults.save_as, tmpfs, 2, "next", [1])
+    assert remove(f"{tmpfs / 'node-0' / 'job'}@1", yes=True) == 0
+    assert versions(tmpfs / "node-0" / "job") == []
+    assert call_team(faults.load_as, tmpfs, 2, "next") == [(1, 0), (1, 0)]
+
+
+def test_a_version_that_was_removed_on_one_node_and_was_nowhere_else_is_not_forgotten(tmpfs: Path) -> None:
+    call_team(faults.save_as, tmpfs, 2, "none", [1])
+    assert remove(f"{tmpfs / 'node-0' / 'job'}@1", yes=True) == 0
+    for said in call_team(faults.load_as, tmpfs, 2, "none"):
+        assert said.startswith("NothingLoadableError"), said
+        assert "step-1_ckpt (the parts of ranks 0 of 2" in said
+    assert remove(f"{tmpfs / 'node-1' / 'job'}@1", yes=True) == 0
+    assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
+
+
+def test_a_save_that_was_cut_short_is_removed_before_a_job_begins_anew(tmpfs: Path) -> None:
+    """Nobody can tell on one node whether it was complete, so it is not taken for nothing: the error names it."""
+    call_team(faults.save_as, tmpfs, 2, "none", [1])
+    cut_a_save_short(tmpfs, 2)
+    for node in (0, 1):
+        assert remove(f"{tmpfs / f'node-{node}' / 'job'}@1", yes=True) == 0
+    for said in call_team(faults.load_as, tmpfs, 2, "none"):
+        assert said.startswith("NothingLoadableError"), said
+        assert "step-2_ckpt (the parts of ranks 1 of 2" in said
+    assert remove(f"{tmpfs / 'node-0' / 'job'}@2", yes=True) == 0
+    assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
+
+
+def test_pins_go_with_the_last_version(base: Path) -> None:
+    with Flashpoint(base, keep=3, strict=True) as fp:
+        fp.track(value=Stored()).resume()
+        assert fp.pin("good") == 3
+    for step in (1, 2, 3):
+        assert remove(f"{base}@{step}", yes=True) == 0
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(value=Stored(4)).resume() == 0
+        fp.save(1)
+        assert fp.wait()
+        assert fp.pin("good") == 1
 
 
 def test_what_is_not_ours_stays(base: Path, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME, forget_complete, holds_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     list_versions,
@@ -27,6 +27,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.manifest import parse_manifest_name, parse_object_name
 from ml_flashpoint.format.private_folders import check_folder, check_way, open_folder, open_own
+from ml_flashpoint.format.retention_record import remove_record
 
 _ARENA: Final = "arena-"
 
@@ -48,6 +49,10 @@ class Removed:
 
 def remove_from_base(base: Path, step: int | None = None) -> Removed:
     """Remove a base container, or the parts of one version in it with their memory.
+
+    A node that has no part left knows of no version any more: where that is so on all nodes, the job begins anew, and
+    where others have copies, they remember. A node that still has a part, be it of a save that was cut short, remembers
+    that there was a complete version: it may be all that is left of one.
 
     Args:
         step: of that version; all of its saves go.
@@ -75,6 +80,9 @@ def remove_from_base(base: Path, step: int | None = None) -> Removed:
                 gone |= _remove_version(root / version, removed)
             if step is not None:
                 _remove_arenas(ranks, gone, removed)
+                if not holds_parts(root):
+                    forget_complete(root)
+                    remove_record(root / PRIVATE_DIR)
                 return removed
             _remove_private(root, ranks, removed)
         with contextlib.suppress(OSError):

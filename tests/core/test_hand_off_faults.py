@@ -23,6 +23,7 @@ from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ObjectNotFoundError, SaveError, UnreadableError
+from tests.support.forked import wait_until
 from tests.support.injector import Fault, Injector
 
 TENSORS = [("weight", torch.arange(100_000.0))]
@@ -319,3 +320,35 @@ def test_a_save_that_is_being_handed_off_while_it_is_looked_at_is_not_given_up(
         pickle.loads(pickle.dumps(each)).save(version(tmpfs, step), TENSORS)
         assert each.save.finished.wait(20)
     assert [each.save.state for each in saves] == [SaveState.VERIFIED] * 2
+
+
+def test_the_trainer_learns_that_all_ranks_have_committed_a_save(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only for such a save may an older one make way: see the same test of saves in this process."""
+    verdict = threading.Event()
+    monkeypatch.setattr(saver._commits, "_finish", lambda save: verdict.wait(60))
+    monkeypatch.setattr(saver, "_verify_saves", "all")
+    saver._objects.open(tmpfs, 0)
+    away: list[tuple[HandedOffSaver, Save]] = []
+    try:
+        for step in range(1, 5):
+            handed_off = saver.hand_off()
+            there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
+            save = there.begin()
+            save.complete = False  # as a door says whose ranks tell each other
+            there.write(save, version(tmpfs, step), TENSORS)
+            there.commit(save)
+            away.append((there, save))
+            record = handed_off.save
+            wait_until(lambda record=record: saver._watch(record) is not None and record.part is not None, "taken", 20)
+        assert [save.complete for save in saver._saves] == [False] * 4
+        assert not saver._evict_one(None, full=False)
+        there, save = away[2]
+        there.note_complete(save)
+        assert saver._evict_one(None, full=False)
+        assert [save.complete for save in saver._saves_with_arenas()] == [False, True, False]
+        assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt", "step-4_ckpt"], "1 is being verified"
+        assert not saver._evict_one(None, full=False)
+    finally:
+        verdict.set()

@@ -406,6 +406,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         held = [each for each in self._saves_with_arenas() if each.part is not None]
         if len(held) + inherited < 2:
             return False
+        self._learn_completion(held)
         # What a newer one replaces only if other ranks have come as far is what a crash would go back to.
         newest = max((i for i, each in enumerate(held) if each.complete is not False), default=-1)
         older, newer = held[: max(newest, 0)], held[newest + 1 :]

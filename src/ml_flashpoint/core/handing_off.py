@@ -182,7 +182,15 @@ class HandingOff(MLFlashpointCheckpointSaver):
             return
         assert part.manifest is not None
         self._taken_size = part.manifest.objects[0].size
+        save.complete = record.complete
         self._pass_on(save, part, store)
+
+    def _learn_completion(self, saves: list[Save]) -> None:
+        """Take note of which of some saves all ranks have committed, where another process has heard of it."""
+        newest = None if self._mailbox is None else self._mailbox.newest_complete()
+        for save in saves:
+            if save.key == newest:
+                save.complete = True
 
     def _disown(self, save: Save, record: CompletionRecord) -> None:
         """Remove what the other process has committed, whose arenas are about to be another save's. If that fails, the

@@ -25,6 +25,7 @@ from ml_flashpoint.format.private_folders import open_folder, open_own
 
 _PREFIX = "flashpoint-mailbox-"
 _OWNER = ".owner"
+_COMPLETE = ".complete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class CompletionRecord:
     Attributes:
         base, version: where it saved.
         arenas: files of the part's objects, in the manifest's order; empty if the save failed.
-        others: see :class:`Save`.
+        others, complete: see :class:`Save`.
         error: why it failed, or None.
     """
 
@@ -42,6 +43,7 @@ class CompletionRecord:
     version: str
     arenas: tuple[str, ...] = ()
     others: tuple[str, ...] | None = None
+    complete: bool | None = None
     error: str | None = None
 
 
@@ -151,8 +153,23 @@ class Mailbox:
             version=str(fields["version"]),
             arenas=tuple(map(str, fields["arenas"])),
             others=None if fields["others"] is None else tuple(map(str, fields["others"])),
+            complete=fields["complete"],
             error=fields["error"],
         )
+
+    def note_complete(self, save_id: str) -> None:
+        """Report that all ranks have committed a save, in place of the one that was said so of before."""
+        temporary = self.directory / f".{save_id}.complete.tmp"
+        with contextlib.suppress(FileNotFoundError):  # the mailbox is gone, with its owner
+            temporary.write_text(save_id)
+            os.replace(temporary, self.directory / _COMPLETE)
+
+    def newest_complete(self) -> str | None:
+        """The save that all ranks have committed last, as far as was reported."""
+        try:
+            return (self.directory / _COMPLETE).read_text()
+        except OSError:  # for want of descriptors, say: it is asked again before the next save makes way
+            return None
 
     def clear(self, save_id: str) -> None:
         """Remove what was reported of a save. Where there is no record, its signature stays: nobody signs late."""

@@ -76,6 +76,10 @@ class MLFlashpointCheckpointSaver(ABC):
         """Take over what ranks have come to, before the write. Idempotent."""
         save.adopt(identity)
 
+    def note_complete(self, save: Save) -> None:
+        """Take note that all ranks have committed a save."""
+        save.complete = True
+
     @abstractmethod
     def fail(self, save: Save, error: BaseException) -> None:
         """Give the save up. Its arena is free again; older versions are as before. Idempotent."""

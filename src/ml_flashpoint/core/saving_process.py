@@ -169,9 +169,15 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             manifest.version,
             arenas=(str(arena.path),),
             others=None if save.others is None else tuple(save.others),
+            complete=save.complete,
         )
         self._mailbox.post(save.key, record)
         self._end_work()
+
+    def note_complete(self, save: Save) -> None:
+        """See the base class."""
+        super().note_complete(save)
+        self._mailbox.note_complete(save.key)
 
 
 _writer_of_process: ObjectWriter | None = None

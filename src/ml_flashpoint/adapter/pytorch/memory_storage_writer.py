@@ -389,7 +389,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             if not call.is_coordinator and call.use_collectives:
                 self._saver.commit(save, labels={"door": "dcp", **call.labels})
                 call.save = None
-                listen_for_completion(partial(setattr, save, "complete", True))
+                listen_for_completion(partial(self._saver.note_complete, save))
         except BaseException as error:
             self._saver.fail(save, error)
             call.save = None
@@ -428,7 +428,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             raise
         if call.use_collectives:
             # All others have committed theirs before.
-            save.complete = True
+            self._saver.note_complete(save)
             metadata.storage_meta = CompletionRider(**vars(metadata.storage_meta))
 
     def _claimed(self) -> Save:

@@ -200,6 +200,14 @@ def terminate_in_the_first_save(report: Report, rank: int, grace_s: float) -> No
     signal.pause()
 
 
+def _together(name: str) -> LastingGroup:
+    """A group that all ranks have: one that is left while another rank still connects is built anew there, and what
+    that rank calls first is what this one calls second."""
+    lasting = LastingGroup(name, deadline_s=60)
+    lasting.run("beginning", lambda group: dist.barrier(group=group))
+    return lasting
+
+
 def leave_a_collective(report: Report, rank: int) -> float:
     """Rank 1 leaves a collective that rank 0 is in; the seconds until that of this rank has ended."""
 
@@ -208,7 +216,8 @@ def leave_a_collective(report: Report, rank: int) -> float:
             raise RuntimeError("left")
         dist.barrier(group=group)
 
-    lasting, began = LastingGroup("left", deadline_s=60), time.monotonic()
+    lasting = _together("left")
+    began = time.monotonic()
     try:
         lasting.run("meeting", meet)
     except TopologyError as error:
@@ -223,7 +232,7 @@ def leave_a_collective(report: Report, rank: int) -> float:
 def loses_the_others_without_a_thread(report: Report, rank: int) -> list[str]:
     """Rank 1 leaves a collective and finds no thread to come back with. What each call on a rank came to."""
     lasting_group._LATE_S = 60.0  # whoever noticed the end no earlier than that would take as long
-    lasting, came_to = LastingGroup("lost", deadline_s=60), []
+    lasting, came_to = _together("lost"), []
     for turn in range(3):
 
         def meet(group: dist.ProcessGroup, turn: int = turn) -> None:

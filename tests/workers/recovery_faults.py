@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.core import inventory
 from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
 from ml_flashpoint.net import client as net_client
@@ -197,6 +198,20 @@ def facade_saves(report: Report, rank: int, steps: int) -> None:
             counter.value += 1
             fp.step()
             assert fp.wait(60)
+
+
+def facade_saves_and_stays(report: Report, rank: int, steps: int) -> None:
+    """The same, and run on until killed."""
+    with Flashpoint(base_here(), strict=True) as fp:
+        counter = Counter()
+        fp.track(counter=counter).resume()
+        for _ in range(steps):
+            counter.value += 1
+            fp.step()
+            assert fp.wait(60)
+        assert events.flush()
+        report("saved")
+        threading.Event().wait()
 
 
 def facade_resumes(report: Report, rank: int, peers: bool) -> list[Any]:

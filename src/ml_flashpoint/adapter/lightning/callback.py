@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
@@ -57,7 +58,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 
     A save that is due at the last batch of an epoch, or at one that validation follows, is made at the next step that
     is neither, two steps later at most: Lightning, resumed from there, would leave out that validation and the hooks
-    at the end of that epoch.
+    at the end of that epoch. If training is complete before, it is made when all of that is done.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -230,6 +231,15 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             # What comes next may change parameters by other means than optimizers, as weight averaging does.
             assert self._flashpoint is not None
             self._flashpoint.before_update()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by Lightning when training is complete: makes the save that was put off."""
+        averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)
+        if not self._is_open or self._flashpoint is None or not self._put_off or averages:
+            return  # with averages in the place of parameters, training could not go on from there
+        self._put_off = 0
+        self.save(trainer)
+        self._flashpoint.before_update()  # the module is next
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

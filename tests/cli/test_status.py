@@ -115,6 +115,7 @@ def test_top_in_a_terminal(tmpfs: Path) -> None:
             for _ in range(3):
                 fp.step()
             assert fp.wait()
+            _await_text(ours, "no version would be left in memory, and nothing is persisted")
             _await_text(ours, " 4 ")
             top.send_signal(signal.SIGINT)
             with contextlib.suppress(OSError):  # when there is nobody any more who could write

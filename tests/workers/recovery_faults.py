@@ -214,6 +214,12 @@ def facade_saves_and_stays(report: Report, rank: int, steps: int) -> None:
         threading.Event().wait()
 
 
+def facade_goes_on(report: Report, rank: int) -> int:
+    """The step that is gone on from."""
+    with Flashpoint(base_here(), strict=True) as fp:
+        return fp.track(counter=Counter()).resume()
+
+
 def facade_resumes(report: Report, rank: int, peers: bool) -> list[Any]:
     """Resume while the peer, or a descriptor, is out of reach, then again."""
     with Flashpoint(base_here()) as fp:

@@ -114,6 +114,9 @@ def status(base: _Base, json: _Json = False) -> None:
     A rank is **ok**, **degraded** (copies are missing, ranks do not agree, or what is due is not persisted),
     **silent** (it has saved nothing yet) or **ended**.
 
+    And what the loss of a node would cost now: of this one, and of those whose copies it holds. Steps are those from
+    the version that survives up to the newest save; times are estimates, from the newest copies.
+
     Exit code: 0, 1 if a rank is degraded, 2 if BASE is not a base container.
     """
     from ml_flashpoint.cli.status import show_status

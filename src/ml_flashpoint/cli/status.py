@@ -11,14 +11,18 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ml_flashpoint.cli import output
-from ml_flashpoint.cli.base_view import format_bytes, read_ranks
+from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
+from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
 from ml_flashpoint.format.status import RankStatus, read_status
+
+_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +63,56 @@ def read_node(base: str) -> list[RankView]:
     ]
 
 
+def read_losses(base: str) -> tuple[list[RankView], list[Loss]]:
+    """The ranks, and what the loss of a node would cost them.
+
+    Raises:
+        NotABaseContainerError: it is none.
+    """
+    for _ in range(_TRIES):
+        ranks = read_node(base)
+        saying = [rank for rank in ranks if rank.status is not None]
+        running = [rank for rank in saying if rank.pid is not None] or saying
+        told = [rank.status for rank in running if rank.status is not None]
+        if found := losses(told, read_base(base).versions):
+            break
+        if all(status.verified is None for status in told):
+            break  # else what was verified may have been replaced by a newer one, before it was looked at
+    return ranks, found
+
+
 @output.command
 def show_status(base: str, *, as_json: bool = False) -> int | None:
     """Show it once; returns the exit code of the command."""
-    ranks = read_node(base)
+    ranks, found = read_losses(base)
     if as_json:
-        print(json.dumps({"base": base, "ranks": [_to_json(rank) for rank in ranks]}, indent=2))
+        told = {"ranks": [_to_json(rank) for rank in ranks], "losses": [loss.to_json() for loss in found]}
+        print(json.dumps({"base": base, **told}, indent=2))
     elif output.is_terminal():
-        output.console().print(_table(base, ranks))
+        output.console().print(_shown(base, ranks, found))
     else:
         for rank in ranks:
             print(_line(rank))
+        for loss in found:
+            print(loss.text())
     return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
 
 
 @output.command
 def show_top(base: str, *, every_s: float) -> None:
     """Show it again and again, until somebody presses Ctrl-C."""
-    with Live(_table(base, read_node(base)), console=output.console(), auto_refresh=False, screen=True) as live:
+    with Live(_shown(base, *read_losses(base)), console=output.console(), auto_refresh=False, screen=True) as live:
         try:
             while True:
                 time.sleep(every_s)
-                live.update(_table(base, read_node(base)), refresh=True)
+                live.update(_shown(base, *read_losses(base)), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def _shown(base: str, ranks: list[RankView], found: list[Loss]) -> RenderableType:
+    lines = [Text(loss.text(), style="" if loss.step is not None else "bold red") for loss in found]
+    return Group(_table(base, ranks), *lines, Text(CAPTION if found else UNKNOWN, style="dim"))
 
 
 def _to_json(rank: RankView) -> dict[str, Any]:

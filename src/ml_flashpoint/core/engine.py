@@ -124,7 +124,7 @@ class CheckpointEngine:
             if persist is not None:
                 self.loader = PersistedLoader(memory, persist.persist, self.ranks)
             self.retention = Retention(self.store, self.ranks, self.replication, memory.source, self.saver.wait)
-            self._status = StatusBoard(self.store, self.ranks)
+            self._status = StatusBoard(self.store, self.ranks, self.replication.strategy)
             undo.callback(self._status.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
             self.unasked = not self.ranks.all_ok(self.saver.is_asked(self.base))

@@ -11,6 +11,8 @@ from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.format.errors import UnsafePathError
 from ml_flashpoint.format.status import RankStatus, read_status, write_status
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -32,15 +34,24 @@ class StatusBoard:
 
     Args:
         store: of this rank; the file is in its directory.
-        teller: the rank.
+        group: the ranks, of which this is one.
+        strategy: who holds copies of whom.
     """
 
-    def __init__(self, store: RankStore, teller: events.Teller) -> None:
+    def __init__(self, store: RankStore, group: RankGroup, strategy: ReplicationStrategy) -> None:
         self._directory: Path = store.directory
         before = read_status(self._directory)
         since_s, starts = (before.since_s, before.starts) if before is not None and before.since_s else (time.time(), 0)
+        topology = group.topology
         self._status = RankStatus(
-            rank=teller.rank, node=teller.node, pid=os.getpid(), since_s=since_s, starts=starts + 1
+            rank=group.rank,
+            node=group.node,
+            pid=os.getpid(),
+            since_s=since_s,
+            starts=starts + 1,
+            nodes=len(topology.node_order),
+            survives=strategy.survivable_losses(topology),
+            copies_on=tuple(topology.node_of(holder) for holder in strategy.copies_of(group.rank, topology)),
         )
         self._written = self._failed = False
         self._write()  # in the place of what an earlier process has told

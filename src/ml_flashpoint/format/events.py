@@ -307,5 +307,6 @@ def _is_a(value: Any, hint: str) -> bool:
         case str():
             return hint.startswith("str")
         case tuple():
-            return hint.startswith("tuple") and all(type(each) is int for each in value)
+            kind = str if hint.startswith("tuple[str") else int
+            return hint.startswith("tuple") and all(type(each) is kind for each in value)
     return False

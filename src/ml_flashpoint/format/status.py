@@ -46,6 +46,9 @@ class RankStatus:
         since_s: when a process first saved here, or looked for what there is, as ``updated_s``.
         starts: number of processes that did, this one included.
         updated_s: time of the newest event, in seconds since the epoch by the node's clock.
+        nodes: of the job.
+        survives: how many of them may be lost at once, whichever they are, and what is verified is there still.
+        copies_on: nodes that hold copies of this rank's parts.
         resumed: the step that this process went on from.
         committed: newest step of which this rank's part is on its node.
         replicated: newest step whose copies were acknowledged; None also where nobody holds copies.
@@ -54,6 +57,7 @@ class RankStatus:
         held_s: seconds that the newest save has held the loop; 0.0 where that is not measured.
         committed_after_s, verified_after_s: seconds from the begin of the newest such save on.
         part_bytes: size of the newest part.
+        copied_bytes, copied_in_s: size of the newest part of which copies were made, and seconds that they took.
         persisted: newest step whose part of this rank is in the durable store.
         saves, failures: parts committed, saves failed.
         stepped_back: versions that could not be recovered or loaded.
@@ -67,6 +71,9 @@ class RankStatus:
     since_s: float = 0.0
     starts: int = 0
     updated_s: float = 0.0
+    nodes: int = 0
+    survives: int = 0
+    copies_on: tuple[str, ...] = ()
     resumed: int | None = None
     committed: int | None = None
     replicated: int | None = None
@@ -76,6 +83,8 @@ class RankStatus:
     committed_after_s: float = 0.0
     verified_after_s: float = 0.0
     part_bytes: int = 0
+    copied_bytes: int = 0
+    copied_in_s: float = 0.0
     persisted: int | None = None
     saves: int = 0
     failures: int = 0
@@ -96,6 +105,7 @@ class RankStatus:
                 change["saves"] = self.saves + 1
             case PartReplicated():
                 change = {"replicated": event.step, "replication_error": None}
+                change |= {"copied_bytes": event.bytes, "copied_in_s": event.seconds}
             case VersionVerified():
                 change = {"verified": event.step, "verified_s": event.time_s, "verified_after_s": event.seconds}
                 change["agreement_error"] = None
@@ -133,6 +143,8 @@ class RankStatus:
             return None
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             return None
+        if isinstance(found.get("copies_on"), list):
+            found["copies_on"] = tuple(found["copies_on"])
         try:
             status = cls(**{f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found})
         except TypeError:  # something is missing

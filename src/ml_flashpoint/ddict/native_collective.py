@@ -54,7 +54,7 @@ def _told(name: str) -> int:
         ) from error
 
 
-class CollectiveGroup:
+class CollectiveGroup(ProcessGroup):
     """One process for each of some policies, each with the environment that `torch.distributed` expects.
 
     Set are RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; CUDA_VISIBLE_DEVICES
@@ -82,69 +82,23 @@ class CollectiveGroup:
     ) -> None:
         if not policies or not all(isinstance(policy, Policy) for policy in policies):
             raise InvalidArgumentError("must be a policy for each rank", argument="policies", value=policies)
+        super().__init__()
         self._work = ProcessTemplate(training_fn, tuple(training_args), training_kwargs)
         self._policies = list(policies)
         self._port = port
-        self._group: ProcessGroup | None = None
 
     def init(self) -> None:
-        """Make ready to start.
+        """Make ready to start: who runs where, and the port, are settled now.
 
         Raises:
             InvalidArgumentError: a policy names a node that is not there.
+            DDictError: it was called before.
         """
-        if self._group is not None:
+        if self._is_init:
             raise DDictError("the group was made ready before")
-        group = ProcessGroup()
         for template in _templates(self._work, self._policies, self._port):
-            group.add_process(1, template)
-        group.init()
-        self._group = group
-
-    def start(self) -> None:
-        """Start all ranks; `init` is called if it was not."""
-        if self._group is None:
-            self.init()
-        self._started().start()
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until all ranks have ended; see `ProcessGroup.join`."""
-        self._started().join(timeout)
-
-    def kill(self, signal_number: int = 9) -> None:
-        """Send a signal to all ranks; see `ProcessGroup.kill`."""
-        self._started().kill(signal_number)
-
-    def close(self) -> None:
-        """End what still runs."""
-        if self._group is not None:
-            self._group.close()
-
-    @property
-    def puids(self) -> list[int]:
-        """Numbers of the processes that run, by rank."""
-        return self._started().puids
-
-    @property
-    def inactive_puids(self) -> list[tuple[int, int]]:
-        """Number and exit code of the processes that have ended."""
-        return self._started().inactive_puids
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids of the processes that run, by number; in the order of ranks."""
-        return self._started().pids
-
-    def _started(self) -> ProcessGroup:
-        if self._group is None:
-            raise DDictError("the group was not made ready: call init()")
-        return self._group
-
-    def __enter__(self) -> CollectiveGroup:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+            self.add_process(1, template)
+        super().init()
 
 
 def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | None) -> list[ProcessTemplate]:

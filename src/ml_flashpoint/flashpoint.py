@@ -33,13 +33,13 @@ from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
+from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery, health_of
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
-from ml_flashpoint.facade.save_interval import SaveInterval
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.state_loader import StateLoader

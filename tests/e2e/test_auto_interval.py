@@ -30,3 +30,13 @@ def test_a_rank_that_misses_a_choice_meets_the_others_again(tmpfs: Path, deaf: i
     assert ranks[0]["every"] == ranks[1]["every"] > 1
     last = [each["saved"][-1] for each in ranks]
     assert last[0] == last[1] > 500
+
+
+@pytest.mark.parametrize("strayed", [0, 1])
+def test_ranks_that_differ_by_two_learn_of_it(tmpfs: Path, strayed: int) -> None:
+    """Else each save of the one would meet one of the other that is a step ahead, for good."""
+    arguments = ["--steps", 60, "--strays", strayed]
+    ranks = [reports[0] for reports in run_ranks(tmpfs, "auto_interval", 2, args=arguments, timeout_s=150)]
+    assert ranks[0]["every"] == ranks[1]["every"] == (8 if strayed == 0 else 4), "that of rank 0"
+    assert sorted(each["failures"] for each in ranks) == [1, 2]
+    assert ranks[0]["saved"][-3:] == ranks[1]["saved"][-3:]

@@ -20,8 +20,8 @@ from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
+from ml_flashpoint.core.save_interval import Choice, Measured
 from ml_flashpoint.facade.failures import as_flashpoint_error
-from ml_flashpoint.facade.save_interval import Choice, Measured
 from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -58,6 +58,7 @@ class Answer:
         share: which items of the plan that it sent it writes, by number; None if it sent none.
         failure: why there is no such save, the same on all ranks.
         choice: how often to save, if that is another one from now on.
+        every: how often the coordinator does so now.
     """
 
     identity: SaveIdentity | None = None
@@ -65,6 +66,7 @@ class Answer:
     share: tuple[int, ...] | None = None
     failure: FlashpointError | None = None
     choice: Choice | None = None
+    every: int = 1
 
 
 class PlanAgreement:

@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ml_flashpoint.core.save_identity import SaveIdentity
+from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Leaves, LocalPlan, Share
 from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
-from ml_flashpoint.facade.save_interval import SaveInterval
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -96,6 +96,7 @@ class SaveExchange:
 
     def _ask(self, report: Report) -> Answer:
         answer: Answer = self._exchange(report, self._answers)
+        self._interval.follow(answer.every)
         if answer.failure is not None:
             if answer.generation != self._generation:
                 self.share = self._generation = None
@@ -106,7 +107,8 @@ class SaveExchange:
         """On the coordinator."""
         assert self._agreement is not None
         choice = self._interval.agree([report.measured for report in reports])
-        return [replace(answer, choice=choice) for answer in self._agreement.agree(reports)]
+        every = self._interval.every
+        return [replace(answer, choice=choice, every=every) for answer in self._agreement.agree(reports)]
 
     def conclude(self, failure: BaseException | None, commit: Callable[[bytes], object], step: int) -> None:
         """Collective: this rank has committed its part, or failed to. The version is complete if none raises.

@@ -25,11 +25,11 @@ from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
+from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
 from ml_flashpoint.facade.packed_state import item_bytes
 from ml_flashpoint.facade.save_exchange import SaveExchange
-from ml_flashpoint.facade.save_interval import SaveInterval
 from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -123,11 +123,16 @@ class SaveRunner:
 
     # ---- beginning ----------------------------------------------------------------------------------------
 
-    def is_due(self, step: int) -> bool:
-        """Whether to save at this step, which is done now."""
-        self.interval.passed(time.perf_counter(), saving=self._was_saving)
+    def is_due(self, step: int, before: int | None = None) -> bool:
+        """Whether to save at this step, which is done now.
+
+        Args:
+            before: the step before, if that is not the number before.
+        """
+        steps = 1 if before is None else step - before
+        self.interval.passed(time.perf_counter(), saving=self._was_saving, steps=steps)
         self._was_saving = not self.await_current(0)
-        return self.interval.is_due(step)
+        return self.interval.is_due(step, before)
 
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
@@ -136,12 +141,13 @@ class SaveRunner:
         began = time.perf_counter()
         take_queued_s()
         try:
+            ended = self.help_and_await(self._deadline_s)
             if version.step is not None and version.step <= self._aligned_after:
                 # It was others' turn to wait: with the first save after this step, all ranks are in step again.
                 text = f"other ranks have gone on to step {self._aligned_after} without this save"
                 self._fail(version, DivergedError(text, step=version.step, rank=self._saver.rank))
                 return
-            if self.help_and_await(self._deadline_s):
+            if ended:
                 self._take_up_interval()
                 with self._guard.deferred(), collection_paused():
                     self._begin(version, began)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint import Flashpoint
-from ml_flashpoint.facade.save_interval import Choice, Measured, SaveInterval
+from ml_flashpoint.core.save_interval import Choice, Measured, SaveInterval, checked_skip
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.status import read_status
 from ml_flashpoint.ranks.goodput import best_interval_s
 
 HOUR_S = 3600.0
@@ -33,13 +27,15 @@ def chosen(*ranks: Measured | None, mtbf_s: float | None = 3 * HOUR_S) -> int | 
     return last
 
 
-def loop(interval: SaveInterval, steps: int, *, step_s: float, held_s: float, slower_s: float = 0.0) -> list[int]:
-    """Steps that a loop saves at, whose saves are all good."""
+def loop(
+    interval: SaveInterval, turns: int, *, step_s: float, held_s: float, slower_s: float = 0.0, steps: int = 1
+) -> list[int]:
+    """Steps that a loop saves at, whose saves are all good. Each turn counts as so many."""
     saved, now, saving = [], 0.0, False
-    for step in range(1, steps + 1):
+    for step in range(steps, steps * turns + 1, steps):
         now += step_s + (slower_s if saving else 0.0)
-        interval.passed(now, saving=saving)
-        saving = interval.is_due(step)
+        interval.passed(now, saving=saving, steps=steps)
+        saving = interval.is_due(step, step - steps)
         if saving:
             if saved:
                 interval.saved(held_s)
@@ -163,32 +159,108 @@ def test_what_slows_steps_down_is_what_a_save_costs() -> None:
     assert "a save 0.16 s of it" in str(interval.reason)
 
 
-def test_a_real_loop(base: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ml_flashpoint")
-    saved: list[int | None] = []
+def test_steps_are_counted_where_a_turn_of_the_loop_has_several() -> None:
+    interval = SaveInterval("auto", 3 * HOUR_S)
+    loop(interval, 400, step_s=1.5, held_s=0.01, steps=3)
+    assert "a step takes 0.5 s, a save 0.01 s of it" in str(interval.reason)
+    assert interval.every == 32
+    assert [step for step in range(3, 100, 3) if interval.is_due(step, step - 3)] == [33, 66, 96]
 
-    def train(steps: int) -> Flashpoint:
-        model = torch.nn.Linear(500, 500)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        with Flashpoint(base, every_n_steps="auto", mtbf_s=300 * HOUR_S) as fp:
-            fp.track(model=model, optimizer=optimizer).resume()
-            for _ in range(steps):
-                optimizer.zero_grad()
-                model(torch.ones(32, 500)).sum().backward()
-                optimizer.step()
-                fp.step()
-                assert fp.wait()
-                saved.append(fp.last_saved)
-        return fp
 
-    health = train(60).health
-    assert saved[:9] == list(range(1, 10))
-    assert health.every_n_steps > 1
-    assert "300 h is to be expected" in str(health.interval_reason)
-    assert "step is saved: a step takes" in caplog.text
-    last = saved[-1]
-    assert train(1).last_recovery.step == last  # type: ignore[union-attr]
-    status = read_status(base / ".flashpoint" / "rank-00000")
-    assert status is not None
-    assert status.starts == 2
-    assert 0 < status.since_s < status.updated_s
+# ---- in a vote ------------------------------------------------------------------------------------------------
+
+
+def measuring(save_s: float = 0.01, step_s: float = 0.5, mtbf_s: float | None = 3 * HOUR_S) -> SaveInterval:
+    """One that has measured this, and chosen nothing yet."""
+    interval, now = SaveInterval("auto", mtbf_s), 0.0
+    for _ in range(12):
+        interval.saved(save_s)
+        now += step_s + save_s
+        interval.passed(now, saving=True)
+    return interval
+
+
+def vote(*ranks: SaveInterval) -> list[Choice | None]:
+    least = [min(each) for each in zip(*(rank.offer() for rank in ranks), strict=True)]
+    return [rank.settle(least) for rank in ranks]
+
+
+def test_a_vote_comes_to_what_a_coordinator_does() -> None:
+    ranks = [measuring(), measuring(save_s=0.16), measuring(step_s=0.1)]
+    assert vote(*ranks)[0] is not None
+    assert [rank.every for rank in ranks] == [8, 8, 8], "it grows by so much at most"
+    while any(vote(*ranks)):
+        pass
+    assert {rank.every for rank in ranks} == {chosen(measured(save_s=0.16))}
+    assert ranks[0].reason == ranks[1].reason == ranks[2].reason
+    assert "a step takes 0.5 s, a save 0.16 s of it, and a failure every 3 h" in str(ranks[0].reason)
+
+
+def test_a_vote_waits_until_all_have_measured() -> None:
+    ranks = [measuring(), SaveInterval("auto", 3 * HOUR_S)]
+    assert vote(*ranks) == [None, None]
+    assert [rank.every for rank in ranks] == [1, 1]
+
+
+def test_a_rank_that_has_missed_a_vote_follows() -> None:
+    ranks = [measuring(), measuring()]
+    vote(ranks[0])
+    assert [rank.every for rank in ranks] == [8, 1]
+    vote(*ranks)
+    assert ranks[0].every == ranks[1].every == 32
+
+
+def test_the_history_of_a_vote_is_one_ranks() -> None:
+    ranks = [measuring(mtbf_s=None) for _ in range(3)]
+    ranks[0].starts, ranks[1].since_s, ranks[2].starts = 300, 0.0, 2**80
+    ranks[2].since_s = float("nan")
+    vote(*ranks)
+    assert all(f"({2**31 - 1} starts)" in str(rank.reason) for rank in ranks)
+
+
+def test_ranks_that_were_given_something_else_choose_nothing() -> None:
+    ranks = [measuring(), SaveInterval(4)]
+    assert vote(*ranks) == [None, None]
+    assert [rank.every for rank in ranks] == [1, 4]
+
+
+def test_the_lowest_rate_that_a_rank_was_given_counts() -> None:
+    ranks = [measuring(mtbf_s=None), measuring(mtbf_s=1e-9), measuring(mtbf_s=1e30)]
+    vote(*ranks)
+    assert [rank.every for rank in ranks] == [1, 1, 1]
+    assert len({rank.reason for rank in ranks}) == 1
+
+
+@given(
+    step_s=st.floats(0, 1e300),
+    save_s=st.floats(0, 1e300),
+    mtbf_s=st.none() | st.floats(1e-300, 1e300),
+    since_s=st.floats(),
+    starts=st.integers(0, 2**100),
+)
+def test_whatever_is_offered_fits_into_64_bits(
+    step_s: float, save_s: float, mtbf_s: float | None, since_s: float, starts: int
+) -> None:
+    interval = measuring(save_s, step_s, mtbf_s)
+    interval.since_s, interval.starts = since_s, starts
+    assert all(-(2**63) <= number < 2**63 for number in interval.offer())
+    vote(interval)
+    assert 1 <= interval.every <= 1 << 16
+
+
+def test_what_others_have_is_followed() -> None:
+    interval = SaveInterval("auto")
+    interval.follow(8)
+    assert (interval.every, interval.reason) == (8, "other ranks do so: the reason was missed")
+    interval.follow(8)
+    given = SaveInterval(3)
+    given.follow(8)
+    assert (given.every, given.reason) == (3, None)
+
+
+def test_nothing_can_be_left_out_of_what_is_chosen() -> None:
+    assert (checked_skip(4, 1), checked_skip(None, "auto"), checked_skip(0, "auto")) == (4, 0, 0)
+    with pytest.raises(InvalidArgumentError, match=r"a given every_n_steps only \[skip_every_n_steps=4\]"):
+        checked_skip(4, "auto")
+    with pytest.raises(InvalidArgumentError, match="skip_every_n_steps=-1"):
+        checked_skip(-1, 5)

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,11 +25,11 @@ from ml_flashpoint.core.arguments import (
     checked_bool,
     checked_choice,
     checked_globals,
-    checked_integer,
     checked_seconds,
 )
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.read_back import checked_mode
+from ml_flashpoint.core.save_interval import SaveInterval, checked_skip
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.facade.kept_versions import checked_wanted
 from ml_flashpoint.facade.notices import tell
@@ -62,9 +62,11 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
-        every_n_steps: how often to save.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
+        every_n_steps: how often to save; ``"auto"``: as often as costs least.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out. Not
+            with ``"auto"``, whose steps may become those.
         enabled: False to do nothing at all.
+        mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
         replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap,
             keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
@@ -77,10 +79,11 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     def __init__(
         self,
         base: str | os.PathLike[str],
-        every_n_steps: int = 1,
+        every_n_steps: int | Literal["auto"] = 1,
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
         *,
+        mtbf_s: float | None = None,
         replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
@@ -98,14 +101,14 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.base = checked_base(base)
-        self.every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
-        self.skip_every_n_steps = checked_integer(
-            "skip_every_n_steps", 0 if skip_every_n_steps is None else skip_every_n_steps, 0
-        )
+        self.every_n_steps = SaveInterval(every_n_steps, mtbf_s).given
+        self.skip_every_n_steps = checked_skip(skip_every_n_steps, every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
         persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._options: dict[str, Any] = {
+            "every_n_steps": every_n_steps,
+            "mtbf_s": mtbf_s,
             "persist": persist,
             "persist_every": persist_every,
             "persist_keep": persist_keep,
@@ -144,9 +147,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             return self._flashpoint
         sharded = is_sharded(trainer.strategy)
         check_callbacks(trainer)
-        flashpoint = TrainerFlashpoint(
-            str(self.base), sharded=sharded, every_n_steps=self.every_n_steps, **self._options
-        )
+        flashpoint = TrainerFlashpoint(str(self.base), sharded=sharded, **self._options)
         self._flashpoint, self._is_open = flashpoint, True
         strategy = trainer.strategy
         if sharded:
@@ -217,9 +218,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         if not self._is_open or step == before or trainer.fast_dev_run:
             return  # gradients are being accumulated
         self._step = step
-        is_due = passes_multiple(self.every_n_steps, before, step) and not passes_multiple(
-            self.skip_every_n_steps, before, step
-        )
+        assert self._flashpoint is not None
+        is_due = self._flashpoint.is_due(step, before) and not passes_multiple(self.skip_every_n_steps, before, step)
         if not is_due and not self._put_off:
             return
         if self._put_off < _MAX_PUT_OFF and _ends_something(trainer):
@@ -229,7 +229,6 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self.save(trainer)
         if _ends_something(trainer) or trainer.should_stop or trainer.fit_loop.epoch_loop._is_training_done:
             # What comes next may change parameters by other means than optimizers, as weight averaging does.
-            assert self._flashpoint is not None
             self._flashpoint.before_update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

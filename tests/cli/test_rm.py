@@ -188,7 +188,7 @@ def test_a_job_that_starts_meanwhile_waits_and_starts_from_nothing(base: Path, m
 def test_what_is_no_base_container_is_not_touched(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmpfs / "home").mkdir()
     (tmpfs / "home" / "file").write_text("mine")
-    for source in (tmpfs / "home", tmpfs / "nothing", "s3://bucket/job", f"file://{tmpfs}"):
+    for source in (tmpfs / "home", tmpfs / "nothing", f"file://{tmpfs}"):
         assert remove(str(source), yes=True) == 2
     with pytest.raises(ObjectNotFoundError):
         remove_from_base(tmpfs / "home")

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from ml_flashpoint.cli.persist import persist as command
 from ml_flashpoint.core import persist_version as module
+from ml_flashpoint.core.bounded import while_it_moves
 from ml_flashpoint.core.open_persisted import open_persisted
 from ml_flashpoint.core.persist_version import persist_version
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import (
     DamagedError,
+    DeadlineError,
     InvalidArgumentError,
     JobInUseError,
     MissingPartsError,
@@ -34,6 +41,8 @@ from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.ownership import Ownership
 from ml_flashpoint.persist.store import DurableStore
 from ml_flashpoint.persist.versions import MARKER, check_parts, list_persisted, ranks_there, read_part_manifest
+from tests.support.forked import wait_until
+from tests.support.processes import child_environment
 
 RUN = "1700000000000-0000000a"
 BLOCK = 1000
@@ -251,6 +260,76 @@ def test_not_while_somebody_else_persists_there(bases: list[Path], url: str, sto
     assert stored(FsspecStore(memory)) == {}
     owner._ended.set()  # it was killed
     assert persist_version(bases[0], memory, period_s=0.05).version.step == 7
+
+
+class HangingStore(DirectoryStore):
+    """Does not come back from the second piece of an object, until it is told to."""
+
+    go_on = threading.Event()
+
+    def write(self, name: str, chunks: Iterable[Any]) -> int:
+        def some() -> Iterator[Any]:
+            for number, chunk in enumerate(chunks):
+                if number:
+                    self.go_on.wait()
+                yield chunk
+
+        return super().write(name, some())
+
+
+def test_a_store_that_hangs_is_given_up(
+    bases: list[Path], url: str, store: DurableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    with monkeypatch.context() as patched:
+        patched.setattr("ml_flashpoint.core.object_content._PIECE_BYTES", BLOCK)
+        patched.setattr(module, "open_store", lambda url: HangingStore(url[len("file://") :]))
+        with pytest.raises(DeadlineError, match=r"nothing has happened for 0.5 s"):
+            persist_version(bases[0], url, deadline_s=0.5)
+        with pytest.raises(JobInUseError):  # what hangs may go on
+            persist_version(bases[0], url, deadline_s=0.5)
+        HangingStore.go_on.set()
+        wait_until(lambda: is_free(store), "what was given up ends")
+    assert stored(store) == {}
+    assert not persist_version(bases[0], url).was_there
+    assert stored(store) == {7: expected(7)}
+
+
+def is_free(store: DurableStore) -> bool:
+    owner = Ownership(store)
+    try:
+        owner.take()
+    except JobInUseError:
+        return False
+    owner.release()
+    return True
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_a_store_that_hangs(bases: list[Path], url: str) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    script = (
+        "import sys, threading\n"
+        "from ml_flashpoint.persist.directory_store import DirectoryStore\n"
+        "DirectoryStore.write = lambda *_: threading.Event().wait()\n"
+        "from ml_flashpoint.cli.persist import persist\n"
+        "sys.exit(persist([sys.argv[1]], sys.argv[2], deadline_s=0.5))\n"
+    )
+    argv = [sys.executable, "-c", script, str(bases[0]), url]
+    done = subprocess.run(argv, capture_output=True, text=True, env=child_environment(), timeout=60)
+    assert done.returncode == 1
+    assert "nothing has happened for 0.5 s" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_slow_does_not_hang() -> None:
+    def slowly(moved: Callable[[], None]) -> str:
+        for _ in range(60):
+            time.sleep(0.05)
+            moved()
+        return "done"
+
+    assert while_it_moves(slowly, 2.0, "somewhere") == "done"
 
 
 def test_of_a_running_job_the_newest_is_taken(

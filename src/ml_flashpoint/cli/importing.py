@@ -12,12 +12,14 @@ from ml_flashpoint.cli.base_view import format_bytes
 
 
 @output.command
-def import_(source: str, url: str, step: int, *, prefix: str = "", as_json: bool = False) -> None:
+def import_(
+    source: str, url: str, step: int, *, prefix: str = "", deadline_s: float = 600.0, as_json: bool = False
+) -> None:
     """Imports a version."""
     from ml_flashpoint.adapter.pytorch.import_version import import_version
 
     with output.progress("importing") as progress:
-        made = import_version(source, url, step, prefix=prefix, progress=progress)
+        made = import_version(source, url, step, prefix=prefix, progress=progress, deadline_s=deadline_s)
     if as_json:
         told = {"step": step, "attempt": made.version.save_id, "items": made.items, "bytes": made.nbytes}
         print(json.dumps({"base": source, "url": made.url, **told}, indent=2))

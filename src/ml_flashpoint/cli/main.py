@@ -33,6 +33,9 @@ _Source = Annotated[
         help="A job's base container, or the URL of persisted versions; the newest one, or that STEP.",
     ),
 ]
+_Deadline = Annotated[
+    float, typer.Option("--deadline-seconds", min=1, help="Give the store up if nothing happens for so long.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
@@ -340,6 +343,7 @@ def persist(
         ),
     ],
     to: Annotated[str, typer.Option(metavar="URL", help="Where to, as in the job's persist=.")],
+    deadline_seconds: _Deadline = 600.0,
     json: _Json = False,
 ) -> None:
     """Persist a version by hand, also when its job is dead, from what its nodes still hold on this machine.
@@ -353,7 +357,7 @@ def persist(
     """
     from ml_flashpoint.cli.persist import persist as persist_now
 
-    raise typer.Exit(persist_now(sources, to, as_json=json))
+    raise typer.Exit(persist_now(sources, to, deadline_s=deadline_seconds, as_json=json))
 
 
 @app.command("import")
@@ -366,6 +370,7 @@ def import_(
     prefix: Annotated[
         str, typer.Option(help="Put before the names of safetensors: model. for a model that is tracked as model.")
     ] = "",
+    deadline_seconds: _Deadline = 600.0,
     json: _Json = False,
 ) -> None:
     """Make what other tools wrote a persisted version that a job starts from, on any number of ranks.
@@ -377,28 +382,38 @@ def import_(
     """
     from ml_flashpoint.cli.importing import import_ as import_now
 
-    raise typer.Exit(import_now(source, to, step, prefix=prefix, as_json=json))
+    raise typer.Exit(import_now(source, to, step, prefix=prefix, deadline_s=deadline_seconds, as_json=json))
 
 
 @app.command()
 def rm(
-    base: Annotated[
+    source: Annotated[
         str,
-        typer.Argument(metavar="BASE[@STEP]", help="A job's base container: all of it, or the version of that STEP."),
+        typer.Argument(
+            metavar="BASE|URL[@STEP]",
+            help="A job's base container, or the URL of persisted versions: all of it, or the version of that STEP.",
+        ),
     ],
+    newest: Annotated[
+        bool, typer.Option("--newest", help="Also the newest persisted version, which a job would resume from.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    deadline_seconds: _Deadline = 600.0,
     json: _Json = False,
 ) -> None:
-    """Remove what a job has left in memory on this node, or one version of it; asks first.
+    """Remove what a job has left in memory on this node, or what it has persisted, or one version; asks first.
 
-    Not while a process of the job runs here. Only what the job has made goes: a folder that holds anything else stays.
-    Other nodes have folders of their own.
+    Of a base container: not while a process of the job runs here. Other nodes have folders of their own.
+
+    Of a URL: not while a job persists there, and the newest version that is whole only with **--newest**.
+
+    Only what the job has made goes: a folder that holds anything else stays.
 
     Exit code: 0 if it is gone, 1 if it could not be removed or a process has it, 2 if there is no such thing.
     """
     from ml_flashpoint.cli.rm import remove
 
-    raise typer.Exit(remove(base, yes=yes, as_json=json))
+    raise typer.Exit(remove(source, yes=yes, newest=newest, deadline_s=deadline_seconds, as_json=json))
 
 
 _Prefix = Annotated[str, typer.Option(help="Only names that start so.")]

@@ -12,13 +12,13 @@ from ml_flashpoint.cli.base_view import format_bytes
 
 
 @output.command
-def persist(sources: list[str], url: str, *, as_json: bool = False) -> None:
+def persist(sources: list[str], url: str, *, deadline_s: float = 600.0, as_json: bool = False) -> None:
     """Persists a version."""
     from ml_flashpoint.core.persist_version import persist_version
 
     bases, step = output.split_sources(sources)
     with output.progress("persisting") as progress:
-        made = persist_version(bases, url, step, progress=progress)
+        made = persist_version(bases, url, step, progress=progress, deadline_s=deadline_s)
     version = made.version
     if as_json:
         told = {"step": version.step, "attempt": version.save_id, "world_size": version.world_size}

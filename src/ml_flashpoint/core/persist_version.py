@@ -13,12 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
+from ml_flashpoint.core.bounded import Bounded, while_it_moves
 from ml_flashpoint.core.gathered_parts import GatheredSave, whole_saves
 from ml_flashpoint.core.object_content import object_content
 from ml_flashpoint.core.open_version import TRIES, HeldVersion
@@ -46,8 +47,12 @@ from ml_flashpoint.persist.versions import (
     list_persisted,
     write_part,
 )
+from ml_flashpoint.persist.watched_store import WatchedStore
 
 _log = logging.getLogger(__name__)
+
+DEADLINE_S: Final = 600.0
+"""For how long a store may do nothing."""
 
 Progress = Callable[[int, int], object]
 
@@ -81,6 +86,7 @@ def persist_version(
     step: int | None = None,
     *,
     progress: Progress = lambda done, total: None,
+    deadline_s: float = DEADLINE_S,
     period_s: float = PERIOD_S,
 ) -> Persisted:
     """Persist a version from the base containers that are on this machine.
@@ -90,6 +96,8 @@ def persist_version(
         url: as a job has it in ``persist=``. Nothing that is there is removed.
         step: which version; by default the newest whose parts are all here, and sound.
         progress: called with how many bytes are written, of how many.
+        deadline_s: the store is given up if nothing happens for so long: no piece is taken, no call returns. What hangs
+            is left to itself, and keeps the lock there until it goes on or this process ends.
         period_s: see `persist.ownership`; how often a job that may be alive there renews its lease.
 
     Raises:
@@ -98,6 +106,7 @@ def persist_version(
         JobInUseError: somebody persists there.
         DamagedError: a part is not what was saved, and no copy of it is here.
         PrunedError: a running job needed the memory.
+        DeadlineError: nothing has happened for too long.
         SaveError, CapacityError: it cannot be written.
         UnreadableError, LoadError: memory, or the store, cannot be read just now.
         InvalidArgumentError, UnsafePathError: an argument is unusable.
@@ -106,15 +115,21 @@ def persist_version(
     bases = [Path(each) for each in ([sources] if isinstance(sources, (str, os.PathLike)) else sources)]
     saves = whole_saves(bases, step)  # before anybody is disturbed
     store = open_store(checked)
-    with owned_store(store, period_s) as ownership:
-        for tries_left in reversed(range(TRIES)):
-            try:
-                return _persist_first(store, checked, ownership, saves, progress)
-            except PrunedError:
-                if not tries_left or step is not None:
-                    raise
-                saves = whole_saves(bases)
-    raise AssertionError
+
+    def persist(moved: Callable[[], None]) -> Persisted:
+        nonlocal saves
+        watched = WatchedStore(store, moved)
+        with owned_store(store, period_s, moved) as ownership:
+            for tries_left in reversed(range(TRIES)):
+                try:
+                    return _persist_first(watched, checked, ownership, saves, progress)
+                except PrunedError:
+                    if not tries_left or step is not None:
+                        raise
+                    saves = whole_saves(bases)
+        raise AssertionError
+
+    return while_it_moves(persist, deadline_s, checked)
 
 
 def durable_url(url: str | os.PathLike[str]) -> str:
@@ -132,8 +147,13 @@ def durable_url(url: str | os.PathLike[str]) -> str:
 
 
 @contextlib.contextmanager
-def owned_store(store: DurableStore, period_s: float) -> Iterator[Ownership]:
+def owned_store(store: DurableStore, period_s: float, moved: Callable[[], None] = lambda: None) -> Iterator[Ownership]:
     """Be the one who persists there. Of a store without locks, who did last may have been killed, or not: wait.
+
+    Args:
+        store: not one that is watched: a lease is renewed whether anything else happens or not.
+        period_s: see `persist_version`.
+        moved: called again and again while it waits.
 
     Raises:
         JobInUseError: somebody else is.
@@ -155,6 +175,7 @@ def owned_store(store: DurableStore, period_s: float) -> Iterator[Ownership]:
                 if not told:
                     _log.warning("waiting up to %.0f s: %s", _PERIODS_TO_WAIT * period_s, error.message)
                 told = True
+                moved()
                 time.sleep(period_s / 4)
         yield ownership
     finally:
@@ -180,25 +201,41 @@ def _persist(store: DurableStore, url: str, ownership: Ownership, save: Gathered
     newer = next((version.step for version in there if version.save_id > save.save_id), None)
     nbytes = sum(record.file_size for holders in save.holders.values() for record in holders[0][1].objects)
     for version in there:
-        if version.save_id == save.save_id and _is_whole(store, version):
+        if version.save_id == save.save_id and is_whole(store, version):
             return Persisted(url, version, nbytes, True, newer)
         if version.folder == folder_of(save.version, save.save_id) and version.save_id > save.save_id:
             raise SaveError("a later save of this step is there", step=save.step, path=store.path_of(version.folder))
     with contextlib.ExitStack() as stack:
         held = _hold(stack, save)
         count = _Count(progress, nbytes)
-        with ThreadPoolExecutor(_PARTS_AT_A_TIME) as pool:
-            futures = [pool.submit(_write, store, held, save.holders[rank], count) for rank in sorted(save.holders)]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                count.stopped = True  # nothing is left to write, or it need not be written
-                pool.shutdown(wait=True, cancel_futures=True)
-        failures = [error for each in futures if not each.cancelled() and (error := each.exception()) is not None]
-        for error in sorted(failures, key=lambda error: isinstance(error, _StoppedError)):
-            raise error
+        _write_all([partial(_write, store, held, save.holders[rank], count) for rank in sorted(save.holders)], count)
     ownership.check()
     return Persisted(url, complete(store, save.version, save.save_id, save.world_size), nbytes, False, newer)
+
+
+def _write_all(writes: Sequence[Callable[[], None]], count: _Count) -> None:
+    """Write several parts at a time, on threads that nobody waits for when the process ends: a store may hang."""
+    left = iter(writes)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not count.stopped:
+            with lock:
+                write = next(left, None)
+            if write is None:
+                return
+            try:
+                write()
+            except BaseException as error:
+                failures.append(error)
+                count.stopped = True  # what is left need not be written
+
+    threads = [Bounded(work, "flashpoint-persist") for _ in range(min(_PARTS_AT_A_TIME, len(writes)))]
+    for thread in threads:
+        thread.wait(None)  # whoever waits for this has a deadline
+    for error in sorted(failures, key=lambda error: isinstance(error, _StoppedError)):
+        raise error
 
 
 class _StoppedError(SaveError):
@@ -230,7 +267,12 @@ class _Count:
                 raise
 
 
-def _is_whole(store: DurableStore, version: PersistedVersion) -> bool:
+def is_whole(store: DurableStore, version: PersistedVersion) -> bool:
+    """Whether all parts of a version are there, with the sizes and receipts that they should have.
+
+    Raises:
+        LoadError: the store cannot be read.
+    """
     try:
         check_parts(store, version)
     except (DamagedError, ObjectNotFoundError):

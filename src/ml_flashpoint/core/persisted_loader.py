@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
+from ml_flashpoint.core.bounded import Bounded
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.part_reader import ObjectReader
@@ -25,7 +25,6 @@ from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
-    DeadlineError,
     FlashpointError,
     LoadError,
     NothingLoadableError,
@@ -90,7 +89,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         self._ranks = ranks
         self._open_store = open_store
         self._opened: DurableStore | None = None
-        self._look: _Bounded[_Look] | None = None
+        self._look: Bounded[_Look] | None = None
         self._discarded: set[str] = set()
         self._unusable: dict[str, str] = {}
         self._current: PersistedVersion | None = None
@@ -104,7 +103,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         """See the base class."""
         base = CheckpointContainerId(checkpoint_base_container)
         if self._look is None and self._ranks.rank == 0:
-            self._look = _Bounded(self._look_at_store)
+            self._look = Bounded(self._look_at_store)
         unloadable: NothingLoadableError | None = None
         version = None
         try:
@@ -243,7 +242,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         until = time.monotonic() + deadline_s
         what = f"reading at {self._url}"
         try:
-            return _Bounded(lambda: retrying(call, until, what, also=(LoadError,))).result(deadline_s + 1.0)
+            return Bounded(lambda: retrying(call, until, what, also=(LoadError,))).result(deadline_s + 1.0)
         except LoadError as error:
             raise UnreadableError(str(error)) from error
 
@@ -293,35 +292,6 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
     def release(self) -> None:
         """See the base class."""
         self._memory.release()
-
-
-class _Bounded(Generic[_T]):
-    """A call on a daemon thread of its own, whose result is waited for with a deadline."""
-
-    def __init__(self, call: Callable[[], _T]) -> None:
-        self._call = call
-        self._ended = threading.Event()
-        self._results: list[_T] = []
-        self._error: BaseException | None = None
-        try:
-            threading.Thread(target=self._run, name="flashpoint-persisted", daemon=True).start()
-        except RuntimeError:  # no thread can be had
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._call())
-        except BaseException as error:
-            self._error = error
-        self._ended.set()
-
-    def result(self, deadline_s: float) -> _T:
-        """What it returned. Raises what it raised, or a `DeadlineError`."""
-        if not self._ended.wait(deadline_s):
-            raise DeadlineError(f"no answer within {deadline_s:.0f} s")
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
 
 
 def _since(began: float) -> float:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ml_flashpoint.adapter.pytorch.import_sources import Source, SourceItem, open_source
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED, METADATA_KEY, METADATA_SCOPE, ItemPlace
-from ml_flashpoint.core.persist_version import durable_url, owned_store
+from ml_flashpoint.core.bounded import while_it_moves
+from ml_flashpoint.core.persist_version import DEADLINE_S, durable_url, owned_store
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.knobs import block_bytes
@@ -34,6 +35,7 @@ from ml_flashpoint.persist.ownership import PERIOD_S
 from ml_flashpoint.persist.packs import digested, receipt_of
 from ml_flashpoint.persist.store import DurableStore, as_octets
 from ml_flashpoint.persist.versions import PersistedVersion, complete, folder_of, list_persisted
+from ml_flashpoint.persist.watched_store import WatchedStore
 from ml_flashpoint.ranks.rank_group import new_run_id
 from ml_flashpoint.staging.state_dict_stager import storable_name
 from ml_flashpoint.staging.torch_dtypes import dtype_name
@@ -69,6 +71,7 @@ def import_version(
     prefix: str = "",
     part_bytes: int = PART_BYTES,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    deadline_s: float = DEADLINE_S,
     period_s: float = PERIOD_S,
 ) -> Imported:
     """Make a DCP directory, or safetensors files, a persisted version that counts as newer than all that are there.
@@ -80,12 +83,13 @@ def import_version(
         prefix: put before the names of safetensors: ``"model."``, for a model that is tracked as ``model``.
         part_bytes: bytes of a part, about.
         progress: called with how many bytes are written, of how many.
-        period_s: see `persist_version`.
+        deadline_s, period_s: see `persist_version`.
 
     Raises:
         ObjectNotFoundError: there is no such source.
         DamagedError, UnsafeContentError, LoadError: it is not valid, or holds what cannot be imported.
         JobInUseError: somebody persists there.
+        DeadlineError: nothing has happened for too long; nothing that was written by then counts.
         SaveError, CapacityError: it cannot be written; nothing of it is left, as far as that could be removed.
         InvalidArgumentError, UnsafePathError: an argument is unusable.
     """
@@ -94,19 +98,23 @@ def import_version(
     found = _marked(open_source(Path(os.path.abspath(source)), prefix))
     store = open_store(checked)
     nbytes = sum(item.nbytes for item in found.items)
-    with owned_store(store, period_s) as ownership:
-        there, _ = list_persisted(store)
-        save_id = f"{new_run_id(there[0].save_id if there else None)}-{1:019d}"
-        try:
-            writer = _Writer(store, version, save_id, progress, nbytes)
-            writer.write(found, part_bytes)
-            ownership.check()
-            made = complete(store, version, save_id, writer.world_size)
-        except BaseException:
-            with contextlib.suppress(FlashpointError):
-                store.remove_folder(folder_of(version, save_id).partition("/")[0])
-            raise
-    return Imported(checked, made, len(found.items), nbytes)
+
+    def write(moved: Callable[[], None]) -> PersistedVersion:
+        watched = WatchedStore(store, moved)
+        with owned_store(store, period_s, moved) as ownership:
+            there, _ = list_persisted(watched)
+            save_id = f"{new_run_id(there[0].save_id if there else None)}-{1:019d}"
+            try:
+                writer = _Writer(watched, version, save_id, progress, nbytes)
+                writer.write(found, part_bytes)
+                ownership.check()
+                return complete(watched, version, save_id, writer.world_size)
+            except BaseException:
+                with contextlib.suppress(FlashpointError):
+                    store.remove_folder(folder_of(version, save_id).partition("/")[0])
+                raise
+
+    return Imported(checked, while_it_moves(write, deadline_s, checked), len(found.items), nbytes)
 
 
 def _marked(source: Source) -> Source:

@@ -45,6 +45,9 @@ _ENV = {
 }
 
 
+_NOTHING_LEFT = ("NothingLoadableError", "NoReplicasAvailableError")  # as `local` calls it
+
+
 class Finding(AssertionError):
     """A round has broken a promise."""
 
@@ -106,7 +109,8 @@ class _History:
         """What is newer than this may be found, or not, until all ranks have gone back: then it may not."""
         at = max((i for i, save in enumerate(self.saves) if save.life < life and save.step == step), default=0)
         for save in self.saves[at + 1 :]:
-            save.committed = save.verified = save.lacks_copies = save.unhurt = False
+            if save.life < life:
+                save.committed = save.verified = save.lacks_copies = save.unhurt = False
 
     def dropped(self, kept: list[int], keep: int) -> list[_Begun]:
         """What should still be kept, and is not."""
@@ -336,10 +340,10 @@ class _Round:
     def _judge(self, number: int, life: Life, killed: bool) -> None:
         for rank, said in enumerate(self._said):
             for each in said:
-                rightly = each[0] != "raised" or (each[1] and (life.faults or each[2] == "NothingLoadableError"))
+                rightly = each[0] != "raised" or (each[1] and (life.faults or each[2] in _NOTHING_LEFT))
                 if not rightly and not killed:
                     raise self._finding(number, f"rank {rank} raised {each[2]}: {each[3]}")
-        if any(each[2] == "NothingLoadableError" for said in self._said for each in said if each[0] == "raised"):
+        if any(each[2] in _NOTHING_LEFT for said in self._said for each in said if each[0] == "raised"):
             if self._floor >= 0:
                 raise self._finding(
                     number, f"nothing could be loaded, and there was {self._history.saves[self._floor]}"
@@ -350,6 +354,8 @@ class _Round:
             raise self._finding(number, f"ranks have loaded a mix: {loaded}")
         for found in loaded:
             self._judge_found(number, found, self._floor)
+        for step in {said[1] for each in self._said for said in each if said[0] == "goes back"}:
+            self._history.goes_back(number, step)  # after what was loaded before
         back = [said[1] for each in self._said for said in each if said[0] == "back"]
         if len(set(back)) > 1:
             raise self._finding(number, f"ranks have gone back to a mix: {back}")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli.main import app
 from ml_flashpoint.cli.plan import Job, Memory, memory_of, ways_of
+from ml_flashpoint.cli.plan_plot import Curve, curve, text_plot
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.ranks.goodput import best_interval_s, goodput
 from ml_flashpoint.ranks.strategies import STRATEGIES
@@ -154,7 +156,13 @@ def test_what_is_printed_as_json() -> None:
     code, text = _run(*ISSUE, "--mtbf-hours", "3", "--replication", "pairwise", "--json")
     assert code == 0
     told = json.loads(text)
-    assert set(told) == {"job", "memory", "ways", "notes"}
+    assert set(told) == {"job", "memory", "ways", "curves", "notes"}
+    for drawn, way in zip(told["curves"], told["ways"], strict=True):
+        assert drawn["name"] == way["name"]
+        points = drawn["interval_s_and_goodput"]
+        assert points[0][0] >= max(10.0, way["safe_after_s"]) * 0.999
+        assert points[-1][0] == pytest.approx(3 * 3600)
+        assert max(y for _, y in points) == pytest.approx(way["goodput"], abs=0.005), "the plan takes the best"
     assert told["job"] == {**dataclasses.asdict(JOB), "bytes_per_parameter": 14}
     assert told["memory"]["version_bytes"] == 980e9
     size = re.fullmatch(r"mount -t tmpfs -o size=(\d+)g tmpfs /mnt/mlf-jobs", told["memory"]["mount"])
@@ -196,6 +204,52 @@ def test_what_is_refused(option: str, value: str) -> None:
     code, text = _run(*given, option, value, "--json")
     assert code == 2
     assert option in json.loads(text)["error"]
+
+
+def test_the_plot_in_characters() -> None:
+    def y(x: float) -> float:
+        return 1 - x / 1000
+
+    curves = [
+        curve(name, (best, y(best)), y, from_s=1.0, shortest_s=shortest, longest_s=1000.0)
+        for name, best, shortest in (("one", 1.0, 0.0), ("two", 1000.0, 900.0))
+    ]
+    lines = text_plot(curves, "{:.0f} s".format).splitlines()
+    assert lines[0].startswith(" 100 % │Aaaa")
+    assert lines[20] == "   0 % │" + " " * 59 + "B"
+    assert lines[-2].split() == ["1", "s", "10", "s", "100", "s", "1000", "s"]
+    assert lines[-1].strip() == "a one, b two"
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "extreme", [["--mtbf-hours", "0.0001"], ["--storage-gbs", "0.0001"], ["--step-seconds", "1e9"]]
+)
+def test_extremes_are_drawn(extreme: list[str], tmp_path: Path) -> None:
+    code, text = _run(*ISSUE, *extreme, "--plot", str(tmp_path / "plot.svg"), "--json")
+    assert code == 0
+    assert all(each["interval_s_and_goodput"] for each in json.loads(text)["curves"])
+    told = [
+        Curve(each["name"], tuple(map(tuple, each["interval_s_and_goodput"])), (1e9, 0.0))
+        for each in json.loads(text)["curves"]
+    ]
+    assert text_plot(told, str)
+
+
+def test_the_plot_as_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "plot.svg"
+    assert _run(*ISSUE, "--plot", str(target))[0] == 0
+    drawn = ElementTree.fromstring(target.read_text(encoding="utf-8"))
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"storage, the loop waits", "storage, in the background", "memory and peers"} <= set(texts)
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == 3
+    titles = [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(re.match(r"memory and peers: 9\d\.\d\d % with a save every", title) for title in titles)
+    assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
+    code, text = _run(*ISSUE, "--plot", str(tmp_path / "no" / "plot.svg"), "--json")
+    assert code == 2
+    assert "--plot" in json.loads(text)["error"]
 
 
 def test_it_needs_no_torch() -> None:

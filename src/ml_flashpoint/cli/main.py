@@ -170,6 +170,9 @@ def plan(
     copy_gbs: Annotated[float, typer.Option(help="GB/s of a rank from its device into memory.")] = 10.0,
     network_gbs: Annotated[float, typer.Option(help="GB/s of a node to its peers.")] = 10.0,
     storage_gbs: Annotated[float, typer.Option(help="GB/s of durable storage, for the whole job.")] = 20.0,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write goodput over the interval as an SVG file.")
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Tell what a job will need and gain: memory of each node, the mount, how often to save, goodput with and without.
@@ -205,7 +208,7 @@ def plan(
         network_gbs=network_gbs,
         storage_gbs=storage_gbs,
     )
-    raise typer.Exit(show_plan(job, as_json=json))
+    raise typer.Exit(show_plan(job, plot=plot, as_json=json))
 
 
 @app.command()

@@ -10,7 +10,9 @@ import functools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec
 
 from rich.console import Console
@@ -68,6 +70,31 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def write_file(target: Path, text: str, argument: str) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        argument: which one has named it.
+
+    Raises:
+        InvalidArgumentError: it cannot be written.
+    """
+    try:
+        descriptor, new = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(new, 0o644)
+            os.replace(new, target)
+        except BaseException:
+            os.unlink(new)
+            raise
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot be written: {error.strerror}", argument=argument, value=str(target)
+        ) from error
 
 
 def command(function: Callable[_P, int | None]) -> Callable[_P, int]:

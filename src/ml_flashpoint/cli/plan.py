@@ -10,17 +10,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, needed_bytes
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes
+from ml_flashpoint.cli.plan_plot import Curve, curve, svg_plot, text_plot
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.ranks.goodput import best_interval_s, goodput
@@ -185,24 +190,50 @@ def _way(name: str, job: Job, *, held_s: float, safe_after_s: float, load_s: flo
     )
 
 
-def plan(job: Job, *, as_json: bool = False) -> int:
-    """Show it; returns the exit code of the command."""
+def curves_of(job: Job, ways: Sequence[Way]) -> list[Curve]:
+    """Goodput of each way over its interval: from a step to the time between failures."""
+    mtbf_s = job.mtbf_hours * 3600
+    return [
+        curve(
+            way.name,
+            (way.interval_s, way.goodput),
+            lambda interval_s, way=way: goodput(  # type: ignore[misc]
+                interval_s, way.held_s, way.back_after_s + way.safe_after_s, mtbf_s
+            ),
+            from_s=job.step_seconds,
+            shortest_s=way.safe_after_s,
+            longest_s=max(mtbf_s, *(each.interval_s for each in ways)),
+        )
+        for way in ways
+    ]
+
+
+def plan(job: Job, *, plot: str | None = None, as_json: bool = False) -> int:
+    """Show it; returns the exit code of the command.
+
+    Args:
+        plot: an SVG file to write.
+    """
     try:
         memory = memory_of(job, _checked(job))
+        ways = ways_of(job, memory)
+        curves = curves_of(job, ways)
+        if plot is not None:
+            output.write_file(Path(os.path.abspath(plot)), svg_plot(curves, _title(job), _time), "--plot")
     except InvalidArgumentError as error:
         return output.fail(error, as_json=as_json)
-    ways = ways_of(job, memory)
     if as_json:
         told = {**dataclasses.asdict(memory), "mount": memory.mount_line}
         document = {
             "job": {**dataclasses.asdict(job), "bytes_per_parameter": job.bytes_per_parameter},
             "memory": told,
             "ways": [dataclasses.asdict(way) for way in ways],
+            "curves": [{"name": each.name, "interval_s_and_goodput": each.points} for each in curves],
             "notes": _notes(job, memory),
         }
         print(json.dumps(document, indent=2))
     elif output.is_terminal():
-        _print_tables(job, memory, ways)
+        _print_tables(job, memory, ways, curves)
     else:
         _print_lines(job, memory, ways)
     return output.OK
@@ -263,21 +294,26 @@ def _print_lines(job: Job, memory: Memory, ways: list[Way]) -> None:
         print(note)
 
 
-def _print_tables(job: Job, memory: Memory, ways: list[Way]) -> None:
+def _title(job: Job) -> str:
+    return f"{job.nodes} nodes of {job.ranks} ranks, a failure every {job.mtbf_hours:g} hours"
+
+
+def _print_tables(job: Job, memory: Memory, ways: list[Way], curves: list[Curve]) -> None:
     console = output.console()
     grid = Table.grid(padding=(0, 2))
     for name, text in _rows(job, memory):
         grid.add_row(f"[bold]{name}[/]", text)
     console.print(grid, highlight=False)
     columns: list[Any] = ["saved to", "held loop", "safe after", "save every", "redone", "back after"]
-    title = f"{job.nodes} nodes of {job.ranks} ranks, a failure every {job.mtbf_hours:g} hours"
-    table = Table(*columns, title=title, title_justify="left", title_style="")
+    table = Table(*columns, title=_title(job), title_justify="left", title_style="")
     table.add_column("goodput", justify="right", style="bold")
     for way in ways:
         every = f"{way.interval_steps} step{'s' * (way.interval_steps > 1)}, {_time(way.interval_s)}"
         times = (way.held_s, way.safe_after_s), (way.redone_s, way.back_after_s)
         table.add_row(way.name, *map(_time, times[0]), every, *map(_time, times[1]), f"{100 * way.goodput:.2f} %")
     console.print(table)
+    console.print("\ngoodput over the interval between saves; capitals are the intervals above", highlight=False)
+    console.print(Text(text_plot(curves, _time)), no_wrap=True)
     for note in _notes(job, memory):
         console.print(note, style="dim", highlight=False)
 

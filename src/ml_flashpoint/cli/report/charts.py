@@ -19,6 +19,12 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 14, 12, 34
 _MOST_POINTS = 600
 _MOST_DOTS = 120
 _BAR = 20
+_ABOVE = 56
+_STYLE = """svg { background: #fff; } text { fill: #5c6776; font: 12px system-ui, sans-serif; }
+.grid { stroke: #dfe4ea; }
+.line { fill: none; stroke-width: 1.6; } line { stroke-dasharray: 3 3; } line.grid { stroke-dasharray: none; }
+.a { fill: #1f77b4; stroke: #1f77b4; } .b { fill: #e07b16; stroke: #e07b16; } .c { fill: #2a9d4a; stroke: #2a9d4a; }
+path.line { fill: none; } .dot { stroke: none; }"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,39 @@ def line_chart(
         show_x, show_y: how numbers are written.
         marks: vertical lines: where, of which class, and what is shown when one is pointed at.
     """
-    points = [point for each in series for point in each.points]
-    if not points:
+    if not any(each.points for each in series):
         return '<p class="none">Nothing of that is in the events.</p>'
+    lines = _lines(series, show_x, show_y, marks)
+    return "".join([_head(_HEIGHT, label), *lines, "</svg>", legend([(each.name, each.style) for each in series])])
+
+
+def svg_file(
+    series: Sequence[Series],
+    *,
+    label: str,
+    show_x: Callable[[float], str],
+    show_y: Callable[[float], str],
+    marks: Sequence[tuple[float, str, str]] = (),
+) -> str:
+    """The same as a file of its own, with the label and the legend above; there is at least one point."""
+    parts = [_text(_LEFT, 22, label, "start")]
+    for number, each in enumerate(series):
+        x, y = _LEFT + number * (WIDTH - _LEFT) / len(series), 34
+        parts.append(f'<rect class="{each.style}" x="{x:.1f}" y="{y}" width="12" height="12"/>')
+        parts.append(_text(x + 18, y + 11, each.name, "start"))
+    lines = _lines(series, show_x, show_y, marks)
+    drawn = f'<g transform="translate(0 {_ABOVE})">{"".join(lines)}</g>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {_HEIGHT + _ABOVE}">'
+    return "".join([head, f"<style>{_STYLE}</style>", *parts, drawn, "</svg>\n"])
+
+
+def _lines(
+    series: Sequence[Series],
+    show_x: Callable[[float], str],
+    show_y: Callable[[float], str],
+    marks: Sequence[tuple[float, str, str]],
+) -> list[str]:
+    points = [point for each in series for point in each.points]
     xs = [x for x, _ in points] + [x for x, _, _ in marks]
     low, high = min(xs), max(xs)
     high = high if high > low else low + 1
@@ -85,7 +121,7 @@ def line_chart(
             _HEIGHT - _BOTTOM - y / top * (_HEIGHT - _TOP - _BOTTOM),
         )
 
-    parts = [_head(_HEIGHT, label)]
+    parts = []
     for number in range(5):
         x, y = place(low + (high - low) * number / 4, top * number / 4)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -106,7 +142,7 @@ def line_chart(
                 title = escape(f"{each.name}: {show_y(point[1])} at {show_x(point[0])}")
                 dot = f'<circle class="dot {each.style}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
                 parts.append(f"{dot}<title>{title}</title></circle>")
-    return "".join([*parts, "</svg>", legend([(each.name, each.style) for each in series])])
+    return parts
 
 
 def bar_chart(bars: Sequence[Bar], *, seconds: float, label: str, show_x: Callable[[float], str]) -> str:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +37,8 @@ def report(paths: list[str], *, to: str, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(_to_json(collected), indent=2))
         return
-    _write(target, page_of(collected))
+    output.write_file(target, page_of(collected), "--output")
     print(f"{to}: {collected.events} events of {len(collected.ranks)} ranks", file=sys.stderr)
-
-
-def _write(target: Path, text: str) -> None:
-    try:
-        descriptor, new = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(new, 0o644)
-            os.replace(new, target)
-        except BaseException:
-            os.unlink(new)
-            raise
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot be written: {error.strerror}", argument="--output", value=str(target)
-        ) from error
 
 
 def _to_json(collected: Collected) -> dict[str, Any]:

@@ -67,6 +67,9 @@ class Choice:
     every: int
     reason: str
 
+    def __str__(self) -> str:
+        return f"from now on, every {self.every}. step is saved: {self.reason}"
+
 
 class SaveInterval:
     """See the module. One for each rank; to be used by the training thread, but for :meth:`agree`, :meth:`follow`,

@@ -164,7 +164,7 @@ class SaveRunner:
         choice = self.interval.begin()
         if choice is not None:
             level = logging.INFO if self._saver.rank == 0 else logging.DEBUG
-            _log.log(level, "from now on, every %d. step is saved: %s", choice.every, choice.reason)
+            _log.log(level, "%s", choice)
 
     def _tell_held(self) -> None:
         """Tell how long the latest save has held the loop, now that it cannot any more."""

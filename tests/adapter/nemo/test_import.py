@@ -39,7 +39,8 @@ def test_signatures_of_the_recipe() -> None:
         "verify_saves",  # ours, after those of the recipe
     ]
     assert parameters["initial_write_buffer_size_bytes"].default == 16 * 2**30
-    assert list(inspect.signature(MLFlashpointCheckpointCallback).parameters) == [
+    parameters = inspect.signature(MLFlashpointCheckpointCallback).parameters
+    assert [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY] == [
         "checkpoint_base_container",
         "every_n_steps",
         "skip_every_n_steps",
@@ -55,6 +56,8 @@ def test_bad_arguments_of_the_callback_fail_at_once() -> None:
     for name, options in {
         "every_n_steps": {"every_n_steps": 0},
         "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": -1},
+        r"goes with a given every_n_steps only \[skip": {"every_n_steps": "auto", "skip_every_n_steps": 4},
+        "mtbf_s": {"every_n_steps": 1, "mtbf_s": 60.0},
         "enabled": {"every_n_steps": 1, "enabled": "yes"},
         "checkpoint_base_container": {"checkpoint_base_container": "relative", "every_n_steps": 1},
     }.items():

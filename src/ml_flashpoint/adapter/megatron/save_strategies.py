@@ -33,6 +33,8 @@ from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SC
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
 from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.save_clock import SaveClock
+from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -99,13 +101,21 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         child: give `AsyncCallsQueue` a function that does nothing, which it runs in a process. Without one it starts
             none, which saves a fork in each save; but a persistent caller that other strategies use, too, waits for
             the answer of that process to each request, and so for ever.
+        interval: how often to save, see `CheckpointEngine.interval`, for programs that ask :meth:`is_due`. They settle
+            an ``"auto"`` one in the vote on each save.
 
     Raises:
         InvalidArgumentError: ``storage_writer`` is no `MemoryStorageWriter`.
     """
 
     def __init__(
-        self, storage_writer: MemoryStorageWriter, backend: str = "torch_dist", version: int = 1, *, child: bool = True
+        self,
+        storage_writer: MemoryStorageWriter,
+        backend: str = "torch_dist",
+        version: int = 1,
+        *,
+        child: bool = True,
+        interval: SaveInterval | None = None,
     ) -> None:
         super().__init__(backend, version)
         if not isinstance(storage_writer, MemoryStorageWriter):
@@ -118,6 +128,26 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         self._failed: list[CheckpointContainerId] = []
         self._passed = range(0)  # steps that other ranks were at or past when this one was behind them
         self.last_error: FlashpointError | None = None
+        self._latest: _Writing | None = None
+        self.pace_by(interval or SaveInterval())
+
+    def pace_by(self, interval: SaveInterval) -> None:
+        """Take another interval. On all ranks, and not while a save is under way."""
+        self._clock = SaveClock(interval, lambda: self._latest is not None and not self._latest.is_over)
+
+    @property
+    def interval(self) -> SaveInterval:
+        """How often to save; `every` and `reason` tell of now."""
+        return self._clock.interval
+
+    def is_due(self, step: int, before: int | None = None) -> bool:
+        """Whether to save at this step, which is done now: ask after each step, on all ranks, and save at once then.
+        What is between the question and the save counts as what the save costs.
+
+        Args:
+            before: the step before, if that is not the number before.
+        """
+        return self._clock.is_due(step, before)
 
     def can_handle_sharded_objects(self) -> bool:
         """Sharded objects are saved like tensors. (megatron-core asks for the attribute, and calls it nowhere.)"""
@@ -141,6 +171,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """
         writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
         writing.go_on_in_background()
+        self._clock.begun()
         return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -151,6 +182,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
         writing.complete()
         self._end(writing)
+        self._clock.begun()
 
     @contextmanager
     def carrying(
@@ -176,7 +208,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         saver: Any = self._writer.saver
         save = saver.begin(exchanged=True)
         save.complete = False  # until all ranks have told
-        writing = _Writing(self._writer, save, version)
+        self._latest = writing = _Writing(self._writer, save, version)
         state, failure, step = None, None, version.step or 0
         try:
             if step in self._passed:  # the others wait for nothing here; after them, all are in step again
@@ -218,15 +250,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
 
     def _end(self, writing: _Writing) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
-        error = writing.outcome()
-        try:
-            if not writing.alone and not self._group.all_ok(error is None) and error is None:
-                error = SaveError(
-                    "another rank could not save its part", step=writing.version.step, rank=self._group.rank
-                )
-        except FlashpointError as gone:
-            error = error or gone
-        self.last_error = error
+        with self._clock.ending():
+            error = self.last_error = self._outcome(writing)
         if error is None:
             writing.is_complete()
             return
@@ -238,6 +263,25 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
                 make_tree(Path(str(writing.version.parent)), Path(str(writing.version)))
             except (FlashpointError, OSError) as refused:
                 _log.error("the folder of the failed save cannot be made: %s", refused)
+
+    def _outcome(self, writing: _Writing) -> FlashpointError | None:
+        error = writing.outcome()
+        try:
+            if not writing.alone and not self._vote(error is None) and error is None:
+                error = SaveError(
+                    "another rank could not save its part", step=writing.version.step, rank=self._group.rank
+                )
+        except FlashpointError as gone:
+            error = error or gone
+        return error
+
+    def _vote(self, ok: bool) -> bool:
+        """Whether a save is good on every rank. What saves cost them rides along, and how often they save from now on
+        follows from it, on all of them alike."""
+        good, *least = self._group.minimum((int(ok), *self.interval.offer()), "vote")
+        if (choice := self.interval.settle(least)) is not None:
+            _log.log(logging.INFO if self._group.rank == 0 else logging.DEBUG, "%s", choice)
+        return bool(good)
 
 
 class _Writing:
@@ -329,6 +373,11 @@ class _Writing:
         kept.rank = self._writer.saver.rank if kept.rank is None else kept.rank
         self._error = kept
         self._let_go()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank's part is committed, or the save has failed."""
+        return self._over.is_set()
 
     def is_complete(self) -> None:
         """All ranks have committed their parts."""

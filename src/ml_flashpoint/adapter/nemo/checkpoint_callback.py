@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback
 
+from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.core.arguments import checked_base, checked_bool
+from ml_flashpoint.core.save_interval import SaveInterval, checked_skip
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -24,9 +26,11 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     Args:
         checkpoint_base_container: base container of the job on this node: an absolute path, best on a tmpfs. Restarts
             use the same.
-        every_n_steps: how often to save.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
+        every_n_steps: how often to save; ``"auto"``: as often as costs least.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out. Not
+            with ``"auto"``, whose steps may become those.
         enabled: False to do nothing at all, and to leave the trainer unwrapped.
+        mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -35,18 +39,20 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     def __init__(
         self,
         checkpoint_base_container: str | os.PathLike[str],
-        every_n_steps: int,
+        every_n_steps: int | Literal["auto"],
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
+        *,
+        mtbf_s: float | None = None,
     ) -> None:
         super().__init__()
         self.base = checked_base(checkpoint_base_container, "checkpoint_base_container")
-        self.every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
-        self.skip_every_n_steps = checked_integer(
-            "skip_every_n_steps", 0 if skip_every_n_steps is None else skip_every_n_steps, 0
-        )
+        self.every_n_steps = SaveInterval(every_n_steps, mtbf_s).given
+        self._mtbf_s = mtbf_s
+        self.skip_every_n_steps = checked_skip(skip_every_n_steps, every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._step = 0
+        self._strategy: MLFlashpointMegatronAsyncSaveStrategy | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called by Lightning before the strategy is set up: goes behind all other callbacks, so that what they do at
@@ -59,7 +65,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         """Called by Lightning when everything is set up and restored.
 
         Raises:
-            InvalidArgumentError: the trainer is not wrapped, or with another base container.
+            InvalidArgumentError: the trainer is not wrapped, or with another base container; or ranks save at different
+                steps.
             UnaskedVersionsError: it would overwrite versions that nobody has asked about.
         """
         if not self.enabled:
@@ -73,6 +80,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
         io.parts.check_asked()
+        self._strategy = io.parts.save_strategy
+        self._strategy.pace_by(io.parts.engine.interval(self.every_n_steps, self._mtbf_s))
         self._step = trainer.global_step
         if trainer.ckpt_path is not None and io.parts.engine.holds(trainer.ckpt_path):
             _complete_saved_batch(trainer.fit_loop)
@@ -80,12 +89,10 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called by Lightning after each batch: saves if that is due."""
         step, before = trainer.global_step, self._step
-        if not self.enabled or step == before:
+        if not self.enabled or self._strategy is None or step == before:
             return
         self._step = step
-        if passes_multiple(self.every_n_steps, before, step) and not passes_multiple(
-            self.skip_every_n_steps, before, step
-        ):
+        if self._strategy.is_due(step, before) and not passes_multiple(self.skip_every_n_steps, before, step):
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

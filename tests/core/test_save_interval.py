@@ -159,6 +159,20 @@ def test_what_slows_steps_down_is_what_a_save_costs() -> None:
     assert "a save 0.16 s of it" in str(interval.reason)
 
 
+def test_saves_that_last_as_long_as_two_steps_do_not_hide_what_a_step_takes() -> None:
+    interval, now = SaveInterval("auto", 3 * HOUR_S), 0.0
+    interval.every = 2
+    for _ in range(30):
+        interval.saved(0.4)
+        for held_s in (0.4, 0.0):
+            now += 0.5 + held_s
+            interval.passed(now, saving=True)
+    choice = interval.agree([interval._measure()])
+    assert choice is not None
+    step_s = float(choice.reason.split()[3])
+    assert 0.4 < step_s < 0.6, choice
+
+
 def test_steps_are_counted_where_a_turn_of_the_loop_has_several() -> None:
     interval = SaveInterval("auto", 3 * HOUR_S)
     loop(interval, 400, step_s=1.5, held_s=0.01, steps=3)
@@ -174,9 +188,9 @@ def measuring(save_s: float = 0.01, step_s: float = 0.5, mtbf_s: float | None = 
     """One that has measured this, and chosen nothing yet."""
     interval, now = SaveInterval("auto", mtbf_s), 0.0
     for _ in range(12):
-        interval.saved(save_s)
         now += step_s + save_s
         interval.passed(now, saving=True)
+        interval.saved(save_s)
     return interval
 
 

@@ -164,11 +164,11 @@ class SaveInterval:
         if not self._auto or len(self._held) < _FIRST_SAVES or not self._busy:
             return None
         save_s, busy_s = statistics.median(self._held), statistics.median(self._busy)
+        turns = self._busy_turns / (self._saves - _FIRST_SAVES)  # of each save
         if len(self._quiet) < _FIRST_SAVES:
-            turn_s = max(busy_s - save_s, 0.0)
+            turn_s = max(busy_s - save_s / max(turns, 1.0), 0.0)
         else:
             turn_s = statistics.median(self._quiet)
-            turns = self._busy_turns / (self._saves - _FIRST_SAVES)
             save_s = max(save_s, turns * (busy_s - turn_s))
         observed_s = time.time() - self.since_s  # which a file says that may be damaged
         step_s = turn_s * self._turns / self._steps

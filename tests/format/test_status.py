@@ -46,6 +46,8 @@ def test_a_good_save() -> None:
         committed_after_s=0.5,
         verified_after_s=1.5,
         part_bytes=100,
+        copied_bytes=100,
+        copied_in_s=0.2,
         saves=1,
     )
     assert not status.degraded
@@ -70,8 +72,9 @@ def test_what_is_amiss_and_when_it_is_over() -> None:
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     status = _after(events.VersionVerified(step=6, seconds=0.1))
+    placed = RankStatus(rank=1, node="n", nodes=3, survives=1, copies_on=("m", "o"))
     assert read_status(tmp_path) is None
-    for each in (status, NEW, status):
+    for each in (status, NEW, placed, status):
         write_status(tmp_path, each)
         assert read_status(tmp_path) == each
     assert os.listdir(tmp_path) == [NAME]
@@ -81,7 +84,8 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     "text",
     ["", "{}", "[]", "null", "[" * 50_000, '{"schema": 2, "rank": 0, "node": ""}', '{"schema": 1, "rank": 0}']
     + [json.dumps({"schema": 1, "rank": 0, "node": "", name: value}) for name, value in
-       [("rank", "0"), ("node", 3), ("committed", 1.5), ("held_s", "1"), ("error", 7), ("saves", None), ("pid", [1])]],
+       [("rank", "0"), ("node", 3), ("committed", 1.5), ("held_s", "1"), ("error", 7), ("saves", None), ("pid", [1]),
+        ("copies_on", "m"), ("copies_on", [1]), ("copies_on", [["m"]])]],
 )  # fmt: skip
 def test_anything_else_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)

@@ -94,52 +94,26 @@ class Access:
 
         return handle.write(send, until, lasting=bool(flags & PERSISTENT))
 
-    def delete(self, manager: int, key: bytes, *, sequence: int | None = None, until: float) -> bool:
-        """Delete a key at one manager; ``sequence`` as for :meth:`write`."""
-        fields: dict[str, Any] = {} if sequence is None else {"x": sequence}
-        # Not twice: the second time, the key would not be there.
-        return bool(self._change(manager, "delete", fields, (key,), again=False, until=until)["ok"])
-
-    def add(self, manager: int, key: bytes, amount: float, default: float, *, until: float) -> float:
-        """Add to a number at one manager; returns what it was before."""
-        fields = {"amount": amount, "default": default}
-        before: float = self._change(manager, "add", fields, (key,), again=False, until=until)["before"]
-        return before
-
-    def clear(self, manager: int, *, until: float) -> None:
-        """Delete all keys at one manager."""
-        self._change(manager, "clear", {}, (), again=True, until=until)
-
-    def _change(
-        self,
-        manager: int,
-        operation: str,
-        fields: dict[str, Any],
-        blobs: tuple[bytes, ...],
-        *,
-        again: bool,
-        until: float,
+    def change(
+        self, manager: int, operation: str, *key: bytes, again: bool = False, until: float, **fields: Any
     ) -> dict[str, Any]:
+        """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
+        A key that was deleted would not be there the second time."""
         handle = self.handle
 
         def send(epoch: int) -> dict[str, Any]:
             told = {**fields, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            return self.client.links.call(manager, operation, told, blobs, until=until, again=again).fields
+            return self.client.links.call(manager, operation, told, key, until=until, again=again).fields
 
         return handle.write(send, until)
 
-    def ask(self, manager: int, operation: str, key: bytes, *, until: float, **fields: Any) -> dict[str, Any]:
-        """Ask a manager something about a key."""
-        return self._ask(manager, operation, fields, (key,), until).fields
-
-    def _ask(
-        self, manager: int, operation: str, fields: dict[str, Any], blobs: tuple[bytes, ...], until: float
-    ) -> Reply:
+    def ask(self, manager: int, operation: str, *key: bytes, until: float, **fields: Any) -> Reply:
+        """Ask one manager something about a key, or all of its keys."""
         handle = self.handle
 
         def send(epoch: int) -> Reply:
             told = {**fields, "c": handle.checkpoint_id, "e": epoch}
-            return self.client.links.call(manager, operation, told, blobs, until=until)
+            return self.client.links.call(manager, operation, told, key, until=until)
 
         return handle.in_epoch(send, until)
 
@@ -159,7 +133,7 @@ class Access:
         return lambda: [(manager, self._encoded_keys(manager, until)) for manager in managers]
 
     def _encoded_keys(self, manager: int, until: float) -> list[bytes]:
-        data = self._ask(manager, "keys", {"once": self.only is None}, (), until).blobs[0]
+        data = self.ask(manager, "keys", until=until, once=self.only is None).blobs[0]
         found, at = [], 0
         while at < len(data):
             end = at + 4 + int.from_bytes(data[at : at + 4], "big")
@@ -169,10 +143,10 @@ class Access:
 
     def count(self, managers: Iterable[int], until: float) -> int:
         """Number of keys of these managers."""
-        fields = {"once": self.only is None}
+        once = self.only is None
 
         def ask() -> int:
-            return sum(int(self._ask(manager, "length", fields, (), until).fields["n"]) for manager in managers)
+            return sum(int(self.ask(each, "length", until=until, once=once).fields["n"]) for each in managers)
 
         return self.handle.in_one_epoch(ask, until)
 

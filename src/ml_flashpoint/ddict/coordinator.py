@@ -338,10 +338,10 @@ class Coordinator(Committer):
             orphaned, self._orphaned = self._orphaned, None
             raise orphaned
 
-    def await_epoch(self, other_than: int, until: float, has_ended: Callable[[], bool]) -> int:
+    def await_epoch(self, other_than: int, until: float, is_gone: IsGone) -> int:
         """Wait for another epoch than this one; returns the one that it is."""
         with self._opened:  # not with those who wait for commits: there is one here for each process that writes
-            while (self.epoch == other_than or not self._epochs.is_open) and not self._closing and not has_ended():
+            while (self.epoch == other_than or not self._epochs.is_open) and not self._closing and not is_gone():
                 left = until - time.monotonic()
                 if left <= 0:
                     break

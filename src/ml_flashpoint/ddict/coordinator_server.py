@@ -6,7 +6,6 @@ Owns its server, what the requests to it mean, and the run that checkpoints are 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class CoordinatorServer:
 
     def __init__(self, configuration: Configuration, host: str | None = None) -> None:
         allow_many_files()  # each connection is one
-        self._configuration = configuration
+        self.configuration = configuration
         self.run = PersistedRun(configuration)
         self.links = Links(locator(configuration), configuration.secret)
         self.frozen = False
@@ -65,7 +64,6 @@ class CoordinatorServer:
             unpersist=self.run.remove_above,
             describe=lambda: {"run": self.run.fields(), "frozen": self.frozen},
         )
-        self._ended = threading.Event()
         unix_path = str(Path(configuration.base, "c.sock")) if host is None else None
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
@@ -80,7 +78,6 @@ class CoordinatorServer:
 
     def close(self) -> None:
         """Commit and answer nothing more. Idempotent."""
-        self._ended.set()
         self.coordinator.close()
         self._server.close()
         self.links.close()
@@ -109,46 +106,6 @@ class CoordinatorServer:
         """See `RequestHandler`."""
         if session.name is not None:
             self.coordinator.session_ended(session.name, session)
-
-    def check_persists(self) -> None:
-        """Raise unless there is a persister.
-
-        Raises:
-            DDictPersistError: there is none.
-        """
-        if not self.run.persister.persists:
-            raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
-
-    def restore(self, checkpoint_id: int, by: str, until: float) -> Fields:
-        """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
-        checkpoint = self.run.persister.locate(checkpoint_id)
-        fields, run_id = checkpoint.to_fields(), new_run_id()
-
-        def begin_run() -> None:
-            self.run.begin(run_id, checkpoint)
-
-        return self.coordinator.restore(checkpoint_id, fields, max(0.1, until - time.monotonic()), begin_run, by)
-
-    def freeze(self, frozen: bool, until: float) -> None:
-        """Have all managers refuse writes, or take them again."""
-        self.frozen = frozen
-        for manager in range(self._configuration.managers):
-            self.links.call(manager, "freeze", {"frozen": frozen}, until=until)
-
-    def wait(self, epoch: int, until: float, session: _Session) -> int:
-        """Wait until then, for another epoch, or until either side ends; returns the epoch."""
-        has_ended = session.peer.is_gone
-        return self.coordinator.await_epoch(epoch, until, lambda: self._ended.is_set() or has_ended())
-
-    def check_manager(self, number: int) -> int:
-        """The number of a manager.
-
-        Raises:
-            ProtocolError: it is none.
-        """
-        if not number < self._configuration.managers:
-            raise ProtocolError("there is no such manager")
-        return number
 
 
 # ---- what is asked ----------------------------------------------------------------------------------------
@@ -201,7 +158,7 @@ def _attach(server: CoordinatorServer, session: _Session, fields: Fields) -> Fie
 def _watch(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
     until = time.monotonic() + integer(fields, "s")
-    return {"epoch": server.wait(integer(fields, "e"), until, session)}
+    return {"epoch": server.coordinator.await_epoch(integer(fields, "e"), until, session.peer.is_gone)}
 
 
 @_operation
@@ -209,28 +166,40 @@ def _state(server: CoordinatorServer, session: _Session, fields: Fields) -> Fiel
     return {**server.coordinator.state(), **server.coordinator.persisting_state(), "frozen": server.frozen}
 
 
+def _manager(server: CoordinatorServer, fields: Fields) -> int:
+    number = integer(fields, "manager")
+    if not number < server.configuration.managers:
+        raise ProtocolError("there is no such manager")
+    return number
+
+
 @_operation
 def _sealed(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """What a manager has sealed, for the one that comes after it."""
-    return {"sealed": server.coordinator.sealed_by(server.check_manager(integer(fields, "manager")))}
+    return {"sealed": server.coordinator.sealed_by(_manager(server, fields))}
 
 
 @_operation
 def _returned(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """A manager was started anew, and waits for an epoch to begin."""
-    server.coordinator.returned(server.check_manager(integer(fields, "manager")), text(fields, "incarnation"))
+    server.coordinator.returned(_manager(server, fields), text(fields, "incarnation"))
     return {}
 
 
 @_operation
 def _freeze(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    server.freeze(bool(fields.get("frozen")), until_of(fields))
+    """Have all managers refuse writes, or take them again."""
+    until = until_of(fields)
+    frozen = server.frozen = bool(fields.get("frozen"))
+    for manager in range(server.configuration.managers):
+        server.links.call(manager, "freeze", {"frozen": frozen}, until=until)
     return {}
 
 
 @_operation
 def _persist_newest(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    server.check_persists()
+    if not server.run.persister.persists:
+        raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
     return {"checkpoint_id": server.coordinator.persist_newest(left_of(fields), session.peer.is_gone)}
 
 
@@ -241,4 +210,12 @@ def _persisted_ids(server: CoordinatorServer, session: _Session, fields: Fields)
 
 @_operation
 def _restore(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return server.restore(integer(fields, "checkpoint_id"), text(fields, "w"), until_of(fields))
+    """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
+    until, checkpoint_id, by = until_of(fields), integer(fields, "checkpoint_id"), text(fields, "w")
+    checkpoint, run_id = server.run.persister.locate(checkpoint_id), new_run_id()
+
+    def begin_run() -> None:
+        server.run.begin(run_id, checkpoint)
+
+    left = max(0.1, until - time.monotonic())
+    return server.coordinator.restore(checkpoint_id, checkpoint.to_fields(), left, begin_run, by)

@@ -119,7 +119,7 @@ class Mapped(MutableMapping[Any, Any]):
         self._flush(until)
         encoded = encode_key(key)
         try:
-            self._access.delete(self._access.manager_of(encoded), encoded, until=until)
+            self._access.change(self._access.manager_of(encoded), "delete", encoded, until=until)
         except DDictKeyError as error:
             raise _key_error(key, error) from None
 
@@ -128,8 +128,8 @@ class Mapped(MutableMapping[Any, Any]):
             encoded = encode_key(key)
         except InvalidArgumentError:
             return False
-        found = self._access.ask(self._access.manager_of(encoded), "contains", encoded, until=self._handle.until())
-        return bool(found["found"])
+        manager = self._access.manager_of(encoded)
+        return bool(self._access.ask(manager, "contains", encoded, until=self._handle.until()).fields["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
@@ -143,7 +143,7 @@ class Mapped(MutableMapping[Any, Any]):
         try:
             while True:
                 found = self._access.get(manager, encoded, copy=True, until=until)
-                if self._access.delete(manager, encoded, sequence=found.sequence, until=until):
+                if self._access.change(manager, "delete", encoded, until=until, x=found.sequence)["ok"]:
                     return found.value
         except DDictKeyError as error:
             if default is _MISSING:
@@ -196,7 +196,10 @@ class Mapped(MutableMapping[Any, Any]):
         until = self._handle.until()
         self._flush(until)
         encoded = encode_key(key)
-        return self._access.add(self._access.manager_of(encoded), encoded, amount, default, until=until)
+        manager = self._access.manager_of(encoded)
+        added = self._access.change(manager, "add", encoded, until=until, amount=amount, default=default)
+        before: float = added["before"]
+        return before
 
     def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
         """Wait until a key has a value, and return it.
@@ -214,7 +217,7 @@ class Mapped(MutableMapping[Any, Any]):
         until = self._handle.until(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
-            if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen)["ok"]:
+            if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen).fields["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
                 found = self._access.get(manager, encoded, until=until)
@@ -298,7 +301,7 @@ class Mapped(MutableMapping[Any, Any]):
             self._batch.drop()
         until = self._handle.until()
         for manager in self._access.managers:
-            self._access.clear(manager, until=until)
+            self._access.change(manager, "clear", until=until, again=True)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""

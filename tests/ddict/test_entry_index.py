@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ml_flashpoint.ddict.checkpoint_persister import MAX_CHECKPOINT_ID
 from ml_flashpoint.ddict.entries import Entry, InlineValue
 from ml_flashpoint.ddict.entry_index import (
     GONE,
@@ -27,9 +28,10 @@ from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidAr
 
 NAMES = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,20}", fullmatch=True)
 NUMBERS = st.integers(0, 2**63 - 1)
-PARTS = st.builds(PartRef, NAMES, NUMBERS)
+CHECKPOINTS = st.integers(0, MAX_CHECKPOINT_ID)
+PARTS = st.builds(PartRef, NAMES, CHECKPOINTS)
 OWN = PartRef("s-1", 3)
-FIELDS = (st.binary(max_size=20), NUMBERS, st.text(max_size=10), st.booleans(), st.booleans())
+FIELDS = (st.binary(max_size=20), CHECKPOINTS, st.text(max_size=10), st.booleans(), st.booleans())
 ENTRIES = st.builds(IndexEntry, *FIELDS, st.sampled_from([GONE, INLINE]), st.just(OWN), NUMBERS, NUMBERS) | st.builds(
     IndexEntry, *FIELDS, st.just(STORED), PARTS, NUMBERS, NUMBERS
 )

@@ -15,7 +15,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.value_arenas import ValueArenas
+from ml_flashpoint.ddict.value_arenas import Reading, ValueArenas
 from ml_flashpoint.ddict.value_files import ValueWriter, read_value
 from ml_flashpoint.ddict.value_objects import object_blobs, object_size, read_object
 from ml_flashpoint.ddict.values import encode
@@ -282,7 +282,7 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
         arenas.fill("v-x", blobs)
     arenas.fill(room.value_id, blobs)
     stored = arenas.adopt(room.value_id)
-    with arenas.reading(stored) as view:
+    with Reading(stored) as view:
         assert not is_free(room.path)
         sent = bytes(view)
     assert is_free(room.path)
@@ -298,14 +298,14 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
 
 def test_what_the_manager_sends_is_not_reused_meanwhile(arenas: ValueArenas, writer: ValueWriter) -> None:
     stored = put(arenas, writer, full(1))
-    reading = arenas.reading(stored)
+    reading = Reading(stored)
     arenas.release(stored)  # between the two
     with reading as view:
         assert put(arenas, writer, full(2)).arena is not stored.arena
         assert torch.equal(read_object(view, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
     assert put(arenas, writer, full(3)).arena is stored.arena
     with pytest.raises(StaleValueError):
-        arenas.reading(stored)
+        Reading(stored)
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 _RUN_ID: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,99}")
 _MAX_RECEIPT: Final = 1000
+
+MAX_CHECKPOINT_ID: Final = 2**62 - 1
+"""There is always a next one that is a step of the engine, too."""
 
 
 def new_run_id() -> str:
@@ -106,16 +108,14 @@ class PersistedCheckpoint:
         return cls(checkpoint_id, run, managers, tuple(parts) if isinstance(parts, list) else parts)
 
 
-def check_checkpoint_id(checkpoint_id: object) -> int:
+def check_checkpoint_id(checkpoint_id: object, argument: str = "checkpoint_id") -> int:
     """Returns a checkpoint id.
 
     Raises:
-        InvalidArgumentError: It is not an integer from 0 to `MAX_STEP`.
+        InvalidArgumentError: It is not an integer from 0 to `MAX_CHECKPOINT_ID`.
     """
-    if type(checkpoint_id) is not int or not 0 <= checkpoint_id <= MAX_STEP:
-        raise InvalidArgumentError(
-            "a checkpoint id must be a natural number", argument="checkpoint_id", value=checkpoint_id
-        )
+    if type(checkpoint_id) is not int or not 0 <= checkpoint_id <= MAX_CHECKPOINT_ID:
+        raise InvalidArgumentError("must be an integer from 0", argument=argument, value=checkpoint_id)
     return checkpoint_id
 
 

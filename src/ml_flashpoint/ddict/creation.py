@@ -45,10 +45,10 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
         secrets.token_hex(6), options.named(), "", new_run_id(), {"kind": kind}, secrets.token_bytes(32)
     )
     if kind == "ray":
-        from ml_flashpoint.ddict.ray_runtime import start_on_ray
+        from ml_flashpoint.ddict.ray_runtime import RayRuntime
 
-        configuration, ray_runtime = start_on_ray(configuration)
-        return configuration, None, ray_runtime
+        on_ray = RayRuntime(configuration)
+        return on_ray.configuration, None, on_ray
     _check_memory(options.total_mem, runtime_root())
     runtime = EmbeddedRuntime()
     configuration = dataclasses.replace(

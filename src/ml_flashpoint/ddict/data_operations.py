@@ -20,6 +20,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.messages import describe_error
+from ml_flashpoint.ddict.value_arenas import Reading
 from ml_flashpoint.ddict.value_headers import inline_number, number_to_inline
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 
@@ -176,7 +177,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         value = entry.value
-        reader = manager.arenas.reading(value) if isinstance(value, StoredValue) and fields.get("remote") else None
+        reader = Reading(value) if isinstance(value, StoredValue) and fields.get("remote") else None
     answer: Fields = {"s": entry.sequence}
     if isinstance(value, InlineValue):
         return answer, (value.data,)

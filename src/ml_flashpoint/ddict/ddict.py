@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
+from ml_flashpoint.ddict.checkpoint_persister import check_checkpoint_id
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.creation import Runtime, create
 from ml_flashpoint.ddict.errors import (
@@ -22,7 +23,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.mapped import Mapped
-from ml_flashpoint.ddict.options import Options, checked_checkpoint_id, checked_timeout
+from ml_flashpoint.ddict.options import Options, checked_timeout
 from ml_flashpoint.ddict.stats import ManagerStats
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -84,7 +85,7 @@ class DDict(Mapped):
 
     @checkpoint_id.setter
     def checkpoint_id(self, checkpoint_id: int) -> None:
-        checked_checkpoint_id("checkpoint_id", checkpoint_id)
+        check_checkpoint_id(checkpoint_id)
         until = self._handle.until()
         self._flush(until)
         self._handle.move(checkpoint_id, until)
@@ -112,7 +113,7 @@ class DDict(Mapped):
         Raises:
             DDictCheckpointRetiredError: it has left the working set.
         """
-        to = max(0, self.checkpoint_id - 1) if to is None else checked_checkpoint_id("to", to)
+        to = max(0, self.checkpoint_id - 1) if to is None else check_checkpoint_id(to, "to")
         if to > self.checkpoint_id:
             raise InvalidArgumentError(
                 f"is ahead of this handle, which is at {self.checkpoint_id}", argument="to", value=to
@@ -147,7 +148,7 @@ class DDict(Mapped):
         """
         wanted = self.checkpoint_id - 1 if checkpoint_id is None else checkpoint_id
         if checkpoint_id is not None:
-            checked_checkpoint_id("checkpoint_id", checkpoint_id)
+            check_checkpoint_id(checkpoint_id)
         until = self._handle.until(None if timeout is None else checked_timeout(timeout))
         return self._handle.await_commit(wanted, until, if_written=checkpoint_id is None)
 
@@ -186,7 +187,7 @@ class DDict(Mapped):
             DDictTimeoutError: not in time. If the message says that it is restored, only copies of it are missing.
             DamagedError: it is not what was written.
         """
-        checked_checkpoint_id("checkpoint_id", checkpoint_id)
+        check_checkpoint_id(checkpoint_id)
         self._restore(checkpoint_id, self._handle.until())
 
     def _restore(self, checkpoint_id: int, until: float) -> None:
@@ -243,10 +244,11 @@ class DDict(Mapped):
         until = self._handle.until()
         state = self._access.ask_main("state", until=until)
         told = {name: state[name] for name in ("persisted", "persist_error")}
-        return [
-            ManagerStats.from_fields({**self._access.client.links.call(each, "stats", {}, until=until).fields, **told})
-            for each in range(self._configuration.managers)
-        ]
+        found = []
+        for each in range(self._configuration.managers):
+            its = self._access.client.links.call(each, "stats", {}, until=until).fields
+            found.append(ManagerStats(**{**its, **told, "sealed": tuple(its["sealed"])}))
+        return found
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""
@@ -274,21 +276,18 @@ class DDict(Mapped):
         return self._clone(only=self._access.only)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, self._described()
+
+    def _described(self) -> tuple[Any, ...]:
+        """What another handle like this one is made from, as plain JSON: see `_attach`."""
         handle = self._handle
-        at = (self.checkpoint_id, handle.epoch)
-        return _attach, (self._configuration.to_json(), *at, handle.read_only, self._access.only)
+        at = (handle.checkpoint_id, handle.epoch)
+        return self._configuration.to_json(), *at, handle.read_only, self._access.only
 
     def serialize(self) -> str:
         """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
         the dictionary in it: whoever has it can read and write everything."""
-        fields = {
-            "configuration": self._configuration.to_json(),
-            "checkpoint_id": self.checkpoint_id,
-            "epoch": self._handle.epoch,
-            "read_only": self._handle.read_only,
-            "only": self._access.only,
-        }
-        return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
+        return base64.urlsafe_b64encode(json.dumps(self._described()).encode()).decode()
 
     @classmethod
     def attach(cls, serialized: str, *, timeout: float | None = None) -> DDict:
@@ -302,20 +301,16 @@ class DDict(Mapped):
             DDictManagerLostError: the dictionary is not there.
         """
         try:
-            fields = json.loads(base64.urlsafe_b64decode(serialized.encode()))
-            configuration = Configuration.from_json(fields["configuration"])
-            made = _attach(
-                fields["configuration"],
-                checked_checkpoint_id("serialized", fields["checkpoint_id"]),
-                checked_checkpoint_id("serialized", fields["epoch"]),
-                bool(fields["read_only"]),
-                fields["only"],
-            )
+            configuration, checkpoint_id, epoch, *rest = json.loads(base64.urlsafe_b64decode(serialized.encode()))
+            for number in (checkpoint_id, epoch):
+                check_checkpoint_id(number, "serialized")
+            made = _attach(configuration, checkpoint_id, epoch, *rest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgumentError(
                 f"is not what serialize() returned: {error}", argument="serialized", value=serialized
             ) from error
-        made._handle.timeout_s = configuration.options.timeout_s if timeout is None else checked_timeout(timeout)
+        if timeout is not None:
+            made._handle.timeout_s = checked_timeout(timeout)
         made._access.ask_main("state")
         return made
 

@@ -54,7 +54,7 @@ class EmbeddedRuntime:
         self.base = self._hold.folder
         self._changed = threading.Condition()
         self._managers: list[Supervised] = []
-        self._stopped = self._foreign = False
+        self._stopped = False
         self._stop_lock = threading.Lock()
         try:
             fork_server()
@@ -77,7 +77,7 @@ class EmbeddedRuntime:
             DDictError: likewise, for another reason; ``manager`` says which, the message why.
             DDictTimeoutError: not all were ready in time. All have ended then.
         """
-        if self._stopped or self._foreign:
+        if self._stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
         told = {
             "entry": self._entry,
@@ -136,7 +136,7 @@ class EmbeddedRuntime:
             timeout_s: seconds that managers get to end by themselves; then they are killed.
         """
         with self._stop_lock:
-            if self._stopped or self._foreign:
+            if self._stopped:
                 return
             self._stopped = True
             _runtimes.discard(self)
@@ -157,7 +157,7 @@ class EmbeddedRuntime:
 
     def _abandon(self) -> None:
         """In a forked child: nothing of this is the child's."""
-        self._foreign = True
+        self._stopped = True
         self._changed, self._stop_lock = threading.Condition(), threading.Lock()
         self._hold.close()
         for one in self._managers:

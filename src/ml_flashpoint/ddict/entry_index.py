@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from ml_flashpoint.ddict.checkpoint_persister import MAX_CHECKPOINT_ID
 from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.snapshot_format import PartRef, part_ref
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
@@ -221,7 +222,7 @@ def _decode(data: memoryview, own: PartRef) -> Index:
     head = json.loads(bytes(data[_PREFIX.size : begin]).decode("ascii"))
     if not isinstance(head, dict) or head.keys() != _HEAD_FIELDS:
         raise ValueError("the head has other fields")
-    if _natural(head, "checkpoint", MAX_STEP) != own.step:
+    if _natural(head, "checkpoint", MAX_CHECKPOINT_ID) != own.step:
         raise ValueError("it is of another checkpoint")
     managers = _natural(head, "managers", MAX_WORLD_SIZE)
     manager = _natural(head, "manager", managers - 1)
@@ -244,7 +245,7 @@ def _decode_entries(
     entries = []
     at = 0
     for key_length, flags, kind, writer, part, checkpoint_id, offset, length in _RECORD.iter_unpack(records):
-        if flags > _PERSISTENT | _BROADCAST or kind > STORED or checkpoint_id > MAX_STEP:
+        if flags > _PERSISTENT | _BROADCAST or kind > STORED or checkpoint_id > MAX_CHECKPOINT_ID:
             raise ValueError("an entry with unknown flags, of no kind, or of no checkpoint")
         key, at = keys[at : at + key_length], at + key_length
         persistent, broadcast = bool(flags & _PERSISTENT), bool(flags & _BROADCAST)

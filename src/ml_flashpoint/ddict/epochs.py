@@ -6,7 +6,6 @@ Owns the account of them. Pure bookkeeping, under the coordinator's lock; when o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
 
@@ -35,18 +34,6 @@ class Beginning:
     def error(self) -> DDictWritesLostError:
         """What those are told who lost something."""
         return writes_lost(self.why, self.base, self.manager)
-
-
-class Account(NamedTuple):
-    """What epochs mean for a handle.
-
-    Attributes:
-        lost: the latest that it lost something by; None: nothing.
-        taken: what was committed below where it stands was taken back.
-    """
-
-    lost: Beginning | None
-    taken: bool
 
 
 class Epochs:
@@ -89,8 +76,11 @@ class Epochs:
         """Whether this process of a manager has begun any."""
         return self._incarnations.get(manager) == incarnation
 
-    def account(self, epoch: int, handle: str, position: int, need: int, *, writes: bool) -> Account:
-        """What has come since ``epoch`` means for a handle at ``position``.
+    def account(
+        self, epoch: int, handle: str, position: int, need: int, *, writes: bool
+    ) -> tuple[Beginning | None, bool]:
+        """What has come since ``epoch`` means for a handle at ``position``: the latest that it lost something by, if
+        any, and whether what was committed below where it stands was taken back.
 
         Args:
             need: the checkpoint whose commit covers all that it wrote; -1: nothing that it does not know committed.
@@ -99,4 +89,4 @@ class Epochs:
         since = [each for each in self._beginnings[epoch + 1 :] if each.by != handle]
         taken = [each for each in since if each.base < min(position, each.taken)]  # who stands above is sent back
         lost = [each for each in since if need > each.kept or (writes and each in taken)]
-        return Account(lost[-1] if lost else None, bool(taken))
+        return lost[-1] if lost else None, bool(taken)

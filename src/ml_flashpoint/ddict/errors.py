@@ -1,4 +1,4 @@
-"""Every error that a dictionary raises on purpose.
+"""Every error that a dictionary, or what a program needs around one, raises on purpose.
 
 Owns the types. All are `FlashpointError`s and survive pickling; those that name a checkpoint or a manager keep it as
 an attribute.
@@ -6,6 +6,7 @@ an attribute.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -121,3 +122,29 @@ class StaleEpochError(DDictError):
     """The request is of another epoch than whoever got it. Not seen by users: the coordinator is asked what began."""
 
     retryable = True
+
+
+# ---- of the processes around a dictionary ------------------------------------------------------------------
+
+
+class ProcessFailedError(DDictError):
+    """A process of a group ended with an exit code other than 0, or by a signal.
+
+    Args:
+        message: see `DDictError`, as for its other keywords.
+        puid: of the process.
+        exit_code: negative for the number of a signal.
+    """
+
+    def __init__(self, message: str, *, puid: int | None = None, exit_code: int | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.puid = puid
+        self.exit_code = exit_code
+
+    def _context(self) -> list[str]:
+        named = (("puid", self.puid), ("exit code", self.exit_code))
+        return [f"{name} {value}" for name, value in named if value is not None] + super()._context()
+
+
+class BarrierBrokenError(DDictError, threading.BrokenBarrierError):
+    """A process cannot pass a barrier: another one died, gave up, or aborted it."""

@@ -353,7 +353,9 @@ class Manager:
                 self._recover(sealed)  # what was committed since it asked
             if restored is not None and (self.parts.has_read or base not in self._kept):
                 entries = self.parts.take(restored)
-                self.forget(-1)
+                self._kept.retain(lambda each: False)  # what was here is no more
+                if self.rules.replicated:
+                    self.snapshots.forget_after(-1)
                 self._kept.keep(base, entries)
             with self.changed:
                 if self.rules.snapshots:
@@ -428,12 +430,6 @@ class Manager:
         self._kept.retain(lambda each: each in keep or each in pinned or each > committed)
         if self.rules.replicated:
             self.snapshots.retain(keep)
-
-    def forget(self, above: int) -> None:
-        """Checkpoints above this one are no more."""
-        self._kept.retain(lambda each: each <= above)
-        if self.rules.replicated:
-            self.snapshots.forget_after(above)
 
     def persist(self, checkpoint_id: int) -> str:
         """Write this manager's part of a prepared checkpoint; returns the receipt."""

@@ -10,9 +10,9 @@ import os
 import socket
 from dataclasses import dataclass
 
+from ml_flashpoint.ddict.errors import BarrierBrokenError, ProcessFailedError
 from ml_flashpoint.ddict.native_barrier import Barrier
 from ml_flashpoint.ddict.native_collective import CollectiveGroup, RankInfo
-from ml_flashpoint.ddict.native_errors import BarrierBrokenError, ProcessFailedError
 from ml_flashpoint.ddict.native_member import ThisProcess, this_process
 from ml_flashpoint.ddict.native_processes import Policy, ProcessGroup, ProcessTemplate
 from ml_flashpoint.ddict.native_ray import is_on_ray, ray_nodes

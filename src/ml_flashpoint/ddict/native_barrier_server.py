@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ml_flashpoint.ddict import errors as ddict_errors
-from ml_flashpoint.ddict import native_errors
-from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.native_errors import BarrierBrokenError
+from ml_flashpoint.ddict.errors import BarrierBrokenError, DDictError, DDictTimeoutError
 from ml_flashpoint.format import errors as core_errors
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.net.channel import Channel
@@ -28,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 BARRIERS: Final = Dialect(
     purpose=b"ml_flashpoint.ddict barrier",
-    errors=errors_of(core_errors, ddict_errors, native_errors),
+    errors=errors_of(core_errors, ddict_errors),
     failure=DDictError,
     timeout=DDictTimeoutError,
     json_bytes=64 << 10,

@@ -21,9 +21,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
-from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError, ProcessFailedError
 from ml_flashpoint.ddict.native_barrier import Barrier, barriers_in_pickles
-from ml_flashpoint.ddict.native_errors import ProcessFailedError
 from ml_flashpoint.ddict.native_member import run_member, this_process
 from ml_flashpoint.ddict.native_ray import RayProcess, Start, is_on_ray, start_on_ray
 from ml_flashpoint.format.errors import InvalidArgumentError

@@ -12,7 +12,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ml_flashpoint.core.arguments import checked_bool, checked_integer
-from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
+from ml_flashpoint.ddict.checkpoint_persister import (
+    CheckpointPersister,
+    NullCheckpointPersister,
+    check_checkpoint_id,
+)
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
@@ -135,7 +139,7 @@ class Options:
                 raise InvalidArgumentError("must be text", argument=name, value=getattr(self, name))
         checked_timeout(self.timeout)
         if self.restore_from is not None:
-            checked_checkpoint_id("restore_from", self.restore_from)
+            check_checkpoint_id(self.restore_from, "restore_from")
         self._check_classes()
         if self.runtime not in (None, "embedded", "ray"):
             raise InvalidArgumentError("must be 'embedded', 'ray' or None", argument="runtime", value=self.runtime)
@@ -277,14 +281,3 @@ def checked_timeout(timeout: float | None) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
         raise InvalidArgumentError("must be a positive number of seconds, or None", argument="timeout", value=timeout)
     return float(timeout)
-
-
-def checked_checkpoint_id(argument: str, value: object) -> int:
-    """A checkpoint id.
-
-    Raises:
-        InvalidArgumentError: it is none.
-    """
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise InvalidArgumentError("must be an integer from 0", argument=argument, value=value)
-    return value

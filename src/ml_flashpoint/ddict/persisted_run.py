@@ -6,7 +6,7 @@ Owns the process's persister and which run it writes for; a restore begins anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
@@ -57,15 +57,9 @@ class PersistedRun:
 
     def remove_above(self, checkpoint_id: int) -> None:
         """Remove what this run has persisted above a checkpoint, which was rolled back."""
-        for each in self._own_ids():
-            if each <= checkpoint_id:
-                return
-            self.persister.remove(each)
-
-    def _own_ids(self) -> Iterator[int]:
-        """Descending. What earlier runs have is below, or all there is: it is not this run's to touch."""
         if self.persister.persists:
             for each in reversed(self.persister.ids()):
-                if self.persister.locate(each).run != self.run_id:
+                # What earlier runs have is below, or all there is: it is not this run's to touch.
+                if each <= checkpoint_id or self.persister.locate(each).run != self.run_id:
                     return
-                yield each
+                self.persister.remove(each)

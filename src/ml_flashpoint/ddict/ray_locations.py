@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
@@ -35,10 +35,6 @@ class Place:
     unix: str
     host: str
     port: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self)
 
 
 def actor_name(dictionary: str, manager: int) -> str:

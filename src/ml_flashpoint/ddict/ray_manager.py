@@ -7,6 +7,7 @@ never goes through Ray: clients ask the actor where the manager listens, and tal
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import hashlib
 import logging
 import os
@@ -96,8 +97,8 @@ class RayManager:
         atexit.register(self.stop)
 
     def place(self) -> dict[str, Any]:
-        """Where the manager listens, a `Place` as JSON."""
-        return self._place.to_json()
+        """Where the manager listens, a `Place` as plain JSON."""
+        return dataclasses.asdict(self._place)
 
     def stop(self) -> None:
         """End the manager, and remove its node's folder with the last one there. Idempotent."""

@@ -107,12 +107,10 @@ class RayRuntime:
                 return
             self._stopped = True
         _runtimes.discard(self)
-        if not ray.is_initialized():
-            with contextlib.suppress(Exception):
-                self._stop_coordinator()
-            return  # they ended with this process's connection to Ray
         with contextlib.suppress(Exception):  # whatever it says, there is nothing else to be done
             self._stop_coordinator()
+        if not ray.is_initialized():
+            return  # they ended with this process's connection to Ray
         with contextlib.suppress(RayError):
             asked = [actor.stop.remote() for actor in self._actors]
             if asked:
@@ -127,16 +125,6 @@ class RayRuntime:
     def _abandon(self) -> None:
         self._stopped = True
         self._lock = threading.Lock()
-
-
-def start_on_ray(configuration: Configuration) -> tuple[Configuration, RayRuntime]:
-    """Start the managers of a new dictionary. Returns the configuration with what clients need to find them.
-
-    Raises:
-        InvalidArgumentError, DDictError: see `RayRuntime`.
-    """
-    runtime = RayRuntime(configuration)
-    return runtime.configuration, runtime
 
 
 def _place(configuration: Configuration) -> PlacementGroup:

@@ -98,11 +98,8 @@ def runtime_root() -> Path:
 
 
 def _default_root() -> Path:
-    return _default_parent() / f"mlf-ddict-{os.geteuid()}"
-
-
-def _default_parent() -> Path:
-    return _SHM if os.access(_SHM, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    parent = _SHM if os.access(_SHM, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return parent / f"mlf-ddict-{os.geteuid()}"
 
 
 def make_folder(root: Path) -> FolderHold:

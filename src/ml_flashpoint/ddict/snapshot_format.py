@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.ddict.checkpoint_persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.object_format import encode_header, parse_header
@@ -56,20 +56,11 @@ def part_ref(attempt: object, step: object) -> PartRef:
     """
     if not isinstance(attempt, str):
         raise InvalidArgumentError("not the name of a part", argument="attempt", value=attempt)
-    check_checkpoint(step)
     object_name(0, attempt)  # refuses what cannot be part of a file's name
-    return PartRef(attempt, step)  # type: ignore[arg-type]
+    return PartRef(attempt, check_checkpoint_id(step, "step"))
 
 
 # ---- names and labels -------------------------------------------------------------------------------------
-
-
-def check_checkpoint(checkpoint_id: object) -> None:
-    """Raises InvalidArgumentError unless it can be the id of a checkpoint."""
-    if type(checkpoint_id) is not int or not 0 <= checkpoint_id <= MAX_STEP:
-        raise InvalidArgumentError(
-            f"must be an integer from 0 to {MAX_STEP}", argument="checkpoint_id", value=checkpoint_id
-        )
 
 
 def format_stamp(nanoseconds: int) -> str:

@@ -22,12 +22,12 @@ from types import TracebackType
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.checkpoint_persister import check_checkpoint_id
 from ml_flashpoint.ddict.entries import Entry, StoredValue
 from ml_flashpoint.ddict.snapshot_copies import Copies, HolderBackend, PeerAddress, Peers
 from ml_flashpoint.ddict.snapshot_format import (
     STAMP_LABEL,
     PartRef,
-    check_checkpoint,
     check_stamp,
     format_stamp,
     part_kind,
@@ -229,7 +229,7 @@ class Snapshots:
             CapacityError: no room, here or at a holder.
             FlashpointError: a holder is not there or refuses; a value is not what was sealed before.
         """
-        check_checkpoint(checkpoint_id)
+        check_checkpoint_id(checkpoint_id)
         until = time.monotonic() + deadline_s
         with self.pin(entries), self._turn(until):
             with self._building:
@@ -310,7 +310,7 @@ class Snapshots:
         """
         wanted = set(checkpoint_ids)
         for checkpoint_id in wanted:
-            check_checkpoint(checkpoint_id)
+            check_checkpoint_id(checkpoint_id)
         newest = max(wanted, default=0)
         self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,3 @@ class ManagerStats:
     frozen: bool
     persisted: int
     persist_error: str | None
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> ManagerStats:
-        """From the answer of operation ``stats``."""
-        return cls(**{**fields, "sealed": tuple(fields["sealed"])})

@@ -174,20 +174,13 @@ class ValueArenas:
                 self._used_bytes -= arena.size
             self._store.release(arena)
 
-    def reading(self, value: StoredValue) -> Reading:
-        """The bytes of a value in use, which nobody can reuse from now until the end of the block, whoever releases it.
-
-        Raises:
-            StaleValueError: it was released before.
-        """
-        return Reading(value)
-
 
 class Reading:
-    """A value's bytes, locked from construction until the end of the ``with`` block, which gives a memoryview of them.
+    """A value's bytes, locked from construction until the end of the ``with`` block, which gives a memoryview of them:
+    nobody can reuse them meanwhile, whoever releases the value.
 
     Raises:
-        StaleValueError: the value is not there any more.
+        StaleValueError: it was released before.
     """
 
     def __init__(self, value: StoredValue) -> None:

@@ -106,11 +106,6 @@ class ValueWriter:
             if arena is not None:
                 self._keep(path, arena) if locked else arena.close()
 
-    def write(self, path: str, value_id: str, encoded: Encoded) -> int:
-        """Write a value, without keeping the lock: for writers that nobody can mistake for dead."""
-        with self.writing(path, value_id) as slot:
-            return slot.write(encoded)
-
     def _take(self, path: str) -> Arena | None:
         # Taken out while in use, so that no other thread forgets it meanwhile.
         with self._lock:

@@ -23,12 +23,7 @@ _AT_ONCE = 256
 
 
 class Access:
-    """See the module. As thread-safe as its handle.
-
-    Args:
-        handle: whose checkpoint is read and written at.
-        only: the one manager to use, whatever the key; None: all.
-    """
+    """See the module. As thread-safe as its handle. ``only``: the one manager to use, whatever the key, if any."""
 
     def __init__(self, handle: Handle, only: int | None) -> None:
         self.handle = handle

@@ -21,12 +21,7 @@ Found: TypeAlias = "list[tuple[int, dict[str, Any] | FlashpointError]]"
 
 
 class AllManagers:
-    """See the module. Thread-safe.
-
-    Args:
-        call: reaches a manager.
-        count: of managers.
-    """
+    """See the module. Thread-safe."""
 
     def __init__(self, call: Call, count: int) -> None:
         self._call = call

@@ -13,11 +13,7 @@ _MOST_BYTES = 4 << 20
 
 
 class Batch:
-    """Writes of one handle, by manager. Not thread-safe.
-
-    Args:
-        handle: that writes.
-    """
+    """Writes of one handle, by manager. Not thread-safe."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle

@@ -40,11 +40,7 @@ class Found:
 
 
 class Client:
-    """See the module. Thread-safe.
-
-    Args:
-        configuration: of the dictionary.
-    """
+    """See the module. Thread-safe."""
 
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration

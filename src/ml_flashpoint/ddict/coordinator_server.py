@@ -43,7 +43,6 @@ class CoordinatorServer:
     """See the module. Thread-safe. Serves from construction until :meth:`close`; in a forked child it is closed.
 
     Args:
-        configuration: of the dictionary.
         host: address to serve all nodes on; None: a Unix socket in the dictionary's folder.
 
     Raises:

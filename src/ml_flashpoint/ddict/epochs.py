@@ -37,11 +37,7 @@ class Beginning:
 
 
 class Epochs:
-    """See the module. Not thread-safe.
-
-    Args:
-        managers: their number.
-    """
+    """See the module. Not thread-safe."""
 
     def __init__(self, managers: int) -> None:
         self._managers = managers

@@ -37,14 +37,7 @@ _LEAVE_S = 5.0
 
 
 class Handle:
-    """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it.
-
-    Args:
-        configuration: of the dictionary.
-        checkpoint_id: to begin at.
-        epoch: that whoever made it was in.
-        read_only: refuse to write.
-    """
+    """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it."""
 
     def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool) -> None:
         self.configuration = configuration

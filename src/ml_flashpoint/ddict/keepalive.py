@@ -37,14 +37,7 @@ _CATCH_UP_S = 60.0
 
 
 class Standing:
-    """Where a handle is, and what of its writes can be lost. Thread-safe.
-
-    Args:
-        handle: its id.
-        session: see `Keepalive`.
-        checkpoint_id: that it is at.
-        epoch: that it is in.
-    """
+    """Where a handle is, and what of its writes can be lost. Thread-safe."""
 
     def __init__(self, handle: str, session: str, checkpoint_id: int, epoch: int) -> None:
         self.handle = handle
@@ -164,11 +157,7 @@ class Standing:
 
 
 class Keepalive:
-    """See the module. Thread-safe. It begins with the first handle that writes.
-
-    Args:
-        links: to the coordinator.
-    """
+    """See the module. Thread-safe. It begins with the first handle that writes."""
 
     def __init__(self, links: Links) -> None:
         self.id = secrets.token_hex(8)

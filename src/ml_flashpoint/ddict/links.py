@@ -51,11 +51,7 @@ _CONNECT_S = 10.0
 
 
 class Exchange:
-    """Requests over one connection.
-
-    Args:
-        until: when all of them must be done.
-    """
+    """Requests over one connection, all of which must be done by ``until``."""
 
     def __init__(self, connection: Connection, until: float) -> None:
         self._connection = connection
@@ -70,12 +66,7 @@ class Exchange:
 
 
 class Links:
-    """See the module. Thread-safe; in a forked child all connections are made anew.
-
-    Args:
-        locate: where managers are.
-        secret: of the dictionary.
-    """
+    """See the module. Thread-safe; in a forked child all connections are made anew."""
 
     def __init__(self, locate: Locate, secret: bytes) -> None:
         self._locate = locate

@@ -61,9 +61,6 @@ class Manager:
     """See the module. Thread-safe.
 
     Args:
-        configuration: of the dictionary.
-        number: of this manager.
-        locate: where the other managers are.
         operations: what requests mean, by name: functions of the manager, the session, fields and blobs.
         incarnation: of this process, 16 hexadecimal digits.
         restarted: whether there was one of this number before, whose values it is to have.

@@ -47,7 +47,6 @@ class BarrierServer:
     """The barrier itself.
 
     Args:
-        parties: how many have to wait for all to pass.
         action: called before each release, on a thread of its own.
         host: address of this machine that processes on others reach it at; None: there are none.
     """

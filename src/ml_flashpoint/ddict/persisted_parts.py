@@ -48,11 +48,6 @@ class PartReader:
 
     With as many managers as there were, each gets its own part. Otherwise keys are placed anew; what was written
     through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them.
-
-    Args:
-        persister: of this process.
-        store, arenas: where large values come to lie.
-        managers: how many there are now.
     """
 
     def __init__(self, persister: CheckpointPersister, store: RankStore, arenas: ValueArenas, managers: int) -> None:

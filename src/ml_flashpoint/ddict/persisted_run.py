@@ -14,11 +14,7 @@ from ml_flashpoint.ddict.configuration import Configuration
 
 
 class PersistedRun:
-    """See the module.
-
-    Args:
-        configuration: of the dictionary.
-    """
+    """See the module."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration

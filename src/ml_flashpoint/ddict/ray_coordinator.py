@@ -22,12 +22,7 @@ _STOP_S = 5.0
 
 
 class RayCoordinator:
-    """An actor with the coordinator. It ends with the process that made it, and is not restarted.
-
-    Args:
-        configuration: of the dictionary, as JSON.
-        environment: variables that the creator has set.
-    """
+    """An actor with the coordinator. It ends with the process that made it, and is not restarted."""
 
     def __init__(self, configuration: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         os.environ.update(environment)

@@ -42,12 +42,7 @@ class RayManager:
     """An actor with one manager, which serves from construction on.
 
     When the actor's process dies, Ray makes it anew, here or on another node; then this is constructed again, with the
-    same arguments.
-
-    Args:
-        configuration: of the dictionary, as JSON.
-        number: of the manager.
-        environment: variables that the creator has set.
+    same arguments. ``environment``: variables that the creator has set.
     """
 
     def __init__(self, configuration: Mapping[str, Any], number: int, environment: Mapping[str, str]) -> None:

@@ -47,9 +47,6 @@ _CALLS_AT_ONCE: Final = 8
 class RayRuntime:
     """The managers of one dictionary. Thread-safe.
 
-    Args:
-        configuration: of the dictionary.
-
     Raises:
         InvalidArgumentError: the cluster has fewer nodes than asked for.
         DDictError: the managers cannot be placed or started. None is left then.

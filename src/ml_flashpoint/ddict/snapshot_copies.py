@@ -40,16 +40,7 @@ _MAX_CONNECT_S = 10.0
 
 
 class Peers:
-    """Makes connections to the services of other managers. Thread-safe.
-
-    Args:
-        secret: of the dictionary.
-        nodes: node of every manager, for errors.
-        address: where they are.
-
-    Raises:
-        InvalidArgumentError: the secret is too short.
-    """
+    """Makes connections to the services of other managers. Thread-safe."""
 
     def __init__(self, secret: bytes, nodes: Sequence[str], address: PeerAddress) -> None:
         self.secret = check_secret(secret)
@@ -107,13 +98,7 @@ class _LeftOutError(Exception):
 
 
 class Copies:
-    """Pushes parts of one manager to its holders. `push` is for one thread at a time; the rest is thread-safe.
-
-    Args:
-        store: of this manager.
-        holders: managers that hold copies of it.
-        peers: how they are reached.
-    """
+    """Pushes parts of one manager to its holders. `push` is for one thread at a time; the rest is thread-safe."""
 
     def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers) -> None:
         self._store = store
@@ -243,13 +228,7 @@ class Copies:
 
 
 class HolderBackend(StoreBackend):
-    """Takes in only copies that this manager is to hold, and only such as a dictionary makes.
-
-    Args:
-        store: of this manager.
-        owners: the managers that it holds copies of.
-        managers: how many there are.
-    """
+    """Takes in only copies that this manager is to hold, of ``owners``, and only such as a dictionary makes."""
 
     def __init__(self, store: RankStore, owners: Collection[int], managers: int) -> None:
         super().__init__(lambda: store)

@@ -53,14 +53,7 @@ class BuiltSnapshot:
 
 
 class PartBuilder:
-    """Commits the parts of one manager. For one thread at a time.
-
-    Args:
-        store: of this manager.
-        node: of this manager.
-        managers: how many there are.
-        stamp: gives the next stamp: see `snapshot_format.format_stamp`.
-    """
+    """Commits the parts of one manager. For one thread at a time. ``stamp`` gives the next stamp."""
 
     def __init__(self, store: RankStore, node: str, managers: int, stamp: Callable[[], str]) -> None:
         self._store = store

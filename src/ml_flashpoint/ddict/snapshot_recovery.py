@@ -61,9 +61,7 @@ class Recoverer:
     """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile.
 
     Args:
-        store: of this manager.
         holders: managers that hold copies of it, in order of preference.
-        peers: how they are reached.
         cancelled: once true, what is under way is broken off.
     """
 

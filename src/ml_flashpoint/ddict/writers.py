@@ -51,11 +51,7 @@ class Session:
 
 
 class Writers:
-    """See the module. Not thread-safe.
-
-    Args:
-        rules: of the dictionary.
-    """
+    """See the module. Not thread-safe."""
 
     def __init__(self, rules: Options) -> None:
         self._rules = rules

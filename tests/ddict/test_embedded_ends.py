@@ -18,6 +18,7 @@ from tests.ddict.embedded_support import (
     started,
     watching,
 )
+from tests.support.dictionaries import wait_until_ready
 from tests.support.forked import wait_until
 from tests.support.processes import suspend
 
@@ -64,7 +65,7 @@ def test_a_forked_child_cannot_stop_its_parents_managers(tmpfs: Path) -> None:
         assert runtime.base.is_dir()
         killed = runtime.pids()[0]
         os.kill(killed, signal.SIGKILL)
-        assert runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        assert wait_until_ready(runtime, 0, other_than=killed)
 
 
 def test_managers_live_on_when_the_fork_server_is_killed_and_come_back_by_another(tmpfs: Path) -> None:
@@ -75,7 +76,7 @@ def test_managers_live_on_when_the_fork_server_is_killed_and_come_back_by_anothe
         assert len(watch.alive()) == 2
         killed = runtime.pids()[0]
         os.kill(killed, signal.SIGKILL)
-        again = runtime.wait_until_ready(0, other_than=killed, timeout_s=DEADLINE_S)
+        again = wait_until_ready(runtime, 0, other_than=killed)
         assert psutil.Process(again).ppid() == server_pid()
         runtime.stop()
         assert watch.alive() == []

@@ -31,6 +31,7 @@ from tests.support.dictionaries import (
     is_running,
     kill_manager,
     runtime_of,
+    wait_until_ready,
 )
 from tests.workers import ddict_handles
 
@@ -158,7 +159,7 @@ def test_killed_managers_cost_nothing_that_was_committed(nodes: int, kills: int)
             before = kill_manager(dictionary, manager, lose_node=chance.random() < 0.3)
             committed = check_committed(dictionary, writers, at_least=committed)
             # One at a time: when something was committed since, there are copies again.
-            runtime_of(dictionary).wait_until_ready(manager, other_than=before, timeout_s=DEADLINE_S)
+            wait_until_ready(runtime_of(dictionary), manager, other_than=before)
             committed = await_committed(dictionary, committed + 2, writers)
         end_all(writers.values())
         check_committed(dictionary, writers, at_least=committed)

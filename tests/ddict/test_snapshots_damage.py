@@ -151,8 +151,8 @@ def test_a_pinned_value_that_is_let_go_is_released_at_the_end(pair: Cluster) -> 
     (value_id,) = value_ids(owner)
     with owner.snapshots.pin(entries), owner.snapshots.pin(entries) as second:
         owner.take_out(b"big")
-        second.release()
-        second.release()
+        second.close()
+        second.close()
         assert owner.released == []
     assert owner.released == [value_id]
 

@@ -54,6 +54,15 @@ def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) ->
     return pid
 
 
+def wait_until_ready(runtime: EmbeddedRuntime, manager: int, *, other_than: int = 0) -> int:
+    """The process of a manager, once one serves that is not a former one, or the manager stays down."""
+    supervised = runtime._managers[manager]
+    await_that(lambda: supervised.ready_pid not in (None, other_than) or bool(supervised.down))
+    ready = supervised.ready_pid
+    assert ready is not None, f"manager {manager} stays down: {supervised.down}"
+    return ready
+
+
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process that does nothing meanwhile."""

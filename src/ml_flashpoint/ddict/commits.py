@@ -281,17 +281,14 @@ class Committer:
         """Where the dictionary is: its ``epoch``, ``committed``, ``fixed`` (the newest checkpoint for whose commit a
         write there would be late), ``newest``, ``oldest`` and ``writers``."""
         with self._changed:
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "committed": self._committed,
-            "fixed": self._fixed(),
-            "newest": self._writers.newest,
-            "oldest": self._oldest(),
-            "writers": len(self._writers.live),
-        }
+            return {
+                "epoch": self.epoch,
+                "committed": self._committed,
+                "fixed": self._fixed(),
+                "newest": self._writers.newest,
+                "oldest": self._oldest(),
+                "writers": len(self._writers.live),
+            }
 
     def persisting_state(self) -> dict[str, Any]:
         """See `Persisting.state`."""

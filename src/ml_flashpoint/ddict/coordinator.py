@@ -66,7 +66,7 @@ class Coordinator(Committer):
                     self._changed.notify_all()
                 else:
                     writer.session = session
-            return self._state()
+            return self.state()
 
     def move(
         self, handle: str, session: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
@@ -85,7 +85,7 @@ class Coordinator(Committer):
         with self._changed:
             self._check_epoch(epoch, handle)
             if self._writers.has_left(handle):
-                return {**self._state(), "position": position}
+                return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
             self._raise_orphaned()
             writer = self._writers.live.get(handle) or self._writers.place(handle, session, position, epoch)
@@ -102,13 +102,13 @@ class Coordinator(Committer):
         with self._changed:
             self._check_epoch(epoch, handle)
             if self._writers.has_left(handle):
-                return {**self._state(), "position": position}
+                return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
             fixed = self._fixed()  # what this move itself commits is not too late for what the handle wrote before
             self._writers.place(handle, session, position, epoch)
             self._follow()
             self._changed.notify_all()
-            return {**self._state(), "fixed": fixed, "position": position}
+            return {**self.state(), "fixed": fixed, "position": position}
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, epoch: int, until: float) -> None:
         """Wait until a checkpoint may leave the working set."""
@@ -241,7 +241,7 @@ class Coordinator(Committer):
                 self._orphaned = None  # one is enough
             self._changed.notify_all()
             return {
-                **self._state(),
+                **self.state(),
                 "lost": why or None,
                 "manager": None if lost is None else lost.manager,
                 "base": base,
@@ -288,7 +288,7 @@ class Coordinator(Committer):
             # A rollback meanwhile can mean that less is to be committed than it was.
             while self._committed < (wanted := min(wanted, self._target())) or (tells and self._orphaned is not None):
                 if is_gone():
-                    return self._state()
+                    return self.state()
                 if tells:
                     self._raise_orphaned()
                 self._wait_for(epoch, "", until, wanted)
@@ -331,7 +331,7 @@ class Coordinator(Committer):
                 if if_written and not self._writers.live and self._committed >= self._target():
                     break
                 self._wait_for(epoch, handle, until, checkpoint_id)
-            return self._state()
+            return self.state()
 
     def _raise_orphaned(self) -> None:
         if self._orphaned is not None:
@@ -406,4 +406,4 @@ class Coordinator(Committer):
             while self._committed < checkpoint_id and not self._closing:
                 why = f"it is restored, but has no copies yet: {self._why_not(checkpoint_id)}"
                 self._wait(self.epoch, "", until, checkpoint_id, why)
-            return self._state()
+            return self.state()

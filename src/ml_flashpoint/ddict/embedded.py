@@ -106,29 +106,6 @@ class EmbeddedRuntime:
         with self._changed:
             return {one.number: one.pid for one in self._managers if one.pid is not None}
 
-    def down(self) -> dict[int, str]:
-        """Managers that died too often to be started again, by number, and how they ended."""
-        with self._changed:
-            return {one.number: one.down for one in self._managers if one.down}
-
-    def wait_until_ready(self, manager: int, *, other_than: int = 0, timeout_s: float) -> int:
-        """Wait until a manager serves, in a process other than a former one; the process's id.
-
-        Raises:
-            DDictTimeoutError: it did not in time.
-            DDictError: it stays down.
-        """
-        one = self._managers[manager]
-        with self._changed:
-            self._await(
-                lambda: one.ready_pid not in (None, other_than) or bool(one.down),
-                f"manager {manager} is not ready",
-                timeout_s,
-            )
-            if one.down or one.ready_pid is None:
-                raise DDictError(f"it stays down: {one.down}", manager=manager)
-            return one.ready_pid
-
     def stop(self, timeout_s: float = END_GRACE_S) -> None:
         """End all managers and remove the folder. Nothing happens the second time, or in a forked child.
 

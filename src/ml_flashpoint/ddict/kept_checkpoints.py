@@ -11,21 +11,16 @@ from contextlib import AbstractContextManager
 
 from ml_flashpoint.ddict.entries import Entry
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.ddict.snapshots import Pin, Snapshots
+from ml_flashpoint.ddict.snapshots import Snapshots
 
 
 class KeptCheckpoints:
-    """See the module. Thread-safe.
-
-    Args:
-        lock: the manager's, under which values are let go of.
-        snapshots: keep their values.
-    """
+    """See the module. Thread-safe. Values are let go of under ``lock``, the manager's."""
 
     def __init__(self, lock: AbstractContextManager[object], snapshots: Snapshots) -> None:
         self._lock = lock
         self._snapshots = snapshots
-        self._kept: dict[int, tuple[list[Entry], Pin]] = {}
+        self._kept: dict[int, tuple[list[Entry], contextlib.ExitStack]] = {}
 
     def keep(self, checkpoint_id: int, entries: list[Entry]) -> None:
         """Keep these, in place of what was kept of this checkpoint."""
@@ -33,7 +28,7 @@ class KeptCheckpoints:
             before = self._kept.pop(checkpoint_id, None)
             self._kept[checkpoint_id] = (entries, self._snapshots.pin(entries))
         if before is not None:
-            before[1].release()
+            before[1].close()
 
     def __contains__(self, checkpoint_id: int) -> bool:
         return checkpoint_id in self._kept
@@ -62,4 +57,4 @@ class KeptCheckpoints:
         with self._lock:
             gone = [self._kept.pop(each) for each in list(self._kept) if not is_wanted(each)]
         for _, pin in gone:
-            pin.release()
+            pin.close()

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import TracebackType
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
@@ -51,27 +50,6 @@ _SPARE_ARENAS = 8
 """Free arenas that are kept, at least, for what comes next."""
 
 
-class Pin:
-    """Keeps stored values from being reused; see `Snapshots.pin`. Thread-safe."""
-
-    def __init__(self, unpin: Callable[[], None]) -> None:
-        self._unpin: Callable[[], None] | None = unpin
-
-    def release(self) -> None:
-        """Let go of them. Idempotent."""
-        unpin, self._unpin = self._unpin, None
-        if unpin is not None:
-            unpin()
-
-    def __enter__(self) -> Pin:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
 class Snapshots:
     """See the module. Thread-safe; seals come one after the other.
 
@@ -79,7 +57,6 @@ class Snapshots:
         store: of this manager; its rank is the manager's number.
         nodes: node of every manager, by number. Their number is the world size.
         strategy: who holds copies of whom.
-        secret: of the dictionary, 16 bytes or more.
         peer_address: see `PeerAddress`.
         tell_holder: see `TellHolder`. Must have a deadline of its own.
         in_use: whether a value id is still in the shard's history, so that its part must stay although no snapshot
@@ -171,15 +148,17 @@ class Snapshots:
 
     # ---- values -------------------------------------------------------------------------------------------
 
-    def pin(self, entries: Iterable[Entry]) -> Pin:
-        """Keep the values of these entries until released, also those let go of meanwhile.
+    def pin(self, entries: Iterable[Entry]) -> contextlib.ExitStack:
+        """Keep the values of these entries until what is returned is closed, also those let go of meanwhile.
 
         For the time between taking the entries from the shard and :meth:`seal`: call it under the same lock.
         """
         ids = [entry.value.value_id for entry in entries if isinstance(entry.value, StoredValue)]
         with self._lock:
             self._pins.update(ids)
-        return Pin(lambda: self._unpin(ids))
+        pinned = contextlib.ExitStack()
+        pinned.callback(self._unpin, ids)
+        return pinned
 
     def _unpin(self, ids: Sequence[str]) -> None:
         free = []

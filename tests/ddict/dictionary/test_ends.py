@@ -23,13 +23,13 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.format.errors import JobInUseError
 from tests.ddict.dictionary.support import BIG, Make, other
 from tests.support.dictionaries import (
-    DEADLINE_S,
     files_in,
     is_running,
     kill_manager,
     pid_of,
     runtime_of,
     stopped,
+    wait_until_ready,
 )
 
 # ---- managers that do not answer --------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_without_replication_a_lost_manager_is_lost(make: Make) -> None:
     keys = {dictionary.which_manager(key): key for key in range(50)}
     dictionary.update(dict.fromkeys(keys.values(), 1))
     before = kill_manager(dictionary, 1)
-    runtime_of(dictionary).wait_until_ready(1, other_than=before, timeout_s=DEADLINE_S)
+    wait_until_ready(runtime_of(dictionary), 1, other_than=before)
 
     with pytest.raises(DDictManagerLostError) as raised:
         dictionary[keys[1]]

@@ -25,7 +25,6 @@ class Batch:
 
         Args:
             inline: the value, by `values.to_inline`.
-            until: when sending must end, in seconds of the monotonic clock.
 
         Raises:
             FlashpointError: what was sent could not be written.

@@ -44,8 +44,6 @@ class Committer:
     """See the module. Thread-safe; the base of `Coordinator` and of nothing else.
 
     Args:
-        rules: of the dictionary.
-        call: reaches a manager.
         persist: makes a checkpoint exist whose parts all managers have written; called with their receipts.
         unpersist: removes persisted checkpoints above one, which were taken back.
         describe: fields that managers get as an epoch begins, beside those of the epoch.

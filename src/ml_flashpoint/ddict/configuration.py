@@ -23,7 +23,6 @@ class Configuration:
 
     Attributes:
         dictionary: id, 12 hexadecimal digits.
-        options: that it was made with.
         base: folder of the dictionary; each node has ``node-<k>`` in it, on its own machine.
         run_id: of this dictionary's persisted checkpoints.
         runtime: how managers run and are found: ``{"kind": "embedded"}``, or what the Ray runtime needs.

@@ -38,9 +38,6 @@ class EmbeddedRuntime:
         entry: ``module:function`` that a manager process runs, see `fork_server.Entry`.
         root: folder to make the dictionary's folder in; by default `runtime_folder.runtime_root`.
 
-    Attributes:
-        base: the dictionary's folder.
-
     Raises:
         DDictError: the folder cannot be made.
         OSError: nor can the fork server.
@@ -70,7 +67,6 @@ class EmbeddedRuntime:
             configs: one JSON-able dictionary a manager, by number. Each manager gets its own with ``incarnation``
                 (16 hex characters, another one for every process) and ``restarted`` (bool) added. They travel by
                 socket, so they may hold secrets.
-            timeout_s: seconds.
 
         Raises:
             FlashpointError: a manager could not start, for this reason. All have ended then.

@@ -86,7 +86,6 @@ class Index:
         own: the part that it is in.
         manager, managers: whose it is, of how many.
         chain: parts with the indices that it says the changes of; empty: it is full.
-        entries: its own.
     """
 
     own: PartRef
@@ -195,10 +194,8 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
     """What `encode_index` made `data` from.
 
     Args:
-        data: the index.
         own: the part that it is in.
         manager, managers: whose it must be, of how many.
-        path: for errors.
 
     Raises:
         DamagedError: it is no index, or another one's.

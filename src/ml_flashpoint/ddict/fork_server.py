@@ -47,11 +47,7 @@ _MOST_ERROR_CHARACTERS = 20_000
 
 
 def main(descriptor: int) -> None:
-    """Fork managers until the creator is gone.
-
-    Args:
-        descriptor: of the socket that requests come by.
-    """
+    """Fork managers until the creator is gone."""
     # Ctrl-C is for the creator: when it ends, so does all this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     creator = socket.socket(fileno=descriptor)

@@ -85,9 +85,6 @@ class Handle:
     def in_epoch(self, send: Callable[[int], _Result], until: float) -> _Result:
         """Make a request in the epoch of this handle, and again in the next one if that is over.
 
-        Args:
-            send: makes it, given the epoch.
-
         Raises:
             DDictWritesLostError: told once: what this handle wrote is lost.
             DDictCheckpointRetiredError: told once: where this handle stands was committed, and was taken back.
@@ -141,11 +138,7 @@ class Handle:
     # ---- writing ------------------------------------------------------------------------------------------
 
     def check_writable(self) -> None:
-        """Raise if this handle may not write.
-
-        Raises:
-            DDictReadOnlyError: it may not.
-        """
+        """Raise `DDictReadOnlyError` if this handle may not write."""
         if self.read_only:
             raise DDictReadOnlyError("this handle was made with read_only=True")
 

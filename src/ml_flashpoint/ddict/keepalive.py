@@ -143,11 +143,7 @@ class Standing:
             raise untold
 
     def check_whole(self) -> None:
-        """Raise if something is lost that it has to go back for.
-
-        Raises:
-            DDictWritesLostError: that is so.
-        """
+        """Raise `DDictWritesLostError` if something is lost that it has to go back for."""
         with self._lock:
             lost = self.lost
             if lost is not None and isinstance(self.untold, DDictWritesLostError):

@@ -30,8 +30,6 @@ class Locate(Protocol):
         """Where a manager is; None: not anywhere at the moment, or not found in time.
 
         Args:
-            manager: its number.
-            timeout_s: seconds that this may take.
             anew: it was not where this said last time.
 
         Raises:
@@ -104,7 +102,6 @@ class Links:
         away.
 
         Args:
-            action: makes the requests.
             until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
             again: whether requests may be carried out twice: the connection can break after the manager has.
 

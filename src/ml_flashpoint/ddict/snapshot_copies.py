@@ -116,7 +116,6 @@ class Copies:
 
         Args:
             groups: parts, those that others refer to first; each group is useful without the later ones.
-            until: a point of `time.monotonic`.
 
         Raises:
             DeadlineError: it took too long.

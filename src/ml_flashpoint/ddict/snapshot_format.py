@@ -132,7 +132,6 @@ def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryvie
     Args:
         data: the object, up to its used size.
         file_size: bytes of its whole file.
-        path: for errors.
 
     Raises:
         DamagedError: it is not such an object.

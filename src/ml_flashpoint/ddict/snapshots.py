@@ -56,7 +56,6 @@ class Snapshots:
     Args:
         store: of this manager; its rank is the manager's number.
         nodes: node of every manager, by number. Their number is the world size.
-        strategy: who holds copies of whom.
         peer_address: see `PeerAddress`.
         tell_holder: see `TellHolder`. Must have a deadline of its own.
         in_use: whether a value id is still in the shard's history, so that its part must stay although no snapshot
@@ -198,10 +197,8 @@ class Snapshots:
         of earlier snapshots that a holder has lost are pushed first.
 
         Args:
-            checkpoint_id: of the snapshot, 0 or more.
             entries: of all keys that there are. Stored values must be pinned by the caller, or in the shard until this
                 returns.
-            deadline_s: seconds.
 
         Raises:
             DeadlineError: not all holders had it in time.
@@ -338,7 +335,6 @@ class Snapshots:
         """On the holder's side of `TellHolder`: drop what this manager holds of another one.
 
         Args:
-            of: the manager whose copies they are.
             keep: attempts that it still needs.
             before: parts sealed later than this stamp stay: the message was written before them.
 

@@ -50,12 +50,7 @@ _PROGRAM = (
 
 @dataclass(eq=False)
 class Forked:
-    """A manager's process.
-
-    Attributes:
-        pid: its id.
-        control: leads to it; see `fork_server`.
-    """
+    """A manager's process."""
 
     pid: int
     control: socket.socket
@@ -206,7 +201,6 @@ class Supervised:
     """A manager, and the thread that looks after it.
 
     Args:
-        number: of the manager.
         told: what it is told, but for its configuration: `entry`, `folder`, `env`, `cwd`.
         config: its configuration, without what is another one for each process.
         changed: held while anything here changes, and notified then.

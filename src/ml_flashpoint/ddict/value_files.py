@@ -59,11 +59,7 @@ class Slot:
 
 
 class ValueWriter:
-    """Writes values into arenas that managers have allocated, over mappings that are kept. Thread-safe.
-
-    Args:
-        mappings: how many to keep.
-    """
+    """Writes values into arenas that managers have allocated, over mappings that are kept. Thread-safe."""
 
     def __init__(self, mappings: int = MAX_MAPPINGS) -> None:
         self._most = mappings
@@ -153,8 +149,6 @@ def read_value(path: str, value_id: str, *, copy: bool = False) -> object:
     Each view has a file open. When they are too many for the soft limit of this process, it is raised to the hard one.
 
     Args:
-        path: the arena's file.
-        value_id: the value that must be in it.
         copy: give tensors and arrays memory of their own. Without, they are views: arrays are read-only, and what is
             written to a tensor stays in this process.
 

@@ -34,7 +34,6 @@ def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) ->
 
     Args:
         buffer: the file, or the part of it that is in use.
-        value_id: the value that must be in it.
         file_size: bytes of the file, if `buffer` is only the part in use.
 
     Raises:

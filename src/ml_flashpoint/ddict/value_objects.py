@@ -76,9 +76,7 @@ def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
     """Write a value into an arena, its header last.
 
     Args:
-        encoded: any value.
         arena: the whole file, 1-D uint8, writable.
-        value_id: kept in the header.
 
     Returns:
         The bytes of the object; the rest of the file is unused.
@@ -135,7 +133,6 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
     Args:
         buffer: the file, or the part of it that is in use. Tensors and arrays are views of it, which keep it alive;
             if it is read-only, of a copy.
-        value_id: the value that must be in it.
         copy: give tensors and arrays memory of their own; without, arrays are read-only.
         file_size: bytes of the file, if `buffer` is only the part in use.
 

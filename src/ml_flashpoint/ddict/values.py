@@ -336,7 +336,6 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
     """The value that these bytes stand for, in memory of its own. For clients only: it may unpickle.
 
     Args:
-        data: what `to_inline` made.
         copy: give arrays that can be written to, as `read_object` does.
 
     Raises:

@@ -52,15 +52,7 @@ class Client:
 
     # ---- one value ----------------------------------------------------------------------------------------
 
-    def put(
-        self,
-        manager: int,
-        key: bytes,
-        encoded: Encoded,
-        fields: dict[str, Any],
-        *,
-        until: float,
-    ) -> bool:
+    def put(self, manager: int, key: bytes, encoded: Encoded, fields: dict[str, Any], *, until: float) -> bool:
         """Write a key at one manager. Returns false if it was not as expected.
 
         Args:
@@ -142,12 +134,7 @@ class Client:
         return found
 
     def put_many(
-        self,
-        manager: int,
-        items: Sequence[tuple[bytes, bytes]],
-        fields: dict[str, Any],
-        *,
-        until: float,
+        self, manager: int, items: Sequence[tuple[bytes, bytes]], fields: dict[str, Any], *, until: float
     ) -> None:
         """Write small values (their inline forms) at one manager.
 

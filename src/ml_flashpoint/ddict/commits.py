@@ -24,10 +24,7 @@ from typing import Any
 
 from ml_flashpoint.ddict.all_managers import AllManagers, Call
 from ml_flashpoint.ddict.epochs import Beginning, Epochs
-from ml_flashpoint.ddict.errors import (
-    DDictTimeoutError,
-    DDictWritesLostError,
-)
+from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persisting import Persisting
 from ml_flashpoint.ddict.writers import Writers

@@ -72,12 +72,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             raise ProtocolError("a put needs a value")
         value = InlineValue(blobs[1])
     entry = Entry(
-        key,
-        checkpoint_id,
-        writer,
-        value,
-        persistent=bool(flags & PERSISTENT),
-        broadcast=bool(flags & BROADCAST),
+        key, checkpoint_id, writer, value, persistent=bool(flags & PERSISTENT), broadcast=bool(flags & BROADCAST)
     )
     with manager.changed:
         try:

@@ -17,10 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 from ml_flashpoint.ddict.checkpoint_persister import check_checkpoint_id
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.creation import Runtime, create
-from ml_flashpoint.ddict.errors import (
-    DDictError,
-    DDictPersistError,
-)
+from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.mapped import Mapped
 from ml_flashpoint.ddict.options import Options, checked_timeout

@@ -91,12 +91,7 @@ class Links:
         )
 
     def attempt(
-        self,
-        manager: int,
-        action: Callable[[Exchange], _Found],
-        *,
-        until: float,
-        again: bool = True,
+        self, manager: int, action: Callable[[Exchange], _Found], *, until: float, again: bool = True
     ) -> _Found:
         """What ``action`` returns, with one connection to a manager for its requests. Begins anew while the manager is
         away.

@@ -23,10 +23,7 @@ from ml_flashpoint.ddict.snapshot_format import part_ref
 @operation
 def _hello(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Who this is. Answered at once, also while the manager recovers."""
-    return {
-        "manager": manager.number,
-        "transfers": manager.snapshots.address,
-    }, ()
+    return {"manager": manager.number, "transfers": manager.snapshots.address}, ()
 
 
 @operation

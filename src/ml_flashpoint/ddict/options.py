@@ -12,11 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ml_flashpoint.core.arguments import checked_bool, checked_integer
-from ml_flashpoint.ddict.checkpoint_persister import (
-    CheckpointPersister,
-    NullCheckpointPersister,
-    check_checkpoint_id,
-)
+from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,

@@ -171,13 +171,7 @@ class Copies:
             raise ReplicationError("the snapshots were closed")
 
     def _push_group(
-        self,
-        holder: _Holder,
-        group: Collection[PartRef],
-        left_out: set[str],
-        cancelled: Cancelled,
-        *,
-        tolerant: bool,
+        self, holder: _Holder, group: Collection[PartRef], left_out: set[str], cancelled: Cancelled, *, tolerant: bool
     ) -> None:
         missing = [ref for ref in group if ref.attempt not in holder.has and ref.attempt not in left_out]
         # Snapshots last, by age: what a holder has without what it refers to is of no use to anyone.

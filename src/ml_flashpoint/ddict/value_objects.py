@@ -24,12 +24,7 @@ from ml_flashpoint.ddict.value_headers import check_header
 from ml_flashpoint.ddict.values import Encoded, assemble, parse_array_type, tensor_octets
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import ObjectFormatError
-from ml_flashpoint.format.object_format import (
-    Entry,
-    Layout,
-    encode_header,
-    plan_layout,
-)
+from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
 from ml_flashpoint.staging.torch_dtypes import dtype_name, torch_dtype
 
@@ -89,10 +84,7 @@ def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
     octets = arena.numpy()
     octets[:8] = 0
     if layout.tensors:
-        copy_all(
-            _places(arena, layout.tensors),
-            [encoded.tensors[int(entry.key[1:])] for entry in layout.tensors],
-        )
+        copy_all(_places(arena, layout.tensors), [encoded.tensors[int(entry.key[1:])] for entry in layout.tensors])
     for entry in layout.byte_items:
         octets[entry.begin : entry.end] = np.frombuffer(items[entry.key], np.uint8)
     octets[8 : len(header)] = np.frombuffer(header, np.uint8)[8:]
@@ -161,12 +153,7 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
     return assemble(kind, parts, items.get(_PICKLE_ITEM, b""))
 
 
-def _view(
-    buffer: Any,
-    entry: Entry,
-    described: str | None,
-    copy: bool,
-) -> object:
+def _view(buffer: Any, entry: Entry, described: str | None, copy: bool) -> object:
     begin, shape, nbytes, dtype = entry.begin, entry.shape, entry.nbytes, torch_dtype(entry.dtype)
     if described is not None:
         array_dtype, array_shape, array_bytes = parse_array_type(described)

@@ -15,7 +15,7 @@ from ml_flashpoint.ddict.configuration import COORDINATOR
 from ml_flashpoint.ddict.errors import DDictError, DDictKeyError
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import decode_key, place
-from ml_flashpoint.ddict.request_fields import PERSISTENT
+from ml_flashpoint.ddict.messages import PERSISTENT
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Reply
 

@@ -18,9 +18,8 @@ from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.links import Links
 from ml_flashpoint.ddict.locations import locator
-from ml_flashpoint.ddict.messages import REQUESTS
+from ml_flashpoint.ddict.messages import REQUESTS, Fields, Result, integer, left_of, text, until_of
 from ml_flashpoint.ddict.persisted_run import PersistedRun
-from ml_flashpoint.ddict.request_fields import Fields, Result, integer, left_of, text, until_of
 from ml_flashpoint.ddict.value_arenas import allow_many_files
 from ml_flashpoint.ddict.writers import Session
 from ml_flashpoint.format.errors import ProtocolError

@@ -1,6 +1,6 @@
 """What the requests for keys and values mean.
 
-Owns reading and writing the shard for clients. See `request_fields` for the form of all requests.
+Owns reading and writing the shard for clients. See `messages` for the form of all requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
 )
 from ml_flashpoint.ddict.keys import MAX_KEY_BYTES, place
-from ml_flashpoint.ddict.messages import describe_error
+from ml_flashpoint.ddict.messages import (
+    BROADCAST,
+    OPERATIONS,
+    PERSISTENT,
+    Fields,
+    Result,
+    describe_error,
+    integer,
+    list_of,
+    number,
+    operation,
+    text,
+    until_of,
+)
 from ml_flashpoint.ddict.value_arenas import Reading
 from ml_flashpoint.ddict.value_headers import inline_number, number_to_inline
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
@@ -29,25 +42,8 @@ if TYPE_CHECKING:
 
     from ml_flashpoint.ddict.manager import Manager, Session
 
-from ml_flashpoint.ddict.request_fields import (
-    BROADCAST,
-    OPERATIONS,
-    PERSISTENT,
-    Fields,
-    Result,
-    integer,
-    list_of,
-    number,
-    operation,
-    text,
-    until_of,
-)
-
 _NUMBER_BYTES = 100
 _LENGTH = struct.Struct(">I")
-
-
-# ---- data -------------------------------------------------------------------------------------------------
 
 
 @operation

@@ -15,8 +15,7 @@ from ml_flashpoint.ddict import data_operations, operations  # noqa: F401
 from ml_flashpoint.ddict.configuration import Configuration
 from ml_flashpoint.ddict.locations import locator
 from ml_flashpoint.ddict.manager import Manager
-from ml_flashpoint.ddict.messages import REQUESTS
-from ml_flashpoint.ddict.request_fields import OPERATIONS
+from ml_flashpoint.ddict.messages import OPERATIONS, REQUESTS
 from ml_flashpoint.ddict.value_arenas import allow_many_files
 from ml_flashpoint.net.server import RequestServer
 

@@ -20,8 +20,8 @@ from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDi
 from ml_flashpoint.ddict.handle import Handle
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.links import GRACE_S
+from ml_flashpoint.ddict.messages import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.options import checked_timeout
-from ml_flashpoint.ddict.request_fields import BROADCAST, PERSISTENT
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 _MISSING: Any = object()

@@ -1,6 +1,6 @@
 """What the requests to managers for everything but keys and values mean: what peers and the coordinator ask for.
 
-Importing it completes the registry of operations. See `request_fields` for the form of all requests.
+Importing it completes the registry of operations. See `messages` for the form of all requests.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.ddict.checkpoint_persister import PersistedCheckpoint
 from ml_flashpoint.ddict.errors import DDictTimeoutError
+from ml_flashpoint.ddict.messages import Fields, Result, integer, integers, list_of, operation, text, until_of
+from ml_flashpoint.ddict.snapshot_format import part_ref
 
 if TYPE_CHECKING:
     from ml_flashpoint.ddict.manager import Manager, Session
-
-from ml_flashpoint.ddict.request_fields import Fields, Result, integer, integers, list_of, operation, text, until_of
-from ml_flashpoint.ddict.snapshot_format import part_ref
 
 # ---- the manager itself -----------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@
 #   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
 #   make soak    the long campaigns that `make test` only samples: random faults, random states; and its jobs again with
 #                every process started cold, where `make test` forks most of them. Before each release: it takes hours
+#   make matrix  the quick tests with other releases of Python and torch, each pair in an environment of its own: hours
+#                (MATRIX_ARGS="--python 3.12 --torch 2.6 tests/core" for a part); writes docs/compatibility.md
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 #   make docs    the pages of docs/ as a site in build/site (which puts mkdocs-material into .venv, 140 MB)
@@ -19,6 +21,7 @@ MEGATRON ?= megatron-core==0.16.1
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+MATRIX_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
@@ -30,7 +33,7 @@ STAMP := .venv/.setup-stamp
 # wait for ever. Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
 SEVERAL_AT_A_TIME ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: setup lint format check test test-units test-nemo soak demo bench docs test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-units test-nemo soak matrix demo bench docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -93,6 +96,9 @@ soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)
 	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
 	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
+
+matrix: setup
+	$(BIN)/python -m tests.support.matrix $(MATRIX_ARGS)
 
 demo: setup
 	$(BIN)/flashpoint demo $(DEMO_ARGS)

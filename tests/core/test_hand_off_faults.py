@@ -61,7 +61,8 @@ def arenas(base: Path) -> list[Path]:
 def test_a_part_that_cannot_be_taken_over_is_withdrawn(
     saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, what: str, lent: bool
 ) -> None:
-    """Its arena is used again, so nothing may lead to it."""
+    """Its arena is used again, so nothing may lead to it. Until the save's deadline it is tried again."""
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "1")
     if lent:
         saver.save(version(tmpfs, 1), TENSORS)
     else:
@@ -81,6 +82,26 @@ def test_a_part_that_cannot_be_taken_over_is_withdrawn(
         assert save_elsewhere(saver, tmpfs, step).state is SaveState.VERIFIED
     assert list_versions(tmpfs) == ["step-5_ckpt"]
     assert len(arenas(tmpfs)) <= 3
+
+
+@pytest.mark.parametrize("what", ["manifest", "arena"])
+def test_a_part_that_cannot_be_read_at_once_is_taken_over_later(
+    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """All ranks have been told that the save is complete: were it withdrawn here, a restart would miss it."""
+    saver._objects.open(tmpfs, 0)
+    owner, name = (rank_store, "read_manifest") if what == "manifest" else (RankStore, "arena_by_path")
+    reads, failures = getattr(owner, name), [UnreadableError("too many"), OSError(errno.EMFILE, "too many")]
+
+    def failing_at_first(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return reads(*args)
+
+    monkeypatch.setattr(owner, name, failing_at_first)
+    assert save_elsewhere(saver, tmpfs, 1).state is SaveState.VERIFIED
+    assert failures == []
+    assert list_versions(tmpfs) == ["step-1_ckpt"]
 
 
 def test_a_save_that_has_made_way_before_it_was_taken_over_takes_no_arena_with_it(

@@ -26,7 +26,7 @@ from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver
 from ml_flashpoint.core.saving_process import HandOff
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError
 from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import object_name
 from ml_flashpoint.ranks.rank_group import RankGroup
@@ -153,20 +153,27 @@ class HandingOff(MLFlashpointCheckpointSaver):
             return _RECORD_POLL_S  # it has signed just now
         if (identity := self._mailbox.identity_of(save.key)) is not None:
             self.adopt(save, identity)
+        taken = None if record is None else self._taken_over(save, record)
+        if taken is not None and _may_pass(taken[1]) and not save.decided.is_set():
+            _log.debug("cannot take over now what another process has saved: %s", taken[1])
+            return DESERTED_POLL_S
         if record is None and self._objects.store is not None:
             sweep = not alive and self._handed_off.keys() == {save.key}
             self._objects.store.withdraw(save.save_id, sweep=sweep)
         # From here on it is not looked for again: whatever could not be read was, before.
         self._handed_off.pop(save.key, None)
         self._mailbox.clear(save.key)
-        if record is None:
+        if record is None or taken is None:
             why = "it failed before this rank's part was committed" if alive else "its process is gone"
             self.fail(save, lost(save, why, self.rank))
         else:
-            self._take(save, record)
+            self._take(save, record, *taken)
         return 0.0
 
-    def _take(self, save: Save, record: CompletionRecord) -> None:
+    def _taken_over(
+        self, save: Save, record: CompletionRecord
+    ) -> tuple[tuple[RankStore, HeldPart] | None, Exception | None]:
+        """What another process has committed, or why that cannot be had. May be asked again."""
         save.others = None if record.others is None else frozenset(record.others)
         try:
             if record.version:
@@ -175,11 +182,23 @@ class HandingOff(MLFlashpointCheckpointSaver):
             if record.error is not None:
                 raise SaveError(record.error, step=save.step, rank=self.rank)
             self._check_newest(store)
-            part = store.take_over_part(record.version, save.save_id, map(Path, record.arenas))
+            return (store, store.take_over_part(record.version, save.save_id, map(Path, record.arenas))), None
         except (FlashpointError, OSError) as error:
+            return None, error
+
+    def _take(
+        self,
+        save: Save,
+        record: CompletionRecord,
+        taken: tuple[RankStore, HeldPart] | None,
+        error: Exception | None,
+    ) -> None:
+        if taken is None:
+            assert error is not None
             self._disown(save, record)
             self.fail(save, error)
             return
+        store, part = taken
         assert part.manifest is not None
         self._taken_size = part.manifest.objects[0].size
         save.complete = record.complete
@@ -202,6 +221,11 @@ class HandingOff(MLFlashpointCheckpointSaver):
         made_there = set(map(Path, record.arenas)) - {arena.path for arena in save.arenas}
         if self._objects.store is not None:
             self._objects.store.arenas.sweep_unknown(made_there)
+
+
+def _may_pass(error: Exception | None) -> bool:
+    """Whether what cannot be read now may be read later: descriptors come back."""
+    return error is not None and (isinstance(error, UnreadableError) or is_shortage(error))
 
 
 def _is_running(thread: threading.Thread | None) -> bool:

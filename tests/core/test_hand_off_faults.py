@@ -373,3 +373,4 @@ def test_the_trainer_learns_that_all_ranks_have_committed_a_save(
         assert not saver._evict_one(None, full=False)
     finally:
         verdict.set()
+        assert saver.wait(20)

@@ -101,7 +101,7 @@ def status_of(base: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_what_is_said_is_what_happens(tmpfs: Path, lost: int) -> None:
-    with Team(faults.facade_saves_and_stays, tmpfs, 2, 3) as ranks:
+    with Team(faults.facade_saves, tmpfs, 2, 3, True) as ranks:
         for child in ranks.ranks:
             child.next_report("saved")
         said = [status_of(tmpfs / f"node-{node}" / "job")["losses"] for node in (0, 1)]

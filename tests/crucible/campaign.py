@@ -414,6 +414,8 @@ class _Round:
                 held = sum(len(PairwiseReplicationStrategy().held_by(rank, nodes)) for rank in ranks)
                 arenas = (3 + keep) * len(ranks) + (1 + keep) * held
                 most += arenas * (state * 1.02 + _SLACK)
+            if self._scenario.door == "megatron":  # each version has files with the common state on each node
+                most += (1 + keep) * (self._scenario.spec.payload + _SLACK)
             folder = self._root / f"node-{node}"
             files = {path.lstat().st_ino: path for path in folder.rglob("*") if not path.is_dir()}
             there = {str(path.relative_to(folder)): path.lstat().st_blocks * 512 for path in files.values()}

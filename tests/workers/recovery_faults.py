@@ -189,8 +189,8 @@ class Counter:
         self.value = state["value"]
 
 
-def facade_saves(report: Report, rank: int, steps: int) -> None:
-    """Train for some steps."""
+def facade_saves(report: Report, rank: int, steps: int, stays: bool = False) -> None:
+    """Train for some steps; ``stays``: and run on until killed."""
     with Flashpoint(base_here(), strict=True) as fp:
         counter = Counter()
         fp.track(counter=counter).resume()
@@ -198,20 +198,10 @@ def facade_saves(report: Report, rank: int, steps: int) -> None:
             counter.value += 1
             fp.step()
             assert fp.wait(60)
-
-
-def facade_saves_and_stays(report: Report, rank: int, steps: int) -> None:
-    """The same, and run on until killed."""
-    with Flashpoint(base_here(), strict=True) as fp:
-        counter = Counter()
-        fp.track(counter=counter).resume()
-        for _ in range(steps):
-            counter.value += 1
-            fp.step()
-            assert fp.wait(60)
-        assert events.flush()
-        report("saved")
-        threading.Event().wait()
+        if stays:
+            assert events.flush()
+            report("saved")
+            threading.Event().wait()
 
 
 def facade_goes_on(report: Report, rank: int) -> int:

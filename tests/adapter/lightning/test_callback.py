@@ -86,6 +86,7 @@ def fit(
     callbacks: Any = (),
     model: Any = None,
     path: Any = "memory",
+    batches: Any = None,
     **o: Any,
 ) -> Trainer:
     options: dict[str, Any] = {"max_steps": 10, "enable_checkpointing": False, "max_epochs": -1, **o}
@@ -104,7 +105,8 @@ def fit(
         path = resume_path(trainer) if ours else None
     elif callable(path):
         path = path(trainer)
-    trainer.fit(model or Model(), DataLoader(torch.zeros(6, 1)), DataLoader(torch.zeros(1, 1)), ckpt_path=path)
+    batches = DataLoader(torch.zeros(6, 1)) if batches is None else batches
+    trainer.fit(model or Model(), batches, DataLoader(torch.zeros(1, 1)), ckpt_path=path)
     return trainer
 
 
@@ -195,57 +197,6 @@ def test_a_second_fit_goes_on_from_the_first(tmpfs: Path, tmp_path: Path) -> Non
     assert ours.flashpoint.last_recovery is not None
     assert ours.flashpoint.last_recovery.version == "step-4_ckpt"
     assert trainer.global_step == 9
-
-
-class Shuffled(Model):
-    """Every draw shows: of the sampler, and of dropout."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(torch.nn.functional.dropout(batch.expand(2, self.width))).square().mean()
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(torch.arange(6.0).unsqueeze(1), shuffle=True)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-def fit_shuffled(folder: Path, ours: FlashpointCallback | None, epochs: int) -> tuple[torch.Tensor, Any]:
-    torch.manual_seed(7)
-    model = Shuffled()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=[ours] if ours else [],
-        max_epochs=epochs,
-    )
-    path = resume_path(trainer) if ours else None
-    trainer.fit(model, val_dataloaders=DataLoader(torch.zeros(1, 1)), ckpt_path=path)
-    return model.layer.weight, path
-
-
-def test_a_trainer_that_is_given_more_epochs_goes_on_from_the_end(tmpfs: Path, tmp_path: Path) -> None:
-    expected, _ = fit_shuffled(tmp_path, None, 4)
-    ours = FlashpointCallback(tmpfs / "job", strict=True)
-    fit_shuffled(tmp_path, ours, 2)
-    weight, path = fit_shuffled(tmp_path, ours, 4)
-    assert Path(path).name == "step-12_ckpt"
-    assert torch.equal(weight, expected)
-    assert ours.flashpoint is not None
-    assert ours.flashpoint.last_saved == 24
-
-
-def test_averages_are_not_saved_in_place_of_parameters(tmpfs: Path, tmp_path: Path) -> None:
-    ours = FlashpointCallback(tmpfs / "job", strict=True)
-    fit(tmp_path, ours, callbacks=[EMAWeightAveraging(decay=0.5)], max_steps=6)
-    assert ours.flashpoint is not None
-    assert ours.flashpoint.last_saved == 5
 
 
 def test_validation_from_memory(tmpfs: Path, tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ class TestTwoRanksOfOneNode:
                 dying.step()
             dying.kill()
             dead.close()
+            os.utime(base / "step-3_ckpt", (1e9, 1e9))
             assert len(files(base)) == 2
             return lambda: commit(mine, 3, "a2"), lambda: opened(base, 1, stack)
 
@@ -231,6 +232,7 @@ class TestTwoRanksOfOneNode:
             dying.kill()
             for store in (mine, dead):
                 store.close()
+            os.utime(base / "step-4_ckpt", (1e9, 1e9))
             assert len(files(base)) == 3
             return lambda: opened(base, 0, stack), lambda: opened(base, 1, stack)
 

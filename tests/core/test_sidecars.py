@@ -19,7 +19,7 @@ from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.sidecars import carrier_of, sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError, NothingLoadableError
-from ml_flashpoint.format.manifest import object_name, read_manifest
+from ml_flashpoint.format.manifest import manifest_name, object_name, read_manifest
 from tests.support.forked import Team, wait_until
 from tests.support.persisting import await_store
 from tests.support.tmpfs import remove_folder
@@ -114,6 +114,17 @@ class TestOneRank:
                 os.utime(tmpfs / f"step-{step}_ckpt", (1e9, 1e9))
         self.save(tmpfs, [1], {})
         # The other one may be another rank's that is about to save there.
+        assert sorted(p.name for p in tmpfs.iterdir() if p.name != ".flashpoint") == ["step-1_ckpt", "step-8_ckpt"]
+
+    def test_a_folder_that_another_rank_has_just_made_for_them_stays(self, tmpfs: Path) -> None:
+        """`torch.save` is about to write there. One of an earlier life goes, although a part is swept from it first."""
+        for step, age_s in ((7, 1e6), (8, 0), (9, 1e6)):
+            (tmpfs / f"step-{step}_ckpt").mkdir()
+            if step == 9:
+                (tmpfs / "step-9_ckpt" / f".{manifest_name(0, 'a1')}.0f.tmp").write_bytes(b"cut short")
+            if age_s:
+                os.utime(tmpfs / f"step-{step}_ckpt", (1e9, 1e9))
+        self.save(tmpfs, [1], {})
         assert sorted(p.name for p in tmpfs.iterdir() if p.name != ".flashpoint") == ["step-1_ckpt", "step-8_ckpt"]
 
     @pytest.mark.parametrize("times", [1, 5])

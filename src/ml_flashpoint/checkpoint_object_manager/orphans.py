@@ -55,16 +55,15 @@ def inherit_parts(base: Path, arenas: Mapping[int, Arena]) -> Iterator[HeldPart]
     Raises:
         UnreadableError, OSError: the system is short of something just now.
     """
+    began = psutil.Process().create_time()
     for version in list_versions(base):
         # Other ranks of this node sweep at the same time, so the directory may vanish.
         with contextlib.suppress(FileNotFoundError):
+            changed = os.stat(base / version).st_mtime
             yield from _parts_of_version(base, version, arenas)
-        with contextlib.suppress(OSError):
-            (base / version).rmdir()
-        with contextlib.suppress(OSError):
-            # Sidecar files come before the first part. Those that a rank of this run has begun to put there stay: all
-            # ranks were started before the first save.
-            if os.stat(base / version).st_mtime < psutil.Process().create_time():
+            # Sidecar files come before the first part, and the directory before them. What a rank of this run has begun
+            # there stays, even if it is empty: all ranks were started before the first save.
+            if changed < began:
                 remove_version_folder(base / version)
 
 

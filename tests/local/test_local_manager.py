@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import threading
@@ -421,6 +422,7 @@ def test_what_a_crash_left_is_cleaned_at_the_next_start(tmpfs: Path) -> None:
     private = tmpfs / "job/.flashpoint/rank-00000"
     (private / "under-way-1").touch()
     (tmpfs / "job/step-99_ckpt").mkdir()
+    os.utime(tmpfs / "job/step-99_ckpt", (1e9, 1e9))  # before the process that starts now
     manager = LocalCheckpointManager(tmpfs / "job")
     found = manager.find_latest()
     assert found >= 1

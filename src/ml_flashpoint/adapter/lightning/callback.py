@@ -58,7 +58,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 
     A save that is due at the last batch of an epoch, or at one that validation follows, is made at the next step that
     is neither, two steps later at most: Lightning, resumed from there, would leave out that validation and the hooks
-    at the end of that epoch. If training is complete before, it is made when all of that is done.
+    at the end of that epoch. If training is complete before, it is made when all of that is done, where Lightning goes
+    on exactly from there; where not, training goes on from the save before.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -232,10 +233,10 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._flashpoint.before_update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called by Lightning when training is complete: makes the save that was put off."""
-        averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)
-        if not self._is_open or self._flashpoint is None or not self._put_off or averages:
-            return  # with averages in the place of parameters, training could not go on from there
+        """Called by Lightning when training is complete: makes the save that was put off, if Lightning goes on exactly
+        from there."""
+        if not self._is_open or self._flashpoint is None or not self._put_off or not _goes_on_from_the_end(trainer):
+            return
         self._put_off = 0
         self.save(trainer)
         self._flashpoint.before_update()  # the module is next
@@ -319,6 +320,18 @@ def _ends_something(trainer: Trainer) -> bool:
     # Validation by time is left alone: clocks differ between ranks, and all must save or none.
     by_time = getattr(trainer, "_val_check_time_interval", None) is not None
     return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def _goes_on_from_the_end(trainer: Trainer) -> bool:
+    """Whether a trainer that is given what this one has now, after its last epoch, begins the next one as this one
+    would. Not so if that epoch was ended before its last batch; if steps are limited, since Lightning then takes the
+    epoch for one to be finished, and ends it again; nor with loaders that have a state, which it leaves out. With
+    averages, those have taken the place of the parameters."""
+    loop = trainer.fit_loop
+    if not trainer.is_last_batch or loop._iteration_based_training():
+        return False
+    has_states = loop._combined_loader is not None and bool(loop._combined_loader._state_dicts())
+    return not has_states and not any(isinstance(each, WeightAveraging) for each in trainer.callbacks)
 
 
 def _loading(flashpoint: TrainerFlashpoint, trainer: Trainer, given: Any) -> Any:

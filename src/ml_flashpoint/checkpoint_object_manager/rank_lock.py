@@ -20,6 +20,8 @@ from ml_flashpoint.format.private_folders import is_at, make_tree, open_own
 
 LOCK = "lock"
 """Name of its file, beside the arenas."""
+AT_WORK = "saving"
+"""Name of the file that a saving process has locked while it is at work, which it may be when its trainer is gone."""
 
 
 class Locked(Protocol):

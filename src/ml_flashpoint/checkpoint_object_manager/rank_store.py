@@ -32,7 +32,7 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
-from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK, take_lock
+from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.retaining_store import RetainingStore
@@ -44,7 +44,6 @@ from ml_flashpoint.format.status import NAME as STATUS
 
 _log = logging.getLogger(__name__)
 
-AT_WORK = "saving"
 # Memory that another rank of the node gives back is not announced to this one.
 _ROOM_POLL_S = 0.1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME, forget_complete, holds_parts
-from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK
+from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     list_versions,
     remove_version_folder,
@@ -58,7 +58,7 @@ def remove_from_base(base: Path, step: int | None = None) -> Removed:
         step: of that version; all of its saves go.
 
     Raises:
-        JobInUseError: a live process has it.
+        JobInUseError: a live process has it, or a saving process whose trainer is gone.
         ObjectNotFoundError: there is no such version, or nothing of a job.
         UnsafePathError: the folder is somebody else's, or others may write to it, or to a folder on the way.
         SaveError: something cannot be removed; what was removed before is gone.
@@ -117,6 +117,16 @@ def _locked(root: Path) -> Iterator[list[Path]]:
                     rank=int(folder.name.rpartition("-")[2]),
                     path=root,
                     hint="end the job first",
+                ) from error
+            descriptors.append(open_own(folder / AT_WORK, os.O_RDWR | os.O_CREAT))
+            try:
+                fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise JobInUseError(
+                    "a saving process of a trainer that has ended is at work",
+                    rank=int(folder.name.rpartition("-")[2]),
+                    path=root,
+                    hint="it ends by itself: try again in a moment",
                 ) from error
         yield ranks
     finally:

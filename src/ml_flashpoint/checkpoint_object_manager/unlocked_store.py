@@ -15,7 +15,7 @@ from typing import BinaryIO
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import lent_name, with_headroom
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
-from ml_flashpoint.checkpoint_object_manager.rank_store import AT_WORK
+from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK
 from ml_flashpoint.format.private_folders import make_tree, open_own
 
 

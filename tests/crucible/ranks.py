@@ -379,7 +379,7 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
         store=dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port)),
         rank=order.rank,
         world_size=order.world_size,
-        timeout=timedelta(seconds=4 * DEADLINE_S),  # ranks settle one deadline after the other, and then meet
+        timeout=timedelta(seconds=8 * DEADLINE_S),  # ranks settle one deadline after the other, and then meet
     )
     # torch's saving process takes long to start where others compute.
     takes_s = DEADLINE_S * (4 if any(save.mode == "process" for save in order.saves) else 1)

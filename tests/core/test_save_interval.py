@@ -95,6 +95,16 @@ def test_a_damaged_file_breaks_no_save(since_s: float, held_s: float) -> None:
     assert interval.measured is not None
 
 
+def test_a_damaged_number_of_starts_breaks_no_exchange() -> None:
+    """The coordinator reckons with it while all others wait for its answer."""
+    interval = SaveInterval("auto")
+    interval.starts = 10**400
+    loop(interval, 100, step_s=0.5, held_s=0.01)
+    assert interval.measured is not None
+    interval.agree([interval.measured])
+    assert interval.every == 1
+
+
 def test_it_does_not_go_to_and_fro() -> None:
     interval = SaveInterval("auto", 3 * HOUR_S)
     interval.every, interval.reason = 32, "why"

@@ -170,9 +170,10 @@ class SaveInterval:
         else:
             turn_s = statistics.median(self._quiet)
             save_s = max(save_s, turns * (busy_s - turn_s))
-        observed_s = time.time() - self.since_s  # which a file says that may be damaged
+        observed_s = time.time() - self.since_s  # which a file says that may be damaged, as it does the next
+        starts = min(max(self.starts, 1), 2**_BITS - 1)
         step_s = turn_s * self._turns / self._steps
-        return Measured(step_s, save_s, observed_s if 0 < observed_s < math.inf else 0.0, max(self.starts, 1))
+        return Measured(step_s, save_s, observed_s if 0 < observed_s < math.inf else 0.0, starts)
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class SaveInterval:
         if known is None:
             return -every, mtbf, 0, 0, 0, 0
         # The longest history is that with the most starts, and of those the one that is longest.
-        history = min(known.starts, 2**_BITS - 1) << _BITS | int(min(known.observed_s, 2**_BITS - 1))
+        history = known.starts << _BITS | int(min(known.observed_s, 2**_BITS - 1))
         return -every, mtbf, 1, -_offered(known.step_s * 1e9), -_offered(known.save_s * 1e9), -history
 
     def settle(self, least: Sequence[int]) -> Choice | None:

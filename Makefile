@@ -26,6 +26,9 @@ MATRIX_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
 
+# Containers often forbid it, and then every process compiles all that it imports, and each worker every test, anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Most tests wait for processes more than they compute: two cores take three at a time. A file's tests stay together, in
 # their order. Each worker has a network of its own, with loopback only, where it may (as root; see tests/conftest.py): in
 # `make check` and the unit tests too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests
@@ -56,7 +59,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 check: lint
-	$(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not slow and not e2e and not cuda and not soak" $(PYTEST_ARGS)
+	$(BIN)/pytest $(SEVERAL_AT_A_TIME) --ignore=tests/e2e -m "not slow and not cuda and not soak" $(PYTEST_ARGS)
 
 # Jobs run several at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
 # seconds before the job listens there, and another job's many gloo groups, which listen at any port that is free,
@@ -65,10 +68,10 @@ JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(SEVER
 
 test: lint
 	$(MAKE) -j2 test-units test-nemo
-	$(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
+	$(BIN)/pytest $(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS)
 
 test-units: setup
-	$(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not e2e and not soak" $(PYTEST_ARGS)
+	$(BIN)/pytest $(SEVERAL_AT_A_TIME) --ignore=tests/e2e -m "not soak" $(PYTEST_ARGS)
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
 # `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), what writes its context (nemo-run),
@@ -95,7 +98,7 @@ test-nemo: setup $(NEMO_STAMP)
 soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)
 	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
-	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "e2e and not soak" $(PYTEST_ARGS)
+	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS)
 
 matrix: setup
 	$(BIN)/python -m tests.support.matrix $(MATRIX_ARGS)

@@ -23,13 +23,17 @@ from ml_flashpoint.local import (
     CheckpointingException,
     LocalCheckpointManager,
 )
+from tests.support import forked, warm
 from tests.support.forked import Child
 
 pytestmark = pytest.mark.slow
+forked.preload(__name__)
 
 
 @pytest.fixture(params=[True, False], ids=["persistent", "forked"])
-def queue(request: pytest.FixtureRequest) -> Iterator[AsyncCallsQueue]:
+def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncCallsQueue]:
+    if request.param and not warm.ALL_COLD:  # tests that make queues of their own have workers that import all anew
+        monkeypatch.setattr("ml_flashpoint.local.async_queue.multiprocessing.get_context", forked.get_context)
     made = AsyncCallsQueue(persistent=request.param)
     yield made
     made.close(abort=True)

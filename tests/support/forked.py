@@ -36,6 +36,8 @@ _PRELOADED = [
     "ml_flashpoint.adapter.pytorch.memory_storage_reader",
     "ml_flashpoint.adapter.pytorch.memory_storage_writer",
     "torch.distributed.checkpoint",
+    "torch.utils.serialization.config",
+    "numpy.random",
     "ml_flashpoint.flashpoint",
     "tests.support.forked",
 ]
@@ -68,6 +70,11 @@ def _fork_server() -> Any:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
     return _context
+
+
+def get_context(method: str | None = None) -> Any:
+    """In place of that of `multiprocessing`: what starts processes there has them forked by the fork server."""
+    return _fork_server()
 
 
 def _start(context: Any) -> None:
@@ -230,6 +237,10 @@ def _run(
     faulthandler.enable(sys.stderr)
     os.environ.update(env)
     import logging
+
+    import numpy
+
+    numpy.random.seed()  # the server's was seeded once, for all
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True)
     report = Report(pipe)

@@ -49,6 +49,7 @@ _PRELOADED = (
     "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.nn.parallel",
+    "torch._dynamo",  # which the first step of any optimizer imports
     "ml_flashpoint.flashpoint",
     "ml_flashpoint.adapter.pytorch.memory_storage_reader",
     "ml_flashpoint.adapter.pytorch.memory_storage_writer",

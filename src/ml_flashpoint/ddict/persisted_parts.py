@@ -21,6 +21,7 @@ from ml_flashpoint.ddict.entry_index import INLINE, Index, IndexEntry, decode_in
 from ml_flashpoint.ddict.keys import place
 from ml_flashpoint.ddict.snapshot_format import PartRef
 from ml_flashpoint.ddict.value_arenas import ValueArenas
+from ml_flashpoint.ddict.value_headers import header_anew
 from ml_flashpoint.format.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -147,11 +148,9 @@ class PartReader:
             read = self._persister.read_item(checkpoint, part, name, into=buffer)
             if len(read) != size:
                 raise DamagedError(f"a persisted value has {len(read)} bytes instead of {size}")
-            # It was written under another id. Ids have one length, so the header stays as long as it is.
-            end = 8 + int.from_bytes(buffer[:8], "little")
-            header = bytes(buffer[:end]).replace(name.encode(), room.value_id.encode())
-            if len(header) == end:
-                buffer[:end] = header
+            # It was written under another id, and in an arena of another size.
+            header = header_anew(buffer, name, room.value_id, room.size)
+            buffer[: len(header)] = header
             return self._arenas.adopt(room.value_id)
         except BaseException:
             self._arenas.abandon([room.value_id])

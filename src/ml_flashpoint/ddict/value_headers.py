@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.format.errors import DamagedError, ObjectFormatError
-from ml_flashpoint.format.object_format import Layout, ParsedHeader, header_length, parse_header
+from ml_flashpoint.format.object_format import Layout, ParsedHeader, encode_header, header_length, parse_header
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -54,6 +54,24 @@ def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) ->
         if parsed.layout.size > view.nbytes:
             raise ObjectFormatError("the object is truncated")
     return parsed.layout, parsed.metadata.get("kind", "")
+
+
+def header_anew(buffer: Buffer, was: str, value_id: str, file_size: int) -> bytes:
+    """The header of an object that was taken out of its file, for another file and under another value id.
+
+    Args:
+        buffer: the object, whole and without the unused rest of its file.
+        was: id of the value so far.
+        file_size: bytes of the other file.
+
+    Raises:
+        ObjectFormatError: it is not the object of that value.
+    """
+    with memoryview(buffer) as view:
+        parsed = parse_header(view, None)
+        if parsed.layout.size != view.nbytes or parsed.metadata.get("value") != was:
+            raise ObjectFormatError(f"not the object of value {was}")
+    return encode_header(parsed.layout, file_size, {**parsed.metadata, "value": value_id})
 
 
 def encode_number(value: float) -> bytes | None:

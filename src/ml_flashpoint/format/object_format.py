@@ -210,7 +210,7 @@ def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] |
     return _LENGTH.size + int(length)
 
 
-def parse_header(buf: Buffer, file_size: int, path: str | os.PathLike[str] | None = None) -> ParsedHeader:
+def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str] | None = None) -> ParsedHeader:
     """Return what the header of an object says, after checking that it is a valid safetensors file.
 
     Accepts every such file, not only those of this package. Trusts nothing: entries must lie in the file,
@@ -218,13 +218,14 @@ def parse_header(buf: Buffer, file_size: int, path: str | os.PathLike[str] | Non
 
     Args:
         buf: the file, or as much of its start as `header_length` says.
-        file_size: bytes of the whole file.
+        file_size: bytes of the whole file. None if that is gone, and this is the part of it that was in use: then its
+            tail is as long as the header says.
         path: where it is from; only used in what is raised.
 
     Raises:
         ObjectFormatError: it is not a valid file, or has a dtype that is not known.
     """
-    data_start = header_length(buf, file_size, path)
+    data_start = header_length(buf, MAX_SIZE if file_size is None else file_size, path)
     with memoryview(buf) as view, view.cast("B") as octets:
         header = bytes(octets[_LENGTH.size : data_start])
     if _LENGTH.size + len(header) != data_start:
@@ -245,7 +246,7 @@ class _Marks:
     plain: dict[str, str]
 
 
-def _parse(header: bytes, data_start: int, file_size: int) -> ParsedHeader:
+def _parse(header: bytes, data_start: int, file_size: int | None) -> ParsedHeader:
     # Raises ValueError or TypeError for whatever is not valid.
     content = _load_json(header)
     marks = _parse_metadata(content.pop(METADATA_KEY, {}))
@@ -322,7 +323,7 @@ def _parse_metadata(metadata: object) -> _Marks:
     return marks
 
 
-def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, file_size: int) -> list[Entry]:
+def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, file_size: int | None) -> list[Entry]:
     for key, description in content.items():
         if type(description) is not tuple:
             raise ValueError(f"{key!a} is not described by exactly dtype, shape and data_offsets")
@@ -349,7 +350,7 @@ def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, f
                 raise ValueError(f"{key!a} is reserved")
             continue
         entries.append(Entry(key, dtype, shape, data_start + begin, data_start + end, kind))
-    if data_start + offset != file_size:
+    if file_size is not None and data_start + offset != file_size:
         raise ValueError(f"the entries cover {offset} of {file_size - data_start} bytes")
     return entries
 

@@ -232,6 +232,37 @@ def test_a_manager_that_cannot_read_what_is_to_be_restored_leaves_all_as_it_was(
     assert play.newest() == 9
 
 
+@pytest.mark.parametrize("call", ["persist", "restore"])
+def test_a_manager_that_is_lost_meanwhile_is_not_told_to_who_persists_or_restores(make: Make, call: str) -> None:
+    """Copies of what is to be committed are not there yet, and another epoch begins."""
+    play, waits, outcome = make(), threading.Event(), list[Any]()
+    play.join("a")
+    play.move("a", 1)
+    assert play.newest() == 0
+    sealed, gate = len(play.managers.of("seal")), play.managers.close_gate("seal")
+
+    def run() -> None:
+        try:
+            if call == "restore":
+                restore(play, 0)
+            else:
+                play.coordinator.persist_newest(DEADLINE_S, lambda: bool(waits.set()))
+        except FlashpointError as error:
+            outcome.append(error)
+
+    if call == "persist":
+        play.move("a", 2)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    play.managers.await_asked("seal", sealed + 1)
+    assert call == "restore" or waits.wait(DEADLINE_S)
+    play.lose(1)
+    gate.set()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert outcome == []
+
+
 def test_restoring_waits_for_a_commit_no_longer_than_the_time_given(make: Make) -> None:
     play = make()
     play.managers.close_gate("seal")

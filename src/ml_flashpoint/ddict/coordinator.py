@@ -355,8 +355,13 @@ class Coordinator(Committer):
             FlashpointError: it could not be persisted.
         """
         until = time.monotonic() + timeout_s
-        self._await_open(until)
-        self.newest(None, timeout_s, is_gone, tells=False)
+        while True:
+            self._await_open(until)
+            try:
+                self.newest(None, max(0.0, until - time.monotonic()), is_gone, tells=False)
+                break
+            except StaleEpochError:
+                continue  # an epoch has begun meanwhile: what is committed in that one is as good
         with self._changed:
             checkpoint_id = self._committed
             if checkpoint_id >= 0:
@@ -405,5 +410,6 @@ class Coordinator(Committer):
         with self._changed:
             while self._committed < checkpoint_id and not self._closing:
                 why = f"it is restored, but has no copies yet: {self._why_not(checkpoint_id)}"
-                self._wait(self.epoch, "", until, checkpoint_id, why)
+                with contextlib.suppress(StaleEpochError):  # a manager was lost: all go on from what is restored
+                    self._wait(self.epoch, "", until, checkpoint_id, why)
             return self.state()

@@ -127,8 +127,8 @@ def _can_make_netns() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what lies in tests/e2e, skips what this machine cannot do, and puts files with slow tests first, so that
-    no worker has a long one left when the others are done."""
+    """Marks what lies in tests/e2e, skips what this machine cannot do, and puts files with slow tests first, the
+    slowest before all, so that no worker has a long one left when the others are done."""
     end_to_end = config.rootpath / "tests" / "e2e"
     for item in items:
         if item.path.is_relative_to(end_to_end):
@@ -142,5 +142,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked and not is_met():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    seconds: dict[Path, int] = {}
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            seconds[item.path] = max([seconds.get(item.path, 1), *mark.args])
+    items.sort(key=lambda item: -seconds.get(item.path, 0))

@@ -12,7 +12,7 @@ import pytest
 from tests.support.cases import RUN_TIMEOUT_S, CaseRuns, run_cases
 from tests.support.cluster import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
+pytestmark = [pytest.mark.slow(250), pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 
 EVERYWHERE = [
     "sharded",

@@ -24,7 +24,7 @@ import torch
 from tests.support.cluster import REPOSITORY
 from tests.support.processes import CapturedProcess, kill_marked, marked_processes, suspend
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(330), pytest.mark.timeout(600)]
 
 EXAMPLES = REPOSITORY / "examples" / "ddict"
 DEADLINE_S = 250.0

@@ -40,6 +40,7 @@ def _rounds(number: int, *marks: Any) -> Any:
     return pytest.param(number, marks=[pytest.mark.timeout(AROUND_S + number * ROUND_S), *marks])
 
 
+@pytest.mark.slow(150)
 @pytest.mark.parametrize("rounds", [_rounds(5), _rounds(50, pytest.mark.soak)])
 def test_nothing_committed_is_lost_round_after_round(tmpfs: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     free = min(shutil.disk_usage(tmpfs).free, psutil.virtual_memory().available)

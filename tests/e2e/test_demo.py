@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.processes import child_environment
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow(200), pytest.mark.timeout(400)]
 
 STEPS = 48
 SHM = Path("/dev/shm")

@@ -16,7 +16,7 @@ from tests.support.cases import RUN_TIMEOUT_S, CaseRuns, run_cases
 from tests.support.cluster import Cluster
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(340),
     pytest.mark.timeout(RUN_TIMEOUT_S + 60),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]

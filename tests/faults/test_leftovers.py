@@ -38,7 +38,7 @@ class TestOneOwner:
             assert said.startswith("JobInUseError"), said
             assert f"pid {holder.pid}" in said
             assert f"{base}/.flashpoint/rank-00000" in said
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 20  # by default it would wait for 30
             holder.say("go")
             holder.join()
         assert call(engine.open_base, base) == "open"

@@ -276,7 +276,7 @@ def test_a_forked_child_has_no_connections_and_leaves_the_parents_alone(address:
                 connection.request("echo", {}, timeout_s=1)
             except ConnectionLostError:
                 own = connect(address)
-                status = 0 if own.request("echo", {"a": 2}, timeout_s=5).fields == {"a": 2} else 2
+                status = 0 if own.request("echo", {"a": 2}, timeout_s=DEADLINE_S).fields == {"a": 2} else 2
             finally:
                 os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

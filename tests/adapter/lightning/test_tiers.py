@@ -105,7 +105,7 @@ def test_sigterm_waits_no_longer_than_its_grace_for_a_store(tmpfs: Path, tmp_pat
     terminates = Terminates(3)
     with pytest.raises(SIGTERMException):
         fit(tmp_path, ours, callbacks=[Hangs(), terminates])
-    assert time.monotonic() - terminates.at < 6
+    assert time.monotonic() - terminates.at < 15  # the grace is 20 by default, and the store hangs for 60
     assert ours.flashpoint is not None
     assert ours.flashpoint.health.persisted is None
     faults.go_on.set()

@@ -6,11 +6,10 @@ nothing, changes nothing, imports no torch. What goes meanwhile, since newer ver
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,8 +19,8 @@ from rich.table import Table
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes, format_ranks
+from ml_flashpoint.cli.blocks import wrong_blocks
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import is_damage
 from ml_flashpoint.format.manifest import Manifest, parse_manifest_name
@@ -246,38 +245,15 @@ def _check_part(store: DurableStore, version: StoredVersion, manifest: Manifest,
     """What is wrong with the bytes of a part, one message or none."""
     record = manifest.objects[0]
     name = f"{version.folder}/{record.name}"
-    buffers = threading.local()
 
-    def is_good(index: int) -> bool:
-        begin = index * record.block_size
-        length = min(record.block_size, record.size - begin)
-        if not hasattr(buffers, "block"):
-            buffers.block = bytearray(min(record.block_size, record.size))
-        with memoryview(buffers.block)[:length] as block:
-            store.read_into(name, begin, block)
-            return digest_block(block) == record.digests[index]
+    def read(begin: int, block: memoryview) -> bool:
+        store.read_into(name, begin, block)
+        return True
 
     try:
-        with _pool(min(threads, len(record.digests))) as run:
-            bad = [index for index, good in enumerate(run(is_good, range(len(record.digests)))) if not good]
+        wrong = wrong_blocks(record, read, threads)
     except (ObjectNotFoundError, DamagedError) as error:
         return [str(error)]
     except FlashpointError as error:
         return [f"it cannot be read: {error}"]
-    if not bad:
-        return []
-    begin = bad[0] * record.block_size
-    return [
-        f"{store.path_of(name)}: {len(bad)} of {len(record.digests)} blocks do not have the digests that were recorded,"
-        f" the first is block {bad[0]} (bytes {begin} to {min(begin + record.block_size, record.size)})"
-    ]
-
-
-@contextlib.contextmanager
-def _pool(threads: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        try:
-            yield pool.map
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    return [] if wrong is None else [f"{store.path_of(name)}: {wrong}"]

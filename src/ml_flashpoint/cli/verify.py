@@ -1,23 +1,20 @@
 """`flashpoint verify`: whether the bytes of a job's checkpoints on one node are those that were saved.
 
-Owns reading objects from outside the job and comparing their digests. Reads by `preadv` and not through a
+Owns reading objects from outside the job; comparing their digests is `cli.blocks`'. Reads by `preadv` and not through a
 mapping, so that a file that shrinks meanwhile is a finding and not a fault of this process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import (
@@ -31,8 +28,9 @@ from ml_flashpoint.cli.base_view import (
     read_base,
     still_committed,
 )
+from ml_flashpoint.cli.blocks import wrong_blocks
 from ml_flashpoint.cli.store_view import verify_store
-from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.core.object_content import read_fully
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.persist.opening import persisted_url
@@ -75,7 +73,15 @@ def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
     began = time.monotonic()
     results: list[tuple[VersionView, list[PartResult]]] = []
     total = sum(version.bytes for version in view.versions)
-    with _progress(total, shown=output.is_terminal(stderr=True)) as advance:
+    with output.progress("verifying") as progress:
+        done, lock = 0, threading.Lock()
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress(done, total)
+
         for version in view.versions:
             parts = [verify_part(part, threads=threads, advance=advance) for part in version.parts]
             results.append((version, parts))
@@ -117,43 +123,18 @@ def _check_object(path: str, record: ObjectRecord, threads: int, advance: Callab
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         return [f"the object cannot be read: {error.strerror}"]
-    buffers = threading.local()
 
-    def is_good(index: int) -> bool:
-        begin = index * record.block_size
-        length = min(record.block_size, record.size - begin)
-        if not hasattr(buffers, "block"):
-            buffers.block = bytearray(min(record.block_size, record.size))
-        with memoryview(buffers.block)[:length] as block:
-            good = _read(descriptor, block, begin) and digest_block(block) == record.digests[index]
-        advance(length)
-        return good
+    def read(begin: int, block: memoryview) -> bool:
+        advance(len(block))
+        return read_fully(descriptor, block, begin)
 
     try:
-        with ThreadPoolExecutor(max(1, min(threads, len(record.digests)))) as pool:
-            bad = [index for index, good in enumerate(pool.map(is_good, range(len(record.digests)))) if not good]
+        wrong = wrong_blocks(record, read, threads)
     except OSError as error:
         return [f"the object cannot be read: {error.strerror}"]
     finally:
         os.close(descriptor)
-    if not bad:
-        return []
-    begin = bad[0] * record.block_size
-    end = min(begin + record.block_size, record.size)
-    return [
-        f"{len(bad)} of {len(record.digests)} blocks do not have the digests that were committed, the first is"
-        f" block {bad[0]} (bytes {begin} to {end})"
-    ]
-
-
-def _read(descriptor: int, block: memoryview, offset: int) -> bool:
-    done = 0
-    while done < len(block):
-        count = os.preadv(descriptor, [block[done:]], offset + done)
-        if count == 0:
-            return False
-        done += count
-    return True
+    return [] if wrong is None else [wrong]
 
 
 def _to_json(view: BaseView, results: list[tuple[VersionView, list[PartResult]]], seconds: float) -> dict[str, Any]:
@@ -222,12 +203,3 @@ def _verdict(result: PartResult) -> str:
     if result.pruned:
         return "pruned"
     return "damaged" if result.problems else "ok"
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on standard error while bytes are read, where there is a terminal."""
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=output.console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task("verify", total=total)
-        yield lambda count: bar.advance(task, count)

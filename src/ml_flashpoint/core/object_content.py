@@ -35,7 +35,7 @@ def object_content(descriptor: int, record: ObjectRecord, path: Path) -> Iterato
     buffer = memoryview(bytearray(min(piece, max(record.size, record.file_size - record.size))))
     for begin in range(0, record.size, piece):
         content = buffer[: min(piece, record.size - begin)]
-        if not _read(descriptor, content, begin):
+        if not read_fully(descriptor, content, begin):
             raise DigestMismatchError("the object is too short", path=path)
         first = begin // record.block_size
         digests = record.digests[first : first - (-len(content) // record.block_size)]
@@ -46,7 +46,8 @@ def object_content(descriptor: int, record: ObjectRecord, path: Path) -> Iterato
         yield buffer[: record.file_size - begin]
 
 
-def _read(descriptor: int, into: memoryview, offset: int) -> bool:
+def read_fully(descriptor: int, into: memoryview, offset: int) -> bool:
+    """Fill a buffer from a file; returns false if that ends before."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)

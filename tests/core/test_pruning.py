@@ -10,19 +10,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ml_flashpoint.ranks.recovery import PartRecord, RecoveryPlan, complete_versions, plan_recovery, prunable
+from ml_flashpoint.ranks.recovery import PartRecord, RecoveryPlan, complete_versions, plan_recovery, superseded
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, Topology
 from tests.faults.common import SCALE
 from tests.ranks.recovery_support import NODES, Store, carry_out, inventories, part, replicating, topologies
 
 
-class TestPrunable:
-    def test_only_what_is_strictly_older_oldest_first(self) -> None:
+class TestSuperseded:
+    def test_only_what_is_strictly_older(self) -> None:
         # Step 6 was saved, then the job went back to step 4 and saved step 5.
         older = [part(3, 1), part(6, 0, save_id="a3"), part(5, 0, save_id="a4"), part(5, 1, save_id="a4")]
         kept = [part(5, 0, save_id="a5"), part(4, 0, save_id="a6")]
-        assert prunable(reversed(older + kept), "a5") == tuple(older)
-        assert prunable([], "a5") == ()
+        assert [each for each in older + kept if superseded(each.save_id, "a5")] == older
 
 
 def protects(job: tuple[Topology, ReplicationStrategy]) -> bool:
@@ -135,10 +134,12 @@ class Pruning(RuleBasedStateMachine):
         """Some nodes remove what they may; each may be killed on the way, having removed any part of it."""
         for node in sorted(nodes & self.store.keys()):
             verified = self.known[node]
-            removable = () if verified is None else prunable(self.store[node], verified[1])
+            removable = {p for p in self.store[node] if verified is not None and superseded(p.save_id, verified[1])}
             if removable:
-                everything = st.just(set(removable))
-                self.store[node] -= data.draw(everything | st.sets(st.sampled_from(removable)), label=node)
+                everything = st.just(removable)
+                self.store[node] -= data.draw(
+                    everything | st.sets(st.sampled_from(sorted(removable, key=repr))), label=node
+                )
 
     @precondition(lambda self: len(self.lost) < self.claim)
     @rule(data=st.data())

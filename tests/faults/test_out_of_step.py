@@ -149,5 +149,5 @@ def _is_damaged(part: HeldPart, mode: str, turn: int) -> bool:
 
 
 def test_an_unknown_way_to_verify_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="sample, all, none"):
+    with pytest.raises(InvalidArgumentError, match="'sample' or 'all' or 'none'"):
         checked_mode("some")

@@ -269,7 +269,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             return
         for object_ in (save.staged, save.filled):
             if object_ is not None:
-                object_.discard()
+                object_.interior.discard()
         if store is None or store.closed:
             return
         for arena in arenas:

@@ -13,16 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.core.open_version import TRIES, HeldVersion, hold_version
+from ml_flashpoint.core.open_version import HeldVersion, hold_version, if_kept
 from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import (
-    DamagedError,
-    DigestMismatchError,
-    ObjectNotFoundError,
-    PrunedError,
-    SaveError,
-    UnreadableError,
-)
+from ml_flashpoint.format.errors import DamagedError, DigestMismatchError, SaveError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, sync_directory, write_manifest
 from ml_flashpoint.format.private_folders import check_unplanted
 
@@ -57,14 +50,12 @@ def copy_version(
         SaveError: the copy cannot be written, or is there already.
         UnsafePathError: somebody else has planted the destination.
     """
-    for tries_left in reversed(range(TRIES)):
-        try:
-            with hold_version(base, step, partial=partial) as version:
-                return _copy(version, Path(destination), progress)
-        except PrunedError:
-            if not tries_left or step is not None:
-                raise
-    raise AssertionError
+
+    def copy() -> Path:
+        with hold_version(base, step, partial=partial) as version:
+            return _copy(version, Path(destination), progress)
+
+    return if_kept(copy, step)
 
 
 def _copy(version: HeldVersion, destination: Path, progress: Callable[[int, int], object]) -> Path:
@@ -102,7 +93,7 @@ def _copy_object(version: HeldVersion, manifest: Manifest, record: ObjectRecord,
     path = version.path / record.name
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with (
-        open(_open_source(version, manifest, path), "rb", buffering=0) as old,
+        open(version.open_object(record), "rb", buffering=0) as old,
         open(os.open(hidden / record.name, flags, 0o600), "wb", buffering=0) as new,
     ):
         made, left = new.fileno(), record.file_size
@@ -123,13 +114,3 @@ def _copy_object(version: HeldVersion, manifest: Manifest, record: ObjectRecord,
                 raise DigestMismatchError(
                     f"block {block} is not what was saved", step=version.step, rank=manifest.rank, path=path
                 )
-
-
-def _open_source(version: HeldVersion, manifest: Manifest, path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        version.check()
-        raise ObjectNotFoundError("the object is gone", step=version.step, rank=manifest.rank, path=path) from error
-    except OSError as error:
-        raise UnreadableError(f"the object: {error.strerror}", rank=manifest.rank, path=path) from error

@@ -1,28 +1,24 @@
 """The parts of one save, from what the base containers of several nodes hold.
 
-Owns the choice: the newest save of which every part is in one of them, whatever else each of them has. The job may be
-dead. Holds on what was chosen are `core.open_version`'s.
+Owns which saves there are, newest first, and of which every part is in one of them, whatever else each of them has. The
+job may be dead. Holds on what was chosen are `core.open_version`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.open_version import HeldVersion
 from ml_flashpoint.core.part_reader import read_local_manifests
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, MissingPartsError, ObjectNotFoundError, UnreadableError
 from ml_flashpoint.format.failure_kinds import is_transient
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.retention_record import RetentionRecord, newest_record, read_record
-
-_Held = TypeVar("_Held", bound=HeldVersion)
 
 
 @dataclass(frozen=True)
@@ -102,26 +98,6 @@ def whole_saves(bases: Sequence[Path], step: int | None = None) -> list[Gathered
             hint="give the base containers of the nodes that have them, too",
         )
     return whole
-
-
-def hold_parts(
-    stack: contextlib.ExitStack, save: GatheredSave, kind: Callable[[Path, list[Manifest]], _Held]
-) -> dict[int, _Held]:
-    """For each rank, what holds its part: of several base containers, the first one.
-
-    Raises:
-        PrunedError: a part went meanwhile.
-        UnreadableError: a part cannot be held just now.
-    """
-    by_base: dict[Path, list[Manifest]] = {}
-    for holders in save.holders.values():
-        base, manifest = holders[0]
-        by_base.setdefault(base, []).append(manifest)
-    held = []
-    for base, manifests in by_base.items():
-        held.append(kind(base, manifests))
-        stack.enter_context(held[-1])
-    return {rank: each for each in held for rank in each.manifests}
 
 
 def _manifests(base: Path, step: int | None, problems: list[FlashpointError]) -> list[Manifest]:

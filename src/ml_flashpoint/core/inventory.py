@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -194,7 +193,8 @@ def has_objects(base: Path, manifest: Manifest) -> bool:
         DamagedError, ObjectNotFoundError: the part is there, and a file is gone or too short.
         UnreadableError: that cannot be known just now.
     """
-    for path, size in _object_files(base, manifest):
+    for record in manifest.objects:
+        path = base / manifest.version / record.name
         try:
             found = os.stat(path).st_size
         except FileNotFoundError as error:
@@ -203,11 +203,6 @@ def has_objects(base: Path, manifest: Manifest) -> bool:
             raise ObjectNotFoundError("an object of the part is gone", rank=manifest.rank, path=path) from error
         except OSError as error:
             raise UnreadableError(f"an object: {error.strerror}", rank=manifest.rank, path=path) from error
-        if found < size:
-            raise DamagedError(f"the object has {found} bytes of {size}", rank=manifest.rank, path=path)
+        if found < record.size:
+            raise DamagedError(f"the object has {found} bytes of {record.size}", rank=manifest.rank, path=path)
     return True
-
-
-def _object_files(base: Path, manifest: Manifest) -> Iterator[tuple[Path, int]]:
-    for record in manifest.objects:
-        yield base / manifest.version / record.name, record.size

@@ -88,10 +88,6 @@ class StagedObject:
         if self.late is not None:
             self.late.cancel(error)
 
-    def discard(self) -> None:
-        """Stop digesting: the bytes will not be used."""
-        self.interior.discard()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return StagedObject, (self.arena_path, self.interior)
 
@@ -109,10 +105,6 @@ class FilledObject:
     byte_items: list[BytesItem]
     metadata: Mapping[str, str] | None
     interior: Interior
-
-    def discard(self) -> None:
-        """Stop digesting: the bytes will not be used."""
-        self.interior.discard()
 
 
 @dataclass(frozen=True, slots=True)

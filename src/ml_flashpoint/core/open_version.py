@@ -1,8 +1,8 @@
 """Versions read from outside of the job, while it runs.
 
-Owns the choice of the version, the holds on its parts (see `reader_holds`), and the error of a reader when one was
+Owns the holds on the parts of a version (see `reader_holds`), and the error of a reader when one was
 broken. An arena is used again as soon as nothing is kept in it, so whoever simply maps an object sees later steps
-show through. Only what is on this node is read.
+show through. Only what is on this node is read. Which versions there are is `core.gathered_parts'.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, map_object
-from ml_flashpoint.core.part_reader import ObjectReader, read_local_manifests
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.checkpoint_object_manager.version_files import map_object
+from ml_flashpoint.core.gathered_parts import GatheredSave, gathered_saves
+from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
-from ml_flashpoint.format.failure_kinds import is_transient
-from ml_flashpoint.format.manifest import Manifest, manifest_name
-from ml_flashpoint.format.retention_record import RetentionRecord, read_record
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name
 
-TRIES: Final = 5
-"""How often the newest version is looked for, when it goes while it is being opened."""
-
+_TRIES: Final = 5
 _LOOK_EVERY_S: Final = 0.01
-_Version = TypeVar("_Version")
+_T = TypeVar("_T")
+_Held = TypeVar("_Held", bound="HeldVersion")
 
 
 class HeldVersion:
@@ -65,7 +61,7 @@ class HeldVersion:
             raise self._pruned(manifest.rank) from None
         except OSError as error:
             raise UnreadableError(f"the manifest: {error.strerror}", rank=manifest.rank, path=path) from error
-        for tries_left in reversed(range(TRIES)):
+        for tries_left in reversed(range(_TRIES)):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return descriptor
@@ -83,6 +79,23 @@ class HeldVersion:
     def missing_ranks(self) -> list[int]:
         """Ranks whose parts are not on this node."""
         return [rank for rank in range(self.world_size) if rank not in self.manifests]
+
+    def open_object(self, record: ObjectRecord) -> int:
+        """A descriptor of the file of an object.
+
+        Raises:
+            PrunedError: the version went.
+            ObjectNotFoundError: it is there still, without this file.
+            UnreadableError: that cannot be known just now.
+        """
+        path = self.path / record.name
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            self.check()
+            raise ObjectNotFoundError("the object is gone", step=self.step, path=path) from error
+        except OSError as error:
+            raise UnreadableError(f"the object: {error.strerror}", step=self.step, path=path) from error
 
     def check(self) -> None:
         """Check that nothing of it was let go, so that all that was read so far is what was saved.
@@ -138,52 +151,27 @@ def hold_version(base: str | os.PathLike[str], step: int | None = None, *, parti
     return _opened(HeldVersion, Path(base), step, partial)
 
 
-def _opened(kind: Callable[[Path, list[Manifest]], _Version], base: Path, step: int | None, partial: bool) -> _Version:
-    for tries_left in reversed(range(TRIES)):
-        try:
-            return kind(base, _choose(base, step, partial))
-        except PrunedError:
-            if not tries_left or step is not None:
-                raise
-    raise AssertionError
+def _opened(kind: Callable[[Path, list[Manifest]], _Held], base: Path, step: int | None, partial: bool) -> _Held:
+    return if_kept(lambda: kind(base, _choose(base, step, partial)), step)
+
+
+def if_kept(attempt: Callable[[], _T], step: int | None) -> _T:
+    """What an attempt returns; where the newest version is wanted and goes meanwhile, what a later attempt does."""
+    for _ in range(_TRIES - 1 if step is None else 0):
+        with contextlib.suppress(PrunedError):
+            return attempt()
+    return attempt()
 
 
 def _choose(base: Path, step: int | None, partial: bool) -> list[Manifest]:
-    found: dict[tuple[str, int], list[Manifest]] = {}  # by age: what a crash would go back to comes last
-    problems: list[FlashpointError] = []
-    try:
-        for version in list_versions(base):
-            if step is None or CheckpointContainerId.parse_version_container(version) == step:
-                manifests, errors = read_local_manifests(base, version)
-                problems += errors
-                for manifest in manifests:
-                    found.setdefault((manifest.save_id, manifest.step), []).append(manifest)
-    except OSError as error:
-        raise UnreadableError(f"the versions cannot be listed: {error.strerror}", path=base) from error
-    problems = [each for each in problems if is_transient(each) or not found]
-    if problems:
-        raise problems[0]
-    record = _record_of(base)
-    for key in sorted(found, reverse=True):
-        if step is None and record.is_abandoned(key[0]):
-            continue
-        if partial or len(found[key]) == found[key][0].world_size:
-            return found[key]
-    wanted = "version" if step is None else f"version of step {step}"
-    if not found:
-        raise ObjectNotFoundError(f"there is no {wanted} here", path=base, hint="flashpoint ls shows what there is")
+    for save in gathered_saves([base], step):
+        if partial or not save.missing:
+            return [holders[0][1] for holders in save.holders.values()]
     raise ObjectNotFoundError(
-        f"no {wanted} is whole on this node",
+        f"no {'version' if step is None else f'version of step {step}'} is whole on this node",
         path=base,
         hint="take what is here with partial=True (--partial), and the rest on the other nodes",
     )
-
-
-def _record_of(base: Path) -> RetentionRecord:
-    try:
-        return read_record(base / PRIVATE_DIR)
-    except FlashpointError:  # the job says so
-        return RetentionRecord()
 
 
 class OpenVersion(HeldVersion):
@@ -254,3 +242,23 @@ def open_version(base: str | os.PathLike[str], step: int | None = None, *, parti
     Args, raises: as `hold_version`.
     """
     return _opened(OpenVersion, Path(base), step, partial)
+
+
+def hold_parts(
+    stack: contextlib.ExitStack, save: GatheredSave, kind: Callable[[Path, list[Manifest]], _Held]
+) -> dict[int, _Held]:
+    """For each rank, what holds its part: of several base containers, the first one.
+
+    Raises:
+        PrunedError: a part went meanwhile.
+        UnreadableError: a part cannot be held just now.
+    """
+    by_base: dict[Path, list[Manifest]] = {}
+    for holders in save.holders.values():
+        base, manifest = holders[0]
+        by_base.setdefault(base, []).append(manifest)
+    held = []
+    for base, manifests in by_base.items():
+        held.append(kind(base, manifests))
+        stack.enter_context(held[-1])
+    return {rank: each for each in held for rank in each.manifests}

@@ -22,7 +22,7 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.core.bounded import Bounded, while_it_moves
 from ml_flashpoint.core.gathered_parts import GatheredSave, whole_saves
 from ml_flashpoint.core.object_content import object_content
-from ml_flashpoint.core.open_version import TRIES, HeldVersion
+from ml_flashpoint.core.open_version import HeldVersion, if_kept
 from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
@@ -113,21 +113,15 @@ def persist_version(
     """
     checked = durable_url(url)
     bases = [Path(each) for each in ([sources] if isinstance(sources, (str, os.PathLike)) else sources)]
-    saves = whole_saves(bases, step)  # before anybody is disturbed
+    whole_saves(bases, step)  # before anybody is disturbed
     store = open_store(checked)
 
     def persist(moved: Callable[[], None]) -> Persisted:
-        nonlocal saves
         watched = WatchedStore(store, moved)
         with owned_store(store, period_s, moved) as ownership:
-            for tries_left in reversed(range(TRIES)):
-                try:
-                    return _persist_first(watched, checked, ownership, saves, progress)
-                except PrunedError:
-                    if not tries_left or step is not None:
-                        raise
-                    saves = whole_saves(bases)
-        raise AssertionError
+            return if_kept(
+                lambda: _persist_first(watched, checked, ownership, whole_saves(bases, step), progress), step
+            )
 
     return while_it_moves(persist, deadline_s, checked)
 
@@ -323,13 +317,7 @@ def _write(
 
 def _content(version: HeldVersion, record: ObjectRecord) -> Iterator[memoryview]:
     path = version.path / record.name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        version.check()
-        raise ObjectNotFoundError("the object is gone", step=version.step, path=path) from error
-    except OSError as error:
-        raise UnreadableError(f"the object: {error.strerror}", step=version.step, path=path) from error
+    descriptor = version.open_object(record)
     try:
         yield from object_content(descriptor, record, path)
     except DigestMismatchError:

@@ -123,7 +123,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         self._ranks.renew_run(newest)  # what is saved from here on is newer, whatever the clocks say
         self._choose(None, "memory")
         if self.last_recovery is not None:
-            self._report(detect_s=self.last_recovery.detect_s + _since(began))
+            self._report(detect_s=self.last_recovery.detect_s + time.monotonic() - began)
         if found is not None:
             self._choose(found, "persisted")
             self._report(version=found.name, world_size=found.world_size)
@@ -292,7 +292,3 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
     def release(self) -> None:
         """See the base class."""
         self._memory.release()
-
-
-def _since(began: float) -> float:
-    return time.monotonic() - began

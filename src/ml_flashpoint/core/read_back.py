@@ -7,21 +7,14 @@ this package or a memory that forgets; what a mismatch means for the version is 
 from __future__ import annotations
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.core.arguments import checked_choice
 from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import DigestMismatchError, InvalidArgumentError
-
-MODES = ("sample", "all", "none")
+from ml_flashpoint.format.errors import DigestMismatchError
 
 
 def checked_mode(mode: str) -> str:
-    """A mode of :func:`read_back`.
-
-    Raises:
-        InvalidArgumentError: it is none.
-    """
-    if mode not in MODES:
-        raise InvalidArgumentError(f"must be one of {', '.join(MODES)}", argument="verify_saves", value=mode)
-    return mode
+    """A mode of :func:`read_back`. Raises an `InvalidArgumentError` if it is none."""
+    return checked_choice("verify_saves", mode, "sample", "all", "none")
 
 
 def read_back(part: HeldPart, mode: str, turn: int) -> None:

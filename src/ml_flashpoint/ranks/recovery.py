@@ -246,26 +246,17 @@ def is_protected(version: CompleteVersion, topology: Topology, strategy: Replica
 
 
 def superseded(save_id: str, verified: str) -> bool:
-    """Whether parts of ``save_id`` may be removed: only if saved before the verified save id; see `prunable`."""
-    return save_id < verified
+    """Whether parts of a save may be removed: those of saves begun before the verified one.
 
-
-def prunable(parts_here: Iterable[PartRecord], verified: str) -> tuple[PartRecord, ...]:
-    """Return the parts of a node that may be removed: those of saves begun before the verified one.
-
-    Removing nothing else keeps this true at every instant, however the nodes' removals interleave: after any
-    loss that the strategy survives, the verified version or a newer one is complete.
+    Removing nothing else keeps this true at every instant, however the nodes' removals interleave: after any loss that
+    the strategy survives, the verified version or a newer one is complete.
 
     Args:
-        parts_here: parts on one node, its own and its copies.
-        verified: save id of a version of which *every* rank's part has been committed and *every*
-            copy that the strategy asks for has been acknowledged. A version for which this holds on some
-            ranks only must not be given.
-
-    Returns:
-        The removable parts, oldest first.
+        verified: save id of a version of which *every* rank's part has been committed and *every* copy that the
+            strategy asks for has been acknowledged. A version for which this holds on some ranks only must not be
+            given.
     """
-    return tuple(sorted((part for part in parts_here if superseded(part.save_id, verified)), key=_age))
+    return save_id < verified
 
 
 # Of one save: for each rank, the nodes that hold its part, with the size that each states.
@@ -334,10 +325,6 @@ def _assign(
             sent_bytes[source] = sent_bytes.get(source, 0) + holders[source]
             sent_parts[source] = sent_parts.get(source, 0) + 1
             yield Fetch(target_rank, part_rank, source, holders[source])
-
-
-def _age(part: PartRecord) -> tuple[str, int, int]:
-    return *part.order, part.rank
 
 
 def _part_from_json(fields: object) -> PartRecord:

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ml_flashpoint.adapter.pytorch.version_items import Progress, VersionItems, open_items
 from ml_flashpoint.core.arguments import checked_choice
-from ml_flashpoint.core.open_version import TRIES
+from ml_flashpoint.core.open_version import if_kept
 from ml_flashpoint.format.dtypes import stored_tensor
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, PrunedError, SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.format.manifest import sync_directory
 from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.format.object_layout import plan_layout
@@ -101,16 +101,14 @@ def export_version(
     if isinstance(sources, (str, os.PathLike)):
         sources = [sources]
     target = Path(os.path.abspath(destination))
-    for tries_left in reversed(range(TRIES)):
-        try:
-            with contextlib.ExitStack() as stack:
-                version = open_items(stack, sources, step, prefix=prefix, names=names, progress=progress)
-                left_out = _write(version, target, partial(_WRITERS[format], shard_bytes=shard_bytes))
-            return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
-        except PrunedError:
-            if not tries_left or step is not None:
-                raise
-    raise AssertionError
+
+    def export() -> Exported:
+        with contextlib.ExitStack() as stack:
+            version = open_items(stack, sources, step, prefix=prefix, names=names, progress=progress)
+            left_out = _write(version, target, partial(_WRITERS[format], shard_bytes=shard_bytes))
+        return Exported(target, version.step, len(version.tensors), version.nbytes, tuple(left_out))
+
+    return if_kept(export, step)
 
 
 def _check_names(format: str, prefix: str, names: Mapping[str, str] | None) -> None:

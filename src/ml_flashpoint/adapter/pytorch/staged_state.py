@@ -65,7 +65,7 @@ class StagedStateDict(dict[str, Any]):
             staged.late.wait(seal_deadline_s())
         except SaveError as error:  # raised by the write, where DCP tells all ranks
             self._save.staging_error = error
-            staged.discard()
+            staged.interior.discard()
 
     def may_be_taken_on(self) -> bool:
         """Whether a thread was started since that lives, and may be about to take it on."""

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
-from ml_flashpoint.core.gathered_parts import hold_parts, whole_saves
+from ml_flashpoint.core.gathered_parts import whole_saves
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.open_persisted import PersistedParts, open_persisted
-from ml_flashpoint.core.open_version import OpenVersion, open_version
+from ml_flashpoint.core.open_version import OpenVersion, hold_parts, open_version
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError

@@ -37,6 +37,7 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "skipped: there is no CUDA device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_is_told_of_and_no_time_is_overrun() -> None:
     def fine(run: Run) -> Iterator[Row]:
         yield run.measure("fine", "one", lambda: 0.5, 10**9, runs=3)

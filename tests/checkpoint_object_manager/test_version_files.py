@@ -63,6 +63,7 @@ class TestPublish:
             commit_part(tmpfs, manifest, [arena, tmpfs / "missing"])
         assert list_versions(tmpfs) == []
 
+    @pytest.mark.slow
     def test_a_directory_that_others_remove_all_the_time_is_made_again(self, tmpfs: Path, arena: Path) -> None:
         def come_and_go(rank: int) -> None:
             for _ in range(2000):
@@ -220,6 +221,7 @@ class TestTwoRanksOfOneNode:
 
         assert self.run(tmpfs, prepare) > 30
 
+    @pytest.mark.slow
     def test_one_adopts_while_the_other_does(self, tmpfs: Path) -> None:
         """Rank 1 was killed while it pruned, so that there is a directory to remove for either."""
 

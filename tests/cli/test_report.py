@@ -137,6 +137,7 @@ def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
     _checked(page_of(found))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(text=st.text(max_size=60) | st.sampled_from(["<script>x()</script>", "' onload='x()", '"><img src=x>', "&lt;"]))
 def test_text_of_events_stays_text(text: str) -> None:

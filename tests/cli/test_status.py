@@ -40,6 +40,7 @@ def _told(base: Path) -> tuple[int, list[dict[str, Any]]]:
     return code, ranks
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_and_then_ends(tmpfs: Path) -> None:
     base, job = tmpfs / "job", Job()
     with Flashpoint(base) as fp:
@@ -66,6 +67,7 @@ def test_a_job_that_runs_and_then_ends(tmpfs: Path) -> None:
         assert rank["state"] in ("ok", "silent")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
     base, job = tmpfs / "job", Job()
     with Flashpoint(base) as fp:

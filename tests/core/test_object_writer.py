@@ -154,6 +154,7 @@ def test_digests_are_of_the_bytes_that_are_committed(several: list[Save]) -> Non
             run(save, writer, other, some)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(saves())
 def test_digests_of_what_was_not_staged(save: Save) -> None:

@@ -73,6 +73,7 @@ def test_sound_nodes(tmpfs: Path, job: engine.Snapshot) -> None:
     load(tmpfs, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["object", "manifest"])
 @pytest.mark.parametrize("how", ["flipped", "cut off", "empty", "gone"])
 def test_a_damaged_part_is_healed_from_the_peer(tmpfs: Path, job: engine.Snapshot, kind: str, how: str) -> None:
@@ -104,6 +105,7 @@ def test_a_damaged_part_and_a_damaged_copy_mean_the_older_version(tmpfs: Path, j
     assert str(damaged[1]) in log
 
 
+@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_number_of_ranks_goes_back_likewise(tmpfs: Path, job: engine.Snapshot, world_size: int) -> None:
@@ -120,6 +122,7 @@ def test_another_number_of_ranks_reads_what_is_sound_elsewhere(tmpfs: Path, job:
     assert call_team(fault_team.team_read_all, tmpfs, 3) == [2] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_a_damaged_copy_is_noticed_when_it_is_needed(tmpfs: Path, job: engine.Snapshot) -> None:
     flip(path_of(tmpfs, 1, 2, 0, "object"), 300)

@@ -43,6 +43,7 @@ def test_a_peer_that_refuses_and_then_answers(job: Path, times: int) -> None:
     assert team(faults.refused_at_first, job, 2, times) == [(2, 0), (2, 0)]
 
 
+@pytest.mark.slow
 def test_a_peer_that_never_answers_is_an_error_and_tried_again_on_demand(job: Path) -> None:
     shutil.rmtree(job / "node-1")
     found = team(faults.never_answered, job, 2, env=SOON)
@@ -69,6 +70,7 @@ def test_a_damaged_copy_and_a_second_good_one(tmpfs: Path) -> None:
     assert team(faults.load_as, tmpfs, 3, "ring") == [(1, 0)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_a_copy_that_is_damaged_protects_nothing(tmpfs: Path) -> None:
     """Older versions stay until the newer one, with its copies, has been verified: here a copy turns out damaged."""
@@ -89,6 +91,7 @@ def test_a_copy_that_is_damaged_protects_nothing(tmpfs: Path) -> None:
     assert team(fault_team.team_load, tmpfs, 2, "tiny") == [(1, 5), (1, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_a_damaged_copy_and_no_other_is_an_error_that_names_it(job: Path) -> None:
     shutil.rmtree(job / "node-1")
@@ -103,6 +106,7 @@ def test_a_damaged_copy_and_no_other_is_an_error_that_names_it(job: Path) -> Non
         assert "step-2_ckpt (rank 1 on node-1: no holder could give" in said
 
 
+@pytest.mark.slow
 def test_a_part_of_a_later_save_of_the_step_that_was_cut_short_is_not_taken_for_the_one_elsewhere(
     tmpfs: Path,
 ) -> None:
@@ -129,6 +133,7 @@ def test_descriptors_that_come_back_are_waited_for(job: Path, kind: str) -> None
     assert team(faults.short_of_descriptors, job, 2, kind, True) == [[(2, 0), (2, 0)]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["descriptors", "manifests"])
 def test_descriptors_that_do_not_come_back_are_no_reason_to_find_nothing(job: Path, kind: str) -> None:
     """The only holder cannot read what it has: an error on all ranks, and no memory of it."""
@@ -187,6 +192,7 @@ def test_resume_raises_and_does_not_start_at_0(tmpfs: Path, peers: bool) -> None
         assert (second, value, then) == (3, 3, 4)
 
 
+@pytest.mark.slow
 def test_forgetting_resume_is_refused_by_all_ranks_alike(tmpfs: Path) -> None:
     team(faults.facade_saves, tmpfs, 2, 2)
     shutil.rmtree(tmpfs / "node-0")
@@ -198,6 +204,7 @@ def test_forgetting_resume_is_refused_by_all_ranks_alike(tmpfs: Path) -> None:
         assert resumed == 2
 
 
+@pytest.mark.slow
 def test_what_exists_is_discarded_on_request(tmpfs: Path) -> None:
     team(faults.facade_saves, tmpfs, 2, 2)
     found = team(faults.facade_forgets, tmpfs, 2, True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.ddict.all_managers import AllManagers
 from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
     DDictTimeoutError,
@@ -342,3 +343,12 @@ def test_a_handle_that_joins_again_does_not_go_back_to_where_it_was(make: Make) 
     play.join("a", 0)
 
     assert play.newest() == 2
+
+
+def test_managers_that_cannot_be_asked_as_the_program_ends_are_an_error_that_commits_are_tried_again_after() -> None:
+    managers = AllManagers(lambda *_: {}, 2)
+    assert managers.ask("prepare", {}) == [{}, {}]
+    managers.close()  # as Python does with all threads of pools at its end, before `atexit`
+
+    with pytest.raises(FlashpointError, match="cannot be asked to prepare"):
+        managers.ask("prepare", {})

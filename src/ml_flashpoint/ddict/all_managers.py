@@ -34,7 +34,7 @@ class AllManagers:
         return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
 
     def ask(self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S) -> list[dict[str, Any]]:
-        """Their answers, or the first error once all have answered."""
+        """Their answers, or the first error once all have answered, or that of asking."""
         return _answers(self._ask(self._pool, range(self._count), operation, lambda _: dict(fields), timeout_s))
 
     def ask_at_length(self, operation: str, fields: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -58,7 +58,10 @@ class AllManagers:
         timeout_s: float,
     ) -> Found:
         call = self._call_and_note if pool is self._pool else self._call
-        asked = [(each, pool.submit(call, each, operation, fields(each), timeout_s)) for each in managers]
+        try:
+            asked = [(each, pool.submit(call, each, operation, fields(each), timeout_s)) for each in managers]
+        except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
+            raise FlashpointError(f"managers cannot be asked to {operation}: {error}") from error
         found: Found = []
         for manager, answer in asked:
             try:

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import ddict, engine, lightning, local, loop, megatron, peers, transfers
+from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, transfers
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -76,6 +76,12 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds >= 0.001 else f"{seconds * 1e3:.3f}"
 
 
+def _command(scale: float, only: str) -> str:
+    """What somebody would call to have these rows."""
+    given = [*([f"--scale {scale:g}"] if scale != 1.0 else []), *([f"--only {only}"] if only else [])]
+    return "make bench" + (f' BENCH_ARGS="{" ".join(given)}"' if given else "")
+
+
 def main(
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Also write the rows to this file.")] = None,  # noqa: UP045
     scale: Annotated[float, typer.Option(help="Size of the states; 1.0 needs about 16 GiB of memory.")] = 1.0,
@@ -98,6 +104,7 @@ def main(
     console = Console()
     table = Table("state", "case", "median ms", "min–max", "× memcpy", "note", title=f"torch {torch.__version__}")
     rows: list[Result] = []
+    described = machine.described()
     try:
         for row in all_results(folder, scale, only):
             rows.append(row)
@@ -107,7 +114,9 @@ def main(
             console.print(f"{row.state}: {row.case}: {_milliseconds(row.seconds)} ms, {ratio}", style="dim")
         console.print(table)
         if json_file is not None:
-            json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+            described["load_at_the_end"] = machine.load()
+            taken = {"command": _command(scale, only), "machine": described, "rows": [*map(dataclasses.asdict, rows)]}
+            json_file.write_text(json.dumps(taken, indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(rendezvous, ignore_errors=True)

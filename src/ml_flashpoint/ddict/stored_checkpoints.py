@@ -3,17 +3,18 @@
 Owns the folders below, what makes a checkpoint complete and valid, the history of runs, and the lock on a name:
 
     <name>/lock                                    held by the coordinator of a live dictionary
-    <name>/run-<run id>/run.json                   which run and checkpoint this one continues
+    <name>/run-<run id>/run.json                   which runs this one continues, and up to where
     <name>/run-<run id>/step-<id>_ckpt/rank-<manager>-<attempt>.safetensors, .manifest    one part: a pack
     <name>/run-<run id>/step-<id>_ckpt/complete.json    the parts that count; written last
 
-A run's checkpoints are its own and those of the run that it was restored from, up to the restored one. Nothing is ever
-removed from runs that are not of this history: that is left to the user. The files are the stores'
+A run's checkpoints are its own and, of the run that it was restored from, what that one saw up to the restored one.
+Nothing is ever removed from runs that are not of this history: that is left to the user. The files are the stores'
 (`persist.store`) and `persist.packs`'.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ml_flashpoint.ddict.checkpoint_persister import (
+    MAX_CHECKPOINT_ID,
     CheckpointPersister,
     PersistedCheckpoint,
     check_checkpoint_id,
@@ -56,7 +58,7 @@ _log = logging.getLogger(__name__)
 _UNNAMED: Final = "unnamed"
 _LOCK: Final = "lock"
 _RUN_RECORD: Final = "run.json"
-_RUN_KIND: Final = "mlflashpoint-run-1"
+_RUN_KIND: Final = "mlflashpoint-run-2"
 _RUN_LABEL: Final = "run"
 _OPEN_READERS: Final = 8
 _MAX_SEQUENCE: Final = 2**62
@@ -69,14 +71,13 @@ class _Run:
     Attributes:
         run: id of the run.
         sequence: higher than that of every run that was there when it began, whatever the clocks said.
-        parent: id of the run that it continues, if any.
-        restored: id of the checkpoint of `parent` that it was restored from.
+        lineage: the runs that it continues, the one that it was restored from first, each with the highest id of it
+            that belongs to the history.
     """
 
     run: str
     sequence: int
-    parent: str | None
-    restored: int | None
+    lineage: tuple[tuple[str, int], ...] = ()
 
 
 class StoredCheckpointPersister(CheckpointPersister):
@@ -137,9 +138,9 @@ class StoredCheckpointPersister(CheckpointPersister):
         check_run_id(run_id)
         self._take_lock()
         runs = self._runs()
-        parent = (None, None) if restored is None else (restored.run, restored.checkpoint_id)
+        lineage = () if restored is None else self._continued(restored)
         if run_id in runs:
-            if (runs[run_id].parent, runs[run_id].restored) != parent:
+            if runs[run_id].lineage[:1] != lineage[:1]:
                 raise InvalidArgumentError(
                     "this run began with another checkpoint restored", argument="restored", value=restored
                 )
@@ -147,11 +148,12 @@ class StoredCheckpointPersister(CheckpointPersister):
             raise InvalidArgumentError("a restore begins a new run", argument="run_id", value=run_id)
         else:
             sequence = 1 + max((run.sequence for run in runs.values()), default=0)
-            content = {"run": run_id, "sequence": sequence, "parent": parent[0], "restored": parent[1]}
+            content = {"run": run_id, "sequence": sequence, "lineage": lineage}
             self.store.write(f"{self._folder(run_id)}/{_RUN_RECORD}", [encode_record(_RUN_KIND, content)])
         self._run = run_id
         if self._held is not None:
-            needed = {run_id, parent[0], *(run.parent for run in runs.values())}
+            lineages = [lineage, *(run.lineage for run in runs.values())]
+            needed = {run_id, *(ancestor for ancestor, _ in itertools.chain(*lineages))}
             for other in self._run_ids():
                 if other not in needed and not self._marked(other):
                     self._try_to_remove(self._folder(other))
@@ -208,8 +210,8 @@ class StoredCheckpointPersister(CheckpointPersister):
         except ObjectNotFoundError:
             return None
         except DamagedError as error:
-            self._tell("the history of this run is not known: %s", error)
-            return None
+            self._tell("the history of this run is not known, which another version may have written: %s", error)
+            return _Run(run, 0)
 
     # -- writing
 
@@ -288,37 +290,33 @@ class StoredCheckpointPersister(CheckpointPersister):
 
     def _visible(self) -> dict[int, PersistedCheckpoint]:
         """The checkpoints of the run, or, before it has any history, of the newest run that has some."""
-        if self._run is not None:
-            record = self._record(self._run)
-            if self._marked(self._run) or (record is not None and record.parent is not None):
-                return dict(self._history(self._run))
+        if self._run is not None and (self._marked(self._run) or self._lineage(self._run)):
+            return dict(self._history(self._run))
         for run in sorted(self._runs().values(), key=lambda run: (run.sequence, run.run), reverse=True):
             if run.run != self._run and any(self._valid(run.run, i) for i in self._marked(run.run)):
                 return dict(self._history(run.run))
         return {}
 
-    def _history(self, run: str | None) -> Iterator[tuple[int, PersistedCheckpoint]]:
+    def _history(self, run: str) -> Iterator[tuple[int, PersistedCheckpoint]]:
         """Valid checkpoints of a run and of those that it continues; of two with one id, the latter's is left out."""
         found: set[int] = set()
-        for ancestor, limit in self._ancestry(run):
+        for ancestor, limit in [(run, MAX_CHECKPOINT_ID), *self._lineage(run)]:
             for checkpoint_id in self._marked(ancestor):
-                if checkpoint_id not in found and (limit is None or checkpoint_id <= limit):
+                if checkpoint_id not in found and checkpoint_id <= limit:
                     checkpoint = self._valid(ancestor, checkpoint_id)
                     if checkpoint is not None:
                         found.add(checkpoint_id)
                         yield checkpoint_id, checkpoint
 
-    def _ancestry(self, run: str | None) -> Iterator[tuple[str, int | None]]:
-        """A run and those that it continues, each with the highest id that belongs to the history."""
-        limit: int | None = None
-        seen: set[str] = set()
-        while run is not None and run not in seen:
-            seen.add(run)
-            yield run, limit
-            record = self._record(run)
-            if record is None or record.restored is None:
-                return
-            run, limit = record.parent, record.restored if limit is None else min(limit, record.restored)
+    def _lineage(self, run: str) -> tuple[tuple[str, int], ...]:
+        record = self._record(run)
+        return () if record is None else record.lineage
+
+    def _continued(self, restored: PersistedCheckpoint) -> tuple[tuple[str, int], ...]:
+        """The lineage of a run that begins with a checkpoint."""
+        limit = restored.checkpoint_id
+        before = ((run, min(limit, highest)) for run, highest in self._lineage(restored.run))
+        return ((restored.run, limit), *before)
 
     def _steps(self, run: str) -> list[int]:
         parsed = map(CheckpointContainerId.parse_version_container, self.store.list(self._folder(run)))
@@ -405,8 +403,8 @@ class StoredCheckpointPersister(CheckpointPersister):
         for checkpoint_id in self._steps(run):
             if checkpoint_id < kept[0]:
                 self._remove(run, checkpoint_id)
-        for ancestor, _ in list(self._ancestry(run)):
-            if ancestor != run and not self._marked(ancestor):
+        for ancestor, _ in self._lineage(run):
+            if not self._marked(ancestor):
                 self._try_to_remove(self._folder(ancestor))
 
     def _remove(self, run: str, checkpoint_id: int) -> None:
@@ -432,14 +430,10 @@ class StoredCheckpointPersister(CheckpointPersister):
 
 def _parse_run(run: str, content: dict[str, Any], path: str) -> _Run:
     try:
-        record = _Run(content["run"], content["sequence"], content["parent"], content["restored"])
-        if record.parent is not None:
-            check_run_id(record.parent)
-            check_checkpoint_id(record.restored)
-    except (KeyError, InvalidArgumentError) as error:
+        lineage = tuple((check_run_id(each), check_checkpoint_id(highest)) for each, highest in content["lineage"])
+        record = _Run(content["run"], content["sequence"], lineage)
+    except (KeyError, TypeError, ValueError, InvalidArgumentError) as error:
         raise DamagedError(f"the record of the run is not valid: {error}", path=path) from error
     if record.run != run or type(record.sequence) is not int or not 0 <= record.sequence <= _MAX_SEQUENCE:
         raise DamagedError("this is the record of another run", path=path)
-    if record.parent is None and record.restored is not None:
-        raise DamagedError("the record of the run is not valid", path=path)
     return record

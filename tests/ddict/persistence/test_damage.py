@@ -141,10 +141,44 @@ def test_a_damaged_history_ends_there(tmpfs: Path, opened: Callable[..., Any]) -
     record = tmpfs / "name" / "run-b" / "run.json"
     record.write_bytes(record.read_bytes()[:-1])
     assert persister.ids() == [2]
-    # One that leads in a circle ends, too.
-    circle = {"run": "b", "sequence": 2, "parent": "b", "restored": 9}
-    record.write_bytes(encode_record(stored_checkpoints._RUN_KIND, circle))
-    assert persister.ids() == [2]
+    persister.close()
+    fresh = opened(PosixCheckpointPersister(str(tmpfs), name="name", managers=MANAGERS))
+    assert fresh.ids() == [1], "the newest run whose place is known comes first"
+    # One that names itself gains nothing by it.
+    for lineage, ids in (
+        ([["b", 9]], [2]),
+        ([["a", 1], ["a", 1]], [1, 2]),
+        ([["a"]], [2]),
+        ([["../a", 1]], [2]),
+        (7, [2]),
+    ):
+        content = {"run": "b", "sequence": 2, "lineage": lineage}
+        record.write_bytes(encode_record(stored_checkpoints._RUN_KIND, content))
+        fresh.join_run("b")
+        assert fresh.ids() == ids
+
+
+def test_a_run_that_another_version_wrote_is_listed_with_a_word(
+    tmpfs: Path, opened: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    persister = _begun(opened(PosixCheckpointPersister(str(tmpfs), name="name", managers=MANAGERS)), "a")
+    _persist(persister, "a", 1)
+    persister.close()
+    old = encode_record("mlflashpoint-run-1", {"run": "a", "sequence": 1, "parent": None, "restored": None})
+    (tmpfs / "name" / "run-a" / "run.json").write_bytes(old)
+    fresh = opened(PosixCheckpointPersister(str(tmpfs), name="name", managers=MANAGERS))
+    assert fresh.ids() == [1]
+    assert "another version may have written" in caplog.text
+
+
+def test_a_history_does_not_need_the_records_of_earlier_runs(tmpfs: Path, opened: Callable[..., Any]) -> None:
+    persister = _begun(opened(PosixCheckpointPersister(str(tmpfs), name="name", managers=MANAGERS)), "a")
+    _persist(persister, "a", 1, 2)
+    _begun(persister, "b", persister.locate(2))
+    _persist(persister, "b", 3)
+    _begun(persister, "c", persister.locate(3))
+    (tmpfs / "name" / "run-b" / "run.json").unlink()
+    assert persister.ids() == [1, 2, 3]
 
 
 def test_a_second_live_dictionary_is_refused(tmpfs: Path, opened: Callable[..., Any]) -> None:

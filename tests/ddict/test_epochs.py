@@ -7,14 +7,16 @@ import copy
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import DDict, links
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, links
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
@@ -23,7 +25,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
 from ml_flashpoint.net.client import Connection
-from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
+from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, runtime_of, stopped
 
 pytestmark = pytest.mark.slow
 
@@ -229,6 +231,40 @@ def test_a_manager_that_does_not_answer_is_named_in_time(make: Callable[..., DDi
     assert d.wait_for_commit(timeout=DEADLINE_S) == 0
 
 
+def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path) -> None:
+    stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "persist_count": -1}
+    options = {"working_set_size": 8, "replication": "ring", **stored}
+    d = DDict(1, 2, 64 << 20, timeout=DEADLINE_S, **options)
+    try:
+        d[key_of(d, 0)] = 1
+        d.checkpoint()
+        assert d.persist() == 0
+        supervised = runtime_of(d)._managers[1]
+        while not supervised.down:
+            kill_manager(d, 1)
+            await_that(lambda: supervised.ready_pid is not None or bool(supervised.down))
+        d.sync_to_newest_checkpoint()
+        d.checkpoint()
+        d[key_of(d, 0)] = 2
+        d.checkpoint()
+        d._handle.timeout_s = 2.0
+
+        for call in (d.wait_for_commit, d.sync_to_newest_checkpoint):
+            began = time.monotonic()
+            with pytest.raises(
+                DDictTimeoutError, match=r"manager 1.*make the dictionary anew, and restore\(\)"
+            ) as told:
+                call()
+            assert told.value.manager == 1
+            assert time.monotonic() - began < 2.0 + DEADLINE_S / 4
+    finally:
+        with pytest.raises(DDictTimeoutError):  # what is newest could not be persisted
+            d.destroy()
+    with DDict(1, 2, 64 << 20, **options) as anew:
+        anew.restore(anew.persisted_ids()[-1])
+        assert anew.values() == [1]
+
+
 def test_a_manager_that_is_stopped_for_a_while_is_waited_for(
     make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,8 +290,6 @@ def test_a_manager_that_is_stopped_for_a_while_is_waited_for(
 
 
 def test_checkpoints_are_made_of_whole_steps_with_a_persister_too(tmp_path: Any) -> None:
-    from ml_flashpoint.ddict import PosixCheckpointPersister
-
     stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "timeout": 2.0}
     with DDict(1, 1, 64 << 20, **stored) as d:
         stuck = copy.copy(d)

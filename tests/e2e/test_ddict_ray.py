@@ -142,6 +142,13 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path, lost:
             for epoch in range(committed + 1):
                 assert torch.equal(_read_newest(d, (rank, epoch)), value_of(rank, epoch))
         assert ray_node_of(d, lost) != lost_node
+        together = [
+            n for n in range(NODES) if any(ray_node_of(d, n) == ray_node_of(d, o) for o in range(NODES) if o != n)
+        ]
+        shared = {each.manager: each.copies_on_same_node for each in d.stats()}
+        assert {n: its for n, its in shared.items() if its} == {
+            n: (o,) for n in together for o in together if o == (n + 1) % NODES
+        }
         wait_until(lambda: _newest(d) >= committed + 3, "commits go on", DEADLINE_S)
         _retry(lambda: d.pput("stop", True))
 

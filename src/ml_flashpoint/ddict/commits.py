@@ -71,7 +71,8 @@ class Committer:
         self._restored: tuple[int, Any] | None = None  # is as good as committed, although there are no copies yet
         self._orphaned: DDictWritesLostError | None = None
         self._oldest_told = 0
-        self._trouble = self._told = ""
+        self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
+        self._told = ""
         self._busy = self._called_off = self._closing = False
         self._held_up = 0
         self._persisting = Persisting(self._changed, write=self._write_parts, complete=persist, remove_above=unpersist)
@@ -141,7 +142,7 @@ class Committer:
                 elif epoch == self.epoch:
                     self._epochs.begun(manager, str(answer["incarnation"]))
         with self._changed:
-            self._trouble = str(errors[0]) if errors else ""
+            self._trouble = errors[0] if errors else None
             self._epochs.is_open = self._epochs.is_open or epoch == self.epoch
             self._opened.notify_all()
             self._changed.notify_all()
@@ -163,7 +164,7 @@ class Committer:
                 with self._changed:
                     if str(error) != self._told:
                         _log.warning("nothing more is committed yet: %s", error)
-                    self._told = self._trouble = str(error)
+                    self._told, self._trouble = str(error), error
                     self._changed.wait(RETRY_S)
             except Exception:  # the thread must go on: what stops it would stop all commits, without a word
                 _log.exception("a commit failed")
@@ -214,7 +215,7 @@ class Committer:
             if epoch != self.epoch or self._called_off:
                 return  # somebody went back: what it has is not what is written
             self._committed = checkpoint_id
-            self._trouble, self._restored = "", None
+            self._trouble = self._restored = None
             self._sealed[checkpoint_id] = sealed
             if self._rules.is_due(checkpoint_id):
                 self._persisting.add(checkpoint_id, due=True)
@@ -266,11 +267,16 @@ class Committer:
         reasons = self._writers.behind(checkpoint_id)
         died = sum(at <= checkpoint_id for at in self._writers.lost_at.values())
         reasons += [f"{died} process(es) were killed there, and others have not left that behind yet"] if died else []
+        return "; ".join([f"checkpoint {checkpoint_id} is not committed yet", *reasons])
+
+    def _too_late(self, why: str, checkpoint_id: int | None = None) -> DDictTimeoutError:
+        """The error for who has waited in vain. If it is for a manager, that may be one that does not come back."""
         unanswered = sorted(self._managers.unanswered.items())
-        reasons += [f"manager {manager} has not answered {asked!r} yet" for manager, asked in unanswered]
-        reasons += [self._trouble] if self._trouble else []
-        why = ": " + "; ".join(reasons) if reasons else ""
-        return f"checkpoint {checkpoint_id} is not committed yet{why}"
+        reasons = [f"manager {manager} has not answered {asked!r} yet" for manager, asked in unanswered]
+        why = "; ".join([why, *reasons, *([self._trouble.message] if self._trouble else [])])
+        away = next(iter(sorted(self._managers.unanswered)), getattr(self._trouble, "manager", None))
+        hint = f"if manager {away} stays away, make the dictionary anew, and restore() what was persisted"
+        return DDictTimeoutError(why, checkpoint_id=checkpoint_id, manager=away, hint=None if away is None else hint)
 
     def state(self) -> dict[str, Any]:
         """Where the dictionary is: its ``epoch``, ``committed``, ``fixed`` (the newest checkpoint for whose commit a

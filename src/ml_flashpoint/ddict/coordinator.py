@@ -16,7 +16,6 @@ from ml_flashpoint.ddict.epochs import Beginning
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
-    DDictTimeoutError,
     StaleEpochError,
     never_committed,
 )
@@ -128,7 +127,7 @@ class Coordinator(Committer):
     def _wait(self, epoch: int, handle: str, until: float, checkpoint_id: int, why: str) -> None:
         left = until - time.monotonic()
         if left <= 0:
-            raise DDictTimeoutError(why, checkpoint_id=checkpoint_id)
+            raise self._too_late(why, checkpoint_id)
         self._changed.wait(min(left, RETRY_S))
         self._check_epoch(epoch, handle)
 
@@ -253,7 +252,7 @@ class Coordinator(Committer):
             while not self._epochs.is_open:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise DDictTimeoutError(f"not all managers have begun epoch {self.epoch} yet: {self._trouble}")
+                    raise self._too_late(f"not all managers have begun epoch {self.epoch} yet")
                 if self._closing:
                     raise DDictDestroyedError("the dictionary was destroyed")
                 self._changed.wait(left)

@@ -21,7 +21,7 @@ from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
 from ml_flashpoint.ddict.keys import encode_key
 from ml_flashpoint.ddict.mapped import Mapped
 from ml_flashpoint.ddict.options import Options, checked_timeout
-from ml_flashpoint.ddict.stats import ManagerStats
+from ml_flashpoint.ddict.stats import ManagerStats, stats_of
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 _STOP_S = 20.0
@@ -239,13 +239,9 @@ class DDict(Mapped):
     def stats(self) -> list[ManagerStats]:
         """What each manager has."""
         until = self._handle.until()
-        state = self._access.ask_main("state", until=until)
-        told = {name: state[name] for name in ("persisted", "persist_error")}
-        found = []
-        for each in range(self._configuration.managers):
-            its = self._access.client.links.call(each, "stats", {}, until=until).fields
-            found.append(ManagerStats(**{**its, **told, "sealed": tuple(its["sealed"])}))
-        return found
+        call = self._access.client.links.call
+        answers = [call(each, "stats", {}, until=until).fields for each in range(self._configuration.managers)]
+        return stats_of(answers, self._access.ask_main("state", until=until))
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""

@@ -65,6 +65,7 @@ class Manager:
         incarnation: of this process, 16 hexadecimal digits.
         restarted: whether there was one of this number before, whose values it is to have.
         host: address to serve other nodes on.
+        place: node that this runs on, where that is not always the same one.
     """
 
     def __init__(
@@ -77,9 +78,11 @@ class Manager:
         incarnation: str,
         restarted: bool = False,
         host: str = "127.0.0.1",
+        place: str | None = None,
     ) -> None:
         self.configuration = configuration
         self.number = number
+        self.place = place or str(configuration.options.nodes[number])
         self._operations = operations
         self.rules = configuration.options
         self.incarnation = incarnation

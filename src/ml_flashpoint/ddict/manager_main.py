@@ -25,7 +25,7 @@ class ServedManager:
 
     Args:
         config: ``configuration`` as JSON, number of the ``manager``, whether it was ``restarted``, its ``incarnation``
-            and, where other machines are to reach it, its ``host``.
+            and, where other machines are to reach it, its ``host`` and ``place``.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -41,6 +41,7 @@ class ServedManager:
             incarnation=str(config["incarnation"]),
             restarted=config.get("restarted") is True,
             host=host or "127.0.0.1",
+            place=config.get("place"),
         )
         try:
             self.server = RequestServer(

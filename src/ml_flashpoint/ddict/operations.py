@@ -37,6 +37,9 @@ def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
             "oldest": manager.shard.oldest,
             "sealed": sorted(manager.snapshots.sealed()),
             "frozen": manager.frozen,
+            "holders": manager.snapshots.holders,
+            "copies": manager.snapshots.copied_to(),
+            "place": manager.place,
         }, ()
 
 

@@ -78,6 +78,7 @@ class RayManager:
                     "incarnation": secrets.token_hex(8),
                     "restarted": restarted,
                     "host": host,
+                    "place": node,
                 }
             )
         except BaseException:

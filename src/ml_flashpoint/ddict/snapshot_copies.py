@@ -205,6 +205,11 @@ class Copies:
         with self._lock:
             holder.disconnect()
 
+    def held_by(self, attempts: Collection[str]) -> list[int]:
+        """Holders that have acknowledged all of these, and have not been found gone since."""
+        with self._lock:
+            return [number for number, holder in self._holders.items() if holder.has.issuperset(attempts)]
+
     def forget(self, attempts: Collection[str]) -> None:
         """These parts were dropped: they are not to be taken for held."""
         with self._lock:

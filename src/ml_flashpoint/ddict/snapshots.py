@@ -276,6 +276,17 @@ class Snapshots:
         with self._lock:
             return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Managers that are to have copies of all this."""
+        return self._holders
+
+    def copied_to(self) -> list[int]:
+        """Those of them that are known to have verified copies of every snapshot here."""
+        with self._lock:
+            attempts = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
+        return self._copies.held_by(attempts)
+
     # ---- retention ----------------------------------------------------------------------------------------
 
     def retain(self, checkpoint_ids: Collection[int]) -> None:

@@ -20,9 +20,11 @@ from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
     DDictTimeoutError,
 )
+from ml_flashpoint.ddict.stats import stats_of
 from ml_flashpoint.format.errors import JobInUseError
 from tests.ddict.dictionary.support import BIG, Make, other
 from tests.support.dictionaries import (
+    await_that,
     files_in,
     is_running,
     kill_manager,
@@ -163,6 +165,33 @@ def test_stats_say_what_there_is(d: DDict) -> None:
     assert sum(each.used_bytes for each in stats) - before >= 4 * BIG
     assert {each.limit_bytes for each in stats} == {128 << 20}
     assert not any(each.frozen for each in stats)
+
+
+def test_stats_say_how_the_copies_are(make: Make) -> None:
+    d = make(1, 3, replication="ring")
+    d.update({number: number for number in range(20)})
+    d.checkpoint()
+    assert d.wait_for_commit() == 0
+    assert [(each.copies, each.missing_copies) for each in d.stats()] == [((1,), ()), ((2,), ()), ((0,), ())]
+    assert {each.copies_on_same_node for each in d.stats()} == {()}
+    kill_manager(d, 1, lose_node=True)
+    await_that(lambda: d.stats()[0].copies == (1,) and d.stats()[1].copies == (2,))
+
+
+def test_stats_tell_of_copies_that_share_a_node() -> None:
+    told = {
+        **dict.fromkeys(("node", "keys", "used_bytes", "limit_bytes", "oldest"), 0),
+        **{"sealed": [3], "frozen": False},
+    }
+    places = ["a", "b", "b"]
+    answers = [
+        {**told, "manager": n, "place": place, "holders": [(n + 1) % 3], "copies": [1, 2]}
+        for n, place in enumerate(places)
+    ]
+    found = stats_of(answers, {"persisted": 2, "persist_error": None})
+    assert [each.copies_on_same_node for each in found] == [(), (2,), ()]
+    assert [each.missing_copies for each in found] == [(), (), (0,)]
+    assert found[0].persisted == 2
 
 
 def test_a_second_dictionary_of_one_name_and_path_is_refused(

@@ -15,7 +15,7 @@ import os, signal, threading
 
 hooks = []
 os.register_at_fork(after_in_child=lambda: [hook() for hook in hooks])
-from ml_flashpoint.facade.sigterm import TerminationGuard
+from ml_flashpoint.core.sigterm import TerminationGuard
 
 guard = TerminationGuard(commit=lambda deadline_s: None, grace_s=30)
 guard.install()

@@ -34,6 +34,7 @@ from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.core.save_interval import SaveInterval
+from ml_flashpoint.core.sigterm import TerminationGuard
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Health, Recovery, health_of
@@ -41,7 +42,6 @@ from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.save_runner import SaveRunner
-from ml_flashpoint.facade.sigterm import TerminationGuard
 from ml_flashpoint.facade.state_loader import StateLoader
 from ml_flashpoint.facade.tracked_state import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP

@@ -77,9 +77,9 @@ def test_a_thread_that_cannot_be_started_is_started_later() -> None:
     with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread")]) as injector:
         queue.submit(one)
         assert len(injector.fired) == 1
-        assert queue.wait_for_change(lambda: queue.idle, 10)
+        assert queue.wait_for_change(queue.is_idle, 10)
         queue.submit(other)
-        assert queue.wait_for_change(lambda: queue.idle, 10)
+        assert queue.wait_for_change(queue.is_idle, 10)
     assert len(group.votes) == 2
     queue.close(5)
 

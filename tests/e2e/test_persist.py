@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,21 @@ def test_a_door_persists_the_last_version_at_the_end(tmpfs: Path, door: str, lea
     assert began(last) == [("persisted", 5)] * 2
     assert [each.then for each in last] == [each.now for each in again]
     assert [each.now for each in last] == undisturbed(tmpfs, door, 2, 7)
+
+
+def test_a_door_persists_the_newest_version_on_sigterm(tmpfs: Path, door: str) -> None:
+    options = {"persist_every": 1000, "grace_s": 15.0}
+    with Team(persisting_doors.train, tmpfs, 2, door, str(tmpfs / "store"), 10**6, options, False) as team:
+        for child in team.ranks:
+            child.next_report("step", 5)
+        for child in team.ranks:
+            os.kill(child.pid, signal.SIGTERM)
+        assert [child.wait() for child in team.ranks] == [-signal.SIGTERM] * 2
+        last = max([5, *(each[1] for each in team[0].reports if each[0] == "step")])
+    kept = persisted_steps(tmpfs / "store")[0]
+    assert max(5, last - 1) <= kept <= last + 1, "what was under way may be lost"
+    lose_all_nodes(tmpfs)
+    assert began(live(tmpfs, door, 2, kept + 1)) == [("persisted", kept)] * 2
 
 
 @pytest.mark.parametrize(("door", "world_size"), [("dcp", 3), pytest.param("megatron", 2, marks=_HAS_MEGATRON)])

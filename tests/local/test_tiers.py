@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, NoReplicasAvailableError
 from tests.support.forked import wait_until
 from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
@@ -50,6 +50,26 @@ def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str
     with pytest.raises(InvalidArgumentError) as refused:
         LocalCheckpointManager(tmpfs / "jobs", "job", **options)
     assert str(refused.value) == refusal(argument, value)
+
+
+def test_an_older_iteration_is_gone_back_to(tmpfs: Path) -> None:
+    with manager(tmpfs, keep=3) as made:
+        save(made, 1, 2, 3)
+        with pytest.raises(LoadError, match="no version of step 7 is held by this job; there are steps 3, 2, 1"):
+            made.load(7)
+        assert loaded(made) == (3, 3.0, "memory"), "nothing has changed"
+        for wrong in (-1, True, "2"):
+            with pytest.raises(InvalidArgumentError, match="iteration"):
+                made.load(wrong)  # type: ignore[arg-type]
+        state, checkpoint = made.load(iteration=2)
+        assert (checkpoint.iteration, made.latest_iteration, made.find_latest()) == (2, 2, 2)
+        assert float(state.state_dict["w"].mean()) == 2.0  # type: ignore[attr-defined]
+        save(made, 2)  # on from there, over what was left behind
+        assert loaded(made) == (2, 2.0, "memory")
+    with manager(tmpfs, keep=3) as made:
+        made.load(1)
+    with manager(tmpfs, keep=3) as made:
+        assert loaded(made) == (1, 1.0, "memory"), "what was gone back from is not found again"
 
 
 @pytest.mark.damages_on_purpose

@@ -1,6 +1,6 @@
-"""`flashpoint status` and `flashpoint top`: how saving goes on the ranks of one node, as they tell it themselves.
+"""`flashpoint status`: how saving goes on the ranks of one node, as they tell it themselves.
 
-Owns how that is shown. What they tell is `format.status`'s.
+Owns how that is shown. What they tell is `format.status`'s, and what other nodes say `top`'s to show.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -47,6 +46,11 @@ class RankView:
         if self.status is None:
             return "silent"
         return "degraded" if self.status.degraded else "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        status = None if self.status is None else dataclasses.asdict(self.status)
+        return {"rank": self.rank, "pid": self.pid, "state": self.state, "status": status}
 
 
 def read_node(base: str) -> list[RankView]:
@@ -86,55 +90,40 @@ def show_status(base: str, *, as_json: bool = False) -> int | None:
     """Show it once; returns the exit code of the command."""
     ranks, found = read_losses(base)
     if as_json:
-        told = {"ranks": [_to_json(rank) for rank in ranks], "losses": [loss.to_json() for loss in found]}
+        told = {"ranks": [rank.to_json() for rank in ranks], "losses": [loss.to_json() for loss in found]}
         print(json.dumps({"base": base, **told}, indent=2))
     elif output.is_terminal():
         output.console().print(_shown(base, ranks, found))
     else:
         for rank in ranks:
-            print(_line(rank))
+            print(line_of(rank))
         for loss in found:
             print(loss.text())
     return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
 
 
-@output.command
-def show_top(base: str, *, every_s: float) -> None:
-    """Show it again and again, until somebody presses Ctrl-C."""
-    with Live(_shown(base, *read_losses(base)), console=output.console(), auto_refresh=False, screen=True) as live:
-        try:
-            while True:
-                time.sleep(every_s)
-                live.update(_shown(base, *read_losses(base)), refresh=True)
-        except KeyboardInterrupt:
-            return
-
-
 def _shown(base: str, ranks: list[RankView], found: list[Loss]) -> RenderableType:
     lines = [Text(loss.text(), style="" if loss.step is not None else "bold red") for loss in found]
-    return Group(_table(base, ranks), *lines, Text(CAPTION if found else UNKNOWN, style="dim"))
+    return Group(rank_table(base, ranks), *lines, Text(CAPTION if found else UNKNOWN, style="dim"))
 
 
-def _to_json(rank: RankView) -> dict[str, Any]:
-    status = None if rank.status is None else dataclasses.asdict(rank.status)
-    return {"rank": rank.rank, "pid": rank.pid, "state": rank.state, "status": status}
-
-
-def _line(rank: RankView) -> str:
-    head = f"rank={rank.rank} state={rank.state} pid={_or_dash(rank.pid)}"
+def line_of(rank: RankView) -> str:
+    """A rank in one line, for other programs."""
+    head = f"rank={rank.rank} state={rank.state} pid={or_dash(rank.pid)}"
     told = rank.status
     if told is None:
         return head
-    errors = " ".join(f"{name}={json.dumps(text)}" for name, text in _errors(told))
+    errors = " ".join(f"{name}={json.dumps(text)}" for name, text in errors_of(told))
     return (
-        f"{head} resumed={_or_dash(told.resumed)} committed={_or_dash(told.committed)}"
-        f" replicated={_or_dash(told.replicated)} verified={_or_dash(told.verified)} age_s={_age(told)}"
-        f" persisted={_or_dash(told.persisted)}"
+        f"{head} resumed={or_dash(told.resumed)} committed={or_dash(told.committed)}"
+        f" replicated={or_dash(told.replicated)} verified={or_dash(told.verified)} age_s={age_of(told)}"
+        f" persisted={or_dash(told.persisted)}"
         f" held_s={told.held_s:.4f} bytes={told.part_bytes} saves={told.saves} failures={told.failures} {errors}"
     ).rstrip()
 
 
-def _table(base: str, ranks: list[RankView]) -> RenderableType:
+def rank_table(base: str, ranks: list[RankView]) -> RenderableType:
+    """All ranks of a node, for people."""
     columns = (
         "rank",
         "state",
@@ -158,32 +147,35 @@ def _table(base: str, ranks: list[RankView]) -> RenderableType:
         table.add_row(
             str(rank.rank),
             state,
-            _or_dash(told.committed),
-            _or_dash(told.replicated),
-            _or_dash(told.verified),
-            f"{_age(told)} s",
+            or_dash(told.committed),
+            or_dash(told.replicated),
+            or_dash(told.verified),
+            f"{age_of(told)} s",
             f"{told.held_s * 1000:.1f} ms",
             f"{told.verified_after_s:.2f} s",
-            _or_dash(told.persisted),
+            or_dash(told.persisted),
             format_bytes(told.part_bytes),
             str(told.saves),
             str(told.failures),
         )
-        errors += [f"rank {rank.rank}: {text}" for _, text in _errors(told)]
+        errors += [f"rank {rank.rank}: {text}" for _, text in errors_of(told)]
     if errors:
         table.caption, table.caption_justify = escape("\n".join(errors)), "left"
     return table
 
 
-def _errors(told: RankStatus) -> list[tuple[str, str]]:
+def errors_of(told: RankStatus) -> list[tuple[str, str]]:
+    """What has failed, or is amiss, and why."""
     names = ("error", "replication_error", "agreement_error", "persist_error")
     return [(name, text) for name in names if (text := getattr(told, name)) is not None]
 
 
-def _age(told: RankStatus) -> str:
+def age_of(told: RankStatus, now_s: float | None = None) -> str:
     """Seconds since the newest step that nothing can take any more: what would be lost now."""
-    return "-" if not told.verified_s else f"{max(0.0, time.time() - told.verified_s):.0f}"
+    now_s = time.time() if now_s is None else now_s
+    return "-" if not told.verified_s else f"{max(0.0, now_s - told.verified_s):.0f}"
 
 
-def _or_dash(value: int | None) -> str:
+def or_dash(value: int | None) -> str:
+    """A number, or a dash where there is none."""
     return "-" if value is None else str(value)

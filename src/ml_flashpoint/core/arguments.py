@@ -65,6 +65,12 @@ def checked_seconds(argument: str, value: float) -> float:
     return float(value)
 
 
+def checked_grace(handle_sigterm: bool, grace_s: float) -> float | None:
+    """Seconds at most for which SIGTERM is held up; None if it is left alone."""
+    seconds = checked_seconds("grace_s", grace_s)
+    return seconds if checked_bool("handle_sigterm", handle_sigterm) else None
+
+
 def checked_globals(given: Sequence[SafeGlobal]) -> tuple[SafeGlobal, ...]:
     """Types, or pairs of a type and its full name."""
     items = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None

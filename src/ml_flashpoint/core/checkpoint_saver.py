@@ -466,11 +466,12 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         """Counters of what became of the saves."""
         return self._commits.stats
 
-    def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun so far is finished: verified everywhere, or lost. Returns whether in time."""
+    def wait(self, deadline_s: float | None = None, *, held_up: threading.Thread | None = None) -> bool:
+        """Wait until every save begun so far is finished: verified everywhere, or lost; but for what a thread that is
+        held up meanwhile has not committed. Returns whether in time."""
         self.owner.check(self.rank)
         self._desert_own()
-        return self._commits.wait_for_change(lambda: self._commits.idle, deadline_s or seal_deadline_s())
+        return self._commits.wait_for_change(lambda: self._commits.is_idle(held_up), deadline_s or seal_deadline_s())
 
     def close(self, deadline_s: float | None = None) -> None:
         """Let saves under way finish, within a deadline, and stop the background work. Idempotent."""

@@ -166,15 +166,15 @@ class CommitQueue:
         self._changes += 1
         self._changed.notify_all()
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
+    def is_idle(self, held_up: threading.Thread | None = None) -> bool:
+        """Whether nothing is queued or under way, but for what a thread that is held up has not committed."""
         with self._changed:
-            return not self._queue and self._current is None
+            saves = [*self._queue, *([] if self._current is None else [self._current])]
+        return all(held_up is not None and save.worker is held_up and save.part is None for save in saves)
 
     def close(self, deadline_s: float) -> bool:
         """Finish what is queued, within ``deadline_s`` seconds, and stop. Returns whether all was finished."""
-        finished = self.wait_for_change(lambda: self.idle, deadline_s)
+        finished = self.wait_for_change(self.is_idle, deadline_s)
         with self._changed:
             self._closing = True
             self._note_change()

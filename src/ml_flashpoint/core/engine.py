@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -27,7 +28,9 @@ from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.saver import unasked_versions
+from ml_flashpoint.core.sigterm import OffThread, TerminationGuard
 from ml_flashpoint.core.status_board import StatusBoard
+from ml_flashpoint.core.watching import Watched
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.status import RankStatus
@@ -55,6 +58,8 @@ class CheckpointEngine:
             persisted stay.
         keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
         persist: where to persist versions, and which; by default none are. The same on all ranks.
+        sigterm_grace_s: seconds at most for which SIGTERM is held up, so that saves under way are committed and copied
+            and the newest version is persisted; see `core.sigterm`. None: it is not taken over.
 
     Attributes:
         base: the base container.
@@ -86,6 +91,7 @@ class CheckpointEngine:
         discard_existing: bool = False,
         keep: int | Keep = 1,
         persist: PersistOptions | None = None,
+        sigterm_grace_s: float | None = None,
     ) -> None:
         self.base = checked_base(base)
         rule = checked_keep(keep)
@@ -127,8 +133,13 @@ class CheckpointEngine:
             self.retention = Retention(self.store, self.ranks, self.replication, memory.source, self.saver.wait)
             self._status = StatusBoard(self.store, self.ranks, self.replication.strategy)
             undo.callback(self._status.close)
+            self._watched = Watched(self.store.base, self.ranks)
+            undo.callback(self._watched.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
             self.unasked = not self.ranks.all_ok(self.saver.is_asked(self.base))
+            self._guard: TerminationGuard | None = None
+            if sigterm_grace_s is not None:
+                self._take_sigterm(sigterm_grace_s)
             undo.pop_all()
 
     def version(self, step: int) -> CheckpointContainerId:
@@ -251,6 +262,14 @@ class CheckpointEngine:
             _log.warning("the newest version was not persisted within %.0f s", deadline_s)
         return settled and persisted
 
+    def _take_sigterm(self, grace_s: float) -> None:
+        # Whatever the signal has interrupted goes on with no save meanwhile.
+        main = threading.main_thread()
+        finish = lambda s: self.finish(s, lambda left: self.saver.wait(left, held_up=main))  # noqa: E731
+        self._off_thread = OffThread(finish, "flashpoint-sigterm-finish")
+        self._guard = TerminationGuard(self._off_thread, grace_s)
+        self._guard.install()
+
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.
 
@@ -275,9 +294,13 @@ class CheckpointEngine:
         """
         if not self._stopped and not self.saver.owner.forked:
             self._stopped = True
+            if self._guard is not None:
+                self._guard.remove()
+                self._off_thread.close()
             self.saver.close(exit_deadline_s())
             if self.persisting is not None:
                 self.persisting.end(exit_deadline_s() if persist_deadline_s is None else persist_deadline_s)
+            self._watched.close()
             self._status.close()
             self.replication.close()
             self.loader.release()

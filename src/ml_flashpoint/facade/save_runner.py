@@ -26,11 +26,11 @@ from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.core.save_interval import SaveInterval
+from ml_flashpoint.core.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
 from ml_flashpoint.facade.packed_state import item_bytes
 from ml_flashpoint.facade.save_exchange import SaveExchange
-from ml_flashpoint.facade.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError

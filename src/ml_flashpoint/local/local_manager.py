@@ -16,17 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.arguments import checked_globals
+from ml_flashpoint.core.arguments import checked_globals, checked_grace, checked_integer
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
+from ml_flashpoint.core.joint_load import FailedStepError, JointLoad
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.persist_options import PersistHealth, persist_options
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
-    DivergedError,
     FlashpointError,
     InvalidArgumentError,
     NothingLoadableError,
@@ -45,8 +43,8 @@ from ml_flashpoint.local.errors import (
     InvalidIterationError,
     NoReplicasAvailableError,
     StaleIterationError,
-    WorldSizeChangedError,
 )
+from ml_flashpoint.local.failures import check_world_size, nothing_to_load, save_failed
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
@@ -90,6 +88,7 @@ class LocalCheckpointManager(OverlappingDoor):
             back to.
         persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`; steps are iterations,
             and the URL belongs to this session alone.
+        handle_sigterm, grace_s: see `ml_flashpoint.Engine`.
 
     Attributes:
         session_id: as given.
@@ -112,11 +111,14 @@ class LocalCheckpointManager(OverlappingDoor):
         persist_every: int = 50,
         persist_keep: int = 3,
         persist_bytes_per_s: float | None = None,
+        handle_sigterm: bool = True,
+        grace_s: float = 20.0,
     ) -> None:
         self._base = base_container(root_local_ckpt_dir, session_id)
         strategy = checked_strategy(repl_strategy, "repl_strategy") or NoReplicationStrategy()
         rule = checked_keep(keep)
         options = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
+        grace = checked_grace(handle_sigterm, grace_s) if persist is not None else None
         self._types = KnownTypes(checked_globals(safe_globals))
         self._meshes = Meshes()
         self.session_id = session_id
@@ -132,7 +134,9 @@ class LocalCheckpointManager(OverlappingDoor):
         if (earlier := _managers.pop(self._key, None)) is not None:
             earlier.close()
         try:
-            self._engine = CheckpointEngine(self._base, replication=strategy, keep=rule, persist=options)
+            self._engine = CheckpointEngine(
+                self._base, replication=strategy, keep=rule, persist=options, sigterm_grace_s=grace
+            )
         except (InvalidArgumentError, TopologyError, ReplicationError):
             raise
         except FlashpointError as error:
@@ -197,8 +201,7 @@ class LocalCheckpointManager(OverlappingDoor):
                     hint="try again when the cause is mended; with a repl_strategy, the loss of a node is survived; to "
                     "give these checkpoints up, remove the folder on every node, or begin a new session_id",
                 ) from error
-            report = self._engine.loader.last_recovery
-            self._check_world_size(report.world_size if report is not None else None)
+            check_world_size(self._engine.loader.last_recovery, self._version, self._ranks, self._base)
             step = self._version.step if self._version is not None else None
             self.latest_iteration = -1 if step is None else step
             if step is not None:
@@ -207,24 +210,18 @@ class LocalCheckpointManager(OverlappingDoor):
             self._looked = True
         return self.latest_iteration
 
-    def _check_world_size(self, saved: int | None) -> None:
-        if saved is None or saved == self._ranks.world_size:
-            return
-        raise WorldSizeChangedError(
-            f"the newest checkpoint was saved by {saved} ranks, and there are {self._ranks.world_size} now",
-            step=self._version.step if self._version is not None else None,
-            rank=self.rank,
-            path=self._base,
-            hint=f"go on with {saved} ranks, or begin a new session_id from another checkpoint",
-        )
-
-    def load(self) -> tuple[TensorAwareStateDict, CheckpointId]:
+    def load(self, iteration: int | None = None) -> tuple[TensorAwareStateDict, CheckpointId]:
         """The state of the newest iteration, with its tensors on the devices that they were on, and its id.
 
         Looks for it first, if `find_latest` was not called. An iteration that turns out unreadable on some rank is
         passed over for an older one by all, so the iteration is the one that the id says.
 
+        Args:
+            iteration: load this one, which is kept in memory (``keep``), or raise. What is newer is left behind then,
+                and goes with the next save.
+
         Raises:
+            LoadError: there is no such iteration in memory; names those that there are. Nothing has changed.
             NoReplicasAvailableError: there are parts, but of no iteration those of all ranks can be read.
             CallOrderError: there is nothing to load.
             UnsafeContentError: the state needs a type that is not allowed here.
@@ -232,6 +229,8 @@ class LocalCheckpointManager(OverlappingDoor):
             CheckpointingException: another rank could not load it.
         """
         joint = JointLoad(self._engine.loader, self._ranks)
+        if iteration is not None:
+            return self._load_kept(checked_integer("iteration", iteration, 0, MAX_STEP), joint)
 
         def find() -> CheckpointContainerId | None:
             self.find_latest()
@@ -248,7 +247,7 @@ class LocalCheckpointManager(OverlappingDoor):
             return loaded[1], CheckpointId(self.latest_iteration, self.rank, self.session_id)
         failure = next((each for each in joint.failures if each.is_misfit), None)
         if failure is None:
-            raise self._nothing_to_load(joint.failures)
+            raise nothing_to_load(joint.failures, self._ranks, self._base)
         if isinstance(joint.cause, FlashpointError) and failure.rank == self.rank:  # then it was the last, too
             raise joint.cause
         raise CheckpointingException(
@@ -257,18 +256,25 @@ class LocalCheckpointManager(OverlappingDoor):
             rank=self.rank,
         ) from joint.cause
 
-    def _nothing_to_load(self, failures: Sequence[LoadFailure]) -> CheckpointingException:
-        if not failures and self._ranks.all_ok(not list_versions(Path(self._base.path))):
-            return CallOrderError(
-                "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() returned -1"
-            )
-        why = "; ".join(f"{each.version}, rank {each.rank}: {each.text}" for each in failures)
-        return NoReplicasAvailableError(
-            f"there are checkpoints, and of none the parts of all ranks or sound copies of them{why and f' ({why})'}",
-            rank=self.rank,
-            path=self._base,
-            hint="with a repl_strategy, the loss of a node is survived",
-        )
+    def _load_kept(self, iteration: int, joint: JointLoad) -> tuple[TensorAwareStateDict, CheckpointId]:
+        self._check_open()
+        version = self._engine.bring(iteration)
+        try:
+            check_world_size(self._engine.loader.last_recovery, version, self._ranks, self._base)
+            state = self._parts.load(version, joint)
+        except FailedStepError as failed:
+            raise CheckpointingException(
+                f"rank {failed.failure.rank} cannot load iteration {iteration}: {failed.failure.text}",
+                step=iteration,
+                rank=self.rank,
+            ) from failed.__cause__
+        finally:
+            self._engine.loader.release()
+        self._engine.leave_newer()
+        self._engine.go_on_from(iteration)
+        self._version, self._looked = version, True
+        self.latest_iteration = self._oldest_accepted = iteration
+        return state, CheckpointId(iteration, self.rank, self.session_id)
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -428,37 +434,11 @@ class LocalCheckpointManager(OverlappingDoor):
         try:
             ended = self._await_end(save)
             if not (ended and save.state is SaveState.VERIFIED):
-                failure = self._failure(save, iteration, error, ended)
+                failure = save_failed(save, iteration, error, ended, self._ranks, self._saver.stats)
                 raise error if error is not None and misused else failure
             self.latest_iteration = max(self.latest_iteration, iteration)
         finally:
             _log.debug("finalize_fn took %.4fs", time.perf_counter() - began)
-
-    def _failure(self, save: Save, iteration: int, error: Exception | None, ended: bool) -> CheckpointingException:
-        """The error of a failed save. Ranks tell one another why, as far as they are still there."""
-        mine = error or save.error
-        reason = "" if mine is None or isinstance(mine, DivergedError) else str(mine)
-        if not ended:
-            reason = "the background thread has not ended the save within its deadline"
-        elif mine is None and save.state is SaveState.EVICTED:
-            reason = "given up for a newer save, which needed its memory, or for a newer version that was found"
-        elif mine is None and save.part is not None and self._saver.stats.replication_error is not None:
-            reason = f"committed, but not copied: {self._saver.stats.replication_error}"
-        try:
-            gathered = self._ranks.gather(reason.encode(errors="replace"))
-            reasons = {rank: blob.decode(errors="replace") for rank, blob in enumerate(gathered) if blob}
-        except FlashpointError as broken:
-            reasons = {self.rank: reason or str(broken)}
-            mine = mine or broken
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
-        failure = CheckpointingException(
-            f"the save failed: {listed or 'ranks saved different iterations'}",
-            step=iteration if isinstance(iteration, int) else None,
-            rank=self.rank,
-            hint="the newest complete checkpoint can be loaded, and the save can be repeated",
-        )
-        failure.__cause__ = mine
-        return failure
 
     def _log_saved(self, iteration: int | None, manifest: Manifest) -> None:
         path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name

@@ -6,6 +6,7 @@ import os
 from typing import Any, Literal
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
@@ -100,6 +101,13 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         io = flashpoint_io_of(trainer) if self.enabled else None
         if io is not None:
             io.parts.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Called by Lightning when training fails, or is ended by a signal: SIGTERM gives time, as long as its
+        launcher does."""
+        io = flashpoint_io_of(trainer) if self.enabled else None
+        if io is not None and isinstance(exception, SIGTERMException):
+            io.parts.end_within_grace()
 
     def save(self, trainer: Any) -> None:
         """Save now, whatever the schedule says. Collective; in the middle of training, after a step."""

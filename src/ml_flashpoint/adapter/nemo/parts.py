@@ -20,20 +20,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The engine of one base container, and what megatron-core needs of it. They end with the process."""
+    """The engine of one base container, and what megatron-core needs of it. They end with the process.
+
+    Attributes:
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
+    """
 
     engine: CheckpointEngine
     save_strategy: MLFlashpointMegatronAsyncSaveStrategy
     load_strategy: MLFlashpointMegatronLoadStrategy
+    grace_s: float = 20.0
 
     @classmethod
-    def make(cls, base: CheckpointContainerId, **options: Any) -> EngineParts:
+    def make(cls, base: CheckpointContainerId, *, grace_s: float = 20.0, **options: Any) -> EngineParts:
         """Collective: put them together, with options of `CheckpointEngine`."""
         engine = CheckpointEngine(base, **options)
         # No child processes: our requests have a queue of their own, and nothing for a process to do.
         save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(engine.saver), child=False)
         load_strategy = MLFlashpointMegatronLoadStrategy(engine.replication, engine.loader)
-        parts = cls(engine, save_strategy, load_strategy)
+        parts = cls(engine, save_strategy, load_strategy, grace_s)
         atexit.register(parts.close)
         return parts
 
@@ -59,6 +64,10 @@ class EngineParts:
         """The planned end of training: have the last version persisted, if any are to be."""
         if self.engine.persisting is not None:
             self.engine.finish(seal_deadline_s())
+
+    def end_within_grace(self) -> None:
+        """The end after SIGTERM: have saves under way committed and copied, and the newest version persisted."""
+        self.engine.finish(self.grace_s)
 
     def close(self) -> None:
         """Let saves under way finish, and the newest version be persisted, and end the background work. Versions stay.

@@ -18,7 +18,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer, checked_seconds
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -43,6 +43,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     persist_every: int = 50,
     persist_keep: int = 3,
     persist_bytes_per_s: float | None = None,
+    grace_s: float = 20.0,
 ) -> AutoResume | None:
     """Let a trainer save into memory and go on from there. Collective; processes must be set up.
 
@@ -58,6 +59,8 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
             of memory.
         initial_write_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
         verify_saves, keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
+            newest version to be persisted.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
@@ -74,6 +77,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         "verify_saves": checked_mode(verify_saves),
         "keep": checked_keep(keep),
         "persist": persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
+        "grace_s": checked_seconds("grace_s", grace_s),
     }
     checked_integer("write_thread_count", write_thread_count, 1)
     checked_integer("initial_write_buffer_size_bytes", initial_write_buffer_size_bytes, 1)

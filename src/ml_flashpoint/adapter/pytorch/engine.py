@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.arguments import checked_globals
+from ml_flashpoint.core.arguments import checked_globals, checked_grace
 from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.persist_options import persist_options
@@ -39,6 +39,9 @@ class Engine(CheckpointEngine):
         safe_globals: further types that items which are no tensors may be made of, as for
             ``torch.serialization.safe_globals``.
         persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
+        handle_sigterm, grace_s: with ``persist``, SIGTERM is held up for so many seconds at most until saves under way
+            are committed and copied and the newest version is persisted; then comes the handler that was there before.
+            Only where this is constructed in the main thread.
         base, replication, verify_saves, initial_buffer_size_bytes, discard_existing, keep: see
             `core.engine.CheckpointEngine`, which also says what is raised.
     """
@@ -57,7 +60,10 @@ class Engine(CheckpointEngine):
         persist_every: int = 50,
         persist_keep: int = 3,
         persist_bytes_per_s: float | None = None,
+        handle_sigterm: bool = True,
+        grace_s: float = 20.0,
     ) -> None:
+        grace = checked_grace(handle_sigterm, grace_s)
         self._safe_globals = checked_globals(safe_globals)
         super().__init__(
             base,
@@ -67,6 +73,7 @@ class Engine(CheckpointEngine):
             discard_existing=discard_existing,
             keep=keep,
             persist=persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
+            sigterm_grace_s=grace if persist is not None else None,
         )
 
     @classmethod

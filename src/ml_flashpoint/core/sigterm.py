@@ -1,7 +1,7 @@
 """SIGTERM: time for the save in flight to be committed, then whatever would have happened anyway. SIGINT: not in the
 midst of a save.
 
-Owns the handler, its chaining and its removal. What there is to wait for is the façade's to say.
+Owns the handler, its chaining and its removal. What there is to wait for is the door's to say.
 
 Python runs handlers in the main thread, between two instructions, so a main thread that hangs in native code (a
 collective that waits for a dead peer) would never get to it, and a launcher would have to wait for its own deadline to
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 # A main thread that has not run its handler after so many seconds is in native code.
 _RESPONSE_S = 1.0
 _BUSY_POLL_S = 0.05
+_LONGEST_S = 3600.0
 
 
 class ReentrantEvent:
@@ -58,6 +59,48 @@ class ReentrantEvent:
         """Wait until it is set; returns whether that was so in time."""
         with self._changed:
             return self._changed.wait_for(self.is_set, timeout_s)
+
+
+class OffThread:
+    """Has a function called by a thread of its own, and waits for it: for a signal handler, which may have interrupted
+    its thread with any lock held, and must wait for none of them without a limit. The thread is started beforehand,
+    since starting one takes locks, too.
+
+    Args:
+        function: called with the seconds that it may take.
+        name: of the thread.
+    """
+
+    def __init__(self, function: Callable[[float], object], name: str) -> None:
+        self._function = function
+        self._asked, self._done = ReentrantEvent(), ReentrantEvent()
+        self._deadline_s: float | None = 0.0
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def __call__(self, deadline_s: float) -> None:
+        """Have it called, and wait for as long at most."""
+        self._deadline_s = deadline_s
+        self._done.clear()
+        self._asked.set()
+        self._done.wait(deadline_s)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._deadline_s = None
+        self._asked.set()
+
+    def _work(self) -> None:
+        while True:
+            while not self._asked.wait(_LONGEST_S):
+                pass
+            self._asked.clear()
+            if (deadline_s := self._deadline_s) is None:
+                return
+            try:
+                self._function(deadline_s)
+            except Exception:
+                _log.exception("committing on SIGTERM failed")
+            self._done.set()
 
 
 _responded = ReentrantEvent()

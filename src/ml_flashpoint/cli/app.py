@@ -1,0 +1,52 @@
+"""The `flashpoint` command itself, and the arguments that its subcommands share.
+
+Owns no subcommand: these are in `looking`, `moving` and `planning`, and what they do is in the module of each one's
+name, which is imported when it runs, so that help and `ls` need no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ml_flashpoint
+
+app = typer.Typer(
+    name="flashpoint",
+    help="Memory-first checkpoints for PyTorch: look at them, verify them, see them save a job.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Base = Annotated[str, typer.Argument(metavar="BASE", help="A job's base container, on the node whose memory it is in.")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE[@STEP]",
+        help="A job's base container, or the URL of persisted versions; the newest one, or that STEP.",
+    ),
+]
+Deadline = Annotated[
+    float, typer.Option("--deadline-seconds", min=1, help="Give the store up if nothing happens for so long.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+Prefix = Annotated[str, typer.Option(help="Only names that start so.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flashpoint {ml_flashpoint.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass

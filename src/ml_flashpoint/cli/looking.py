@@ -1,0 +1,201 @@
+"""The subcommands that look at what there is: their options, and the help about them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ml_flashpoint.cli.app import Base, Json, Prefix, Source, app
+
+_PANEL = "Look"
+
+
+@app.command(rich_help_panel=_PANEL)
+def ls(
+    base: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="BASE|URL",
+            help="A job's base container, on the node whose memory it is in; or the URL of persisted versions.",
+        ),
+    ] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="All base containers in the memory of this node, those of dead jobs too.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the versions in BASE, or persisted ones, newest first: steps, ranks, sizes, states.
+
+    With **--all**, list the base containers on this node, of jobs that run and what dead ones have left over, as far
+    as this user may look. **flashpoint rm** removes one.
+
+    Only BASE is looked at, so this is what one node holds. Nothing is locked or changed, and the job may be
+    running. Bytes are not read: for that, see **flashpoint verify**.
+
+    A version's state is the first of these that fits:
+
+    **damaged**: a manifest cannot be read, or an object is missing or does not have the size that was
+    committed.
+
+    **writing**: not every rank of this node has committed its part. If no rank is running here, the save
+    was cut short and will never be used.
+
+    **replicated**: every rank of this node has committed, and the node also holds the copies that it
+    should: of every rank of which it holds a copy in any version. Whether other nodes hold copies of this
+    node's own parts cannot be seen from here.
+
+    **local**: every rank of this node has committed, and copies of other nodes' parts are not (yet) here.
+
+    A version is **complete** if the parts of all its ranks are on this node, which could then restore it
+    alone.
+
+    Persisted versions are **complete**, **incomplete** (being written, or cut short) or **damaged**: a marker
+    or a receipt is not what was written, or a part is missing or has another size.
+
+    Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container and no store.
+    """
+    if all_ == (base is not None):
+        raise typer.BadParameter("give BASE, or --all, and not both")
+    if base is None:
+        from ml_flashpoint.cli.bases import list_bases
+
+        raise typer.Exit(list_bases(as_json=json))
+    from ml_flashpoint.cli.ls import list_versions
+
+    raise typer.Exit(list_versions(base, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def status(base: Base, json: Json = False) -> None:
+    """Show how saving goes on the ranks of this node: newest steps committed, copied and verified; times, failures.
+
+    What is **verified** all ranks have, with all copies: **since** is the training that would be lost now, in
+    seconds. The job may be running; nothing is locked or changed.
+
+    A rank is **ok**, **degraded** (copies are missing, ranks do not agree, or what is due is not persisted),
+    **silent** (it has saved nothing yet) or **ended**.
+
+    And what the loss of a node would cost now: of this one, and of those whose copies it holds. Steps are those from
+    the version that survives up to the newest save; times are estimates, from the newest copies.
+
+    Exit code: 0, 1 if a rank is degraded, 2 if BASE is not a base container.
+    """
+    from ml_flashpoint.cli.status import show_status
+
+    raise typer.Exit(show_status(base, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def top(
+    bases: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BASE|JOB...",
+            help="A job's base container on this node, or the name of its last folder; or several.",
+        ),
+    ],
+    every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks.")] = 1.0,
+    count: Annotated[int, typer.Option(min=0, help="Looks, then end; 0: until Ctrl-C.")] = 0,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Also the ranks of this node, one by one.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print each look as a line of JSON.")] = False,
+) -> None:
+    """Show how saving goes on all nodes of a job, again and again, and what the loss of each node would cost now.
+
+    Other nodes are asked through the job itself, over the network, with a token in BASE that only its user can read
+    (or root), and that is good for looking only. A node that does not answer is shown as such: its processes are
+    gone, or the network is. Of a job that has ended, this node is shown.
+
+    **step** is the newest one whose parts are committed on the node, **copied** the newest whose copies were
+    acknowledged, **verified** the newest that all ranks have with all copies; **since** is the training that would be
+    lost now, in seconds. **memory** is what checkpoints take, own and copies, **free** what is left for more.
+
+    Exit code: 0; with **--count**, 1 if something is amiss in the last look; 2 if BASE is not a base container.
+    """
+    from ml_flashpoint.cli.top import show_top
+
+    raise typer.Exit(show_top(bases, every_s=every, count=count, ranks=ranks, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def verify(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE|URL[@STEP]",
+            help="A job's base container, or the URL of persisted versions; or one STEP of it.",
+        ),
+    ],
+    json: Json = False,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Blocks to read at the same time.")] = 2,
+) -> None:
+    """Read every object in BASE, or of persisted versions, and compare it with its digests; name the files that differ.
+
+    Nothing is locked or changed, and the job may be running: what it prunes meanwhile is shown as pruned, or removed.
+
+    Exit code: 0 if all is as it was saved, 1 if something is not, 2 if there is no such base container, store or step.
+    """
+    from ml_flashpoint.cli.verify import verify_base
+
+    raise typer.Exit(verify_base(source, as_json=json, threads=threads))
+
+
+@app.command(rich_help_panel=_PANEL)
+def inspect(source: Source, prefix: Prefix = "", json: Json = False) -> None:
+    """List what is in a version: names, dtypes, shapes, bytes, and the ranks that have saved it.
+
+    The parts of all ranks must be on this node. The job may be running.
+
+    Exit code: 0 if it could be read, 1 if it is damaged or went meanwhile, 2 if there is no such version.
+    """
+    from ml_flashpoint.cli.inspect import inspect as list_items
+
+    raise typer.Exit(list_items(source, prefix=prefix, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def diff(one: Source, other: Source, prefix: Prefix = "", json: Json = False) -> None:
+    """Tell which tensors of two versions differ, in how many elements, and by how much at most.
+
+    Compared are bits: a NaN is the same as itself, and 0.0 is not -0.0. The parts of all ranks must be on this node.
+
+    Exit code: 0 if nothing differs, 1 if something does or could not be read, 2 if there is no such version.
+    """
+    from ml_flashpoint.cli.inspect import diff as compare
+
+    raise typer.Exit(compare(one, other, prefix=prefix, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def report(
+    events: Annotated[list[str], typer.Argument(metavar="EVENTS...", help="Files that FLASHPOINT_EVENTS named.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
+    json: Json = False,
+) -> None:
+    """Make one page of a job's events: time held, lag, recoveries, failures; for any browser, and to send around.
+
+    The page loads nothing and runs nothing. Give the files of all ranks, also of several lives of the job. Lines that
+    are no events are left out and counted.
+
+    Exit code: 0, 2 if there is no event to read or the page cannot be written.
+    """
+    from ml_flashpoint.cli.report.command import report as make_report
+
+    raise typer.Exit(make_report(events, to=output, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def metrics(
+    base: Base,
+    port: Annotated[int, typer.Option(min=0, max=65535, envvar="FLASHPOINT_METRICS_PORT", help="0: any.")] = 9478,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+) -> None:
+    """Serve what **flashpoint status** shows to Prometheus, at /metrics, until SIGTERM or Ctrl-C.
+
+    Run one on each node, beside the job, which may end and be started again meanwhile. Needs `prometheus-client`.
+
+    Exit code: 0, 2 if BASE is not a base container, or if it cannot listen there.
+    """
+    from ml_flashpoint.cli.metrics import serve
+
+    raise typer.Exit(serve(base, host=host, port=port))

@@ -1,0 +1,113 @@
+"""The subcommands for before a job runs: their options, and the help about them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ml_flashpoint.cli.app import Json, app
+
+_PANEL = "Before a job runs"
+
+
+@app.command(rich_help_panel=_PANEL)
+def plan(
+    params: Annotated[float, typer.Option(help="Parameters of the model: 70e9.")],
+    nodes: Annotated[int, typer.Option(min=1, max=65536, help="Nodes of the job.")],
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on each node.")] = 8,
+    optimizer: Annotated[str, typer.Option(help="adam, adamw, lion, momentum, muon or sgd.")] = "adam",
+    dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
+    main_copy: Annotated[bool, typer.Option(help="Mixed precision, with a main copy and an optimizer of fp32.")] = True,
+    mtbf_hours: Annotated[float, typer.Option(help="Mean hours between failures of the whole job.")] = 24.0,
+    replication: Annotated[str, typer.Option(help="pairwise, ring or none.")] = "pairwise",
+    keep: Annotated[int, typer.Option(min=1, max=10_000, help="Newest versions that stay in memory.")] = 1,
+    step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 10.0,
+    restart_seconds: Annotated[float, typer.Option(help="From a failure until ranks run again.")] = 120.0,
+    copy_gbs: Annotated[float, typer.Option(help="GB/s of a rank from its device into memory.")] = 10.0,
+    network_gbs: Annotated[float, typer.Option(help="GB/s of a node to its peers.")] = 10.0,
+    storage_gbs: Annotated[float, typer.Option(help="GB/s of durable storage, for the whole job.")] = 20.0,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write goodput over the interval as an SVG file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Tell what a job will need and gain: memory of each node, the mount, how often to save, goodput with and without.
+
+    The memory is what the job itself asks for before it trains, with state and copies spread evenly over ranks. With
+    mixed precision, Adam and bf16, a parameter is 14 bytes of a version: 2 of its own, 4 of the main copy, 8 of the
+    optimizer.
+
+    Speeds are assumed and not measured: give your own. A running job tells with
+    **flashpoint status** for how long a save holds the loop.
+
+    The interval is the one that costs least (Young 1974, Daly 2006), goodput the share of time that is training which
+    no failure undoes (Daly's complete model).
+
+    Exit code: 0, 2 if an argument is unusable.
+    """
+    from ml_flashpoint.cli.plan import Job
+    from ml_flashpoint.cli.plan import plan as show_plan
+
+    job = Job(
+        params=params,
+        optimizer=optimizer,
+        dtype=dtype,
+        main_copy=main_copy,
+        nodes=nodes,
+        ranks=ranks,
+        mtbf_hours=mtbf_hours,
+        replication=replication,
+        keep=keep,
+        step_seconds=step_seconds,
+        restart_seconds=restart_seconds,
+        copy_gbs=copy_gbs,
+        network_gbs=network_gbs,
+        storage_gbs=storage_gbs,
+    )
+    raise typer.Exit(show_plan(job, plot=plot, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def doctor(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The base container that a job has, or will have.")],
+    megabytes: Annotated[int, typer.Option(min=1, max=100_000, help="That each rank copies to its peer.")] = 256,
+    deadline_seconds: Annotated[float, typer.Option(min=1, max=3600, help="For which ranks wait for others.")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Examine a node before a job runs: memory, limits, network, clock, versions; and say how to mend what is amiss.
+
+    Launched on every node as the job is, it also has the nodes reach each other, and measures how fast copies are:
+
+        torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400
+        --no-python flashpoint doctor BASE
+
+    BASE is left alone: what is measured lies in BASE-doctor meanwhile.
+
+    Exit code: 0, 1 if there is something that must be mended, 2 if BASE is no absolute path.
+    """
+    from ml_flashpoint.cli.doctor.command import doctor as examine
+
+    raise typer.Exit(examine(base, megabytes=megabytes, deadline_s=deadline_seconds, as_json=json))
+
+
+@app.command(rich_help_panel=_PANEL)
+def demo(
+    json: Json = False,
+    steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Decides on weights, data, victims and moments.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave checkpoints and output behind, and say where.")] = False,
+) -> None:
+    """Train a small GPT on two nodes, kill a rank and then a whole node, and compare the weights in the end.
+
+    This machine plays both nodes, each with two ranks, an elastic agent and a folder in memory of its own. The
+    job (FSDP2, gloo) makes a checkpoint at every step. It runs once without faults and once with: SIGKILL to one
+    rank, then SIGKILL to every process of one node, whose memory is deleted and whose place a new node takes.
+
+    Exit code: 0 if the faults were real, each recovery came from memory, and weights and optimizer are in the end
+    those of the fault-free run, bit for bit; 1 if anything of it does not hold; 2 if torch is missing; 130 if
+    interrupted.
+    """
+    from ml_flashpoint.cli.demo.command import run_demo
+
+    raise typer.Exit(run_demo(steps=steps, seed=seed, as_json=json, keep=keep))

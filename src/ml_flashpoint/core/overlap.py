@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import TensorItem
+from ml_flashpoint.core.owned_memory import OwnedMemory
 from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
@@ -72,41 +73,54 @@ class Overlap:
         self._verify = verify
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
+        self._updates: list[Callable[[], Iterable[torch.Tensor]]] = []
         self._hooks: list[Any] = []
         self._late: LateCopy | LateDeviceCopy | None = None
         self._probe = self._proofs = 0
-        self._announced = self._captured = False
+        self._announced = self._captured = self._promised = False
         self._stepped: set[int] = set()
         self._owner = OwningProcess()
 
-    def watch(self, optimizer: Optimizer, *, announced: bool = False) -> None:
+    def watch(
+        self,
+        optimizer: Optimizer,
+        *,
+        announced: bool = False,
+        updates: Callable[[], Iterable[torch.Tensor]] | None = None,
+    ) -> bool:
         """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks.
 
         Args:
             announced: whoever has it step calls :meth:`before_update` before it updates anything, and later than a hook
                 of its ``step()`` would: that may have forward and backward in it, as a closure.
+            updates: gives further tensors that nothing changes before such a step has begun.
+
+        Returns:
+            Whether it calls such hooks, or its steps are announced.
 
         Raises:
             InvalidArgumentError: it is none.
         """
         if not isinstance(optimizer, Optimizer):
             raise InvalidArgumentError("must be a torch optimizer", argument="optimizer", value=optimizer)
-        if not self.active:
-            return
+        # What has not called the constructor of its base, as some wrappers do not, has no hooks, or calls none.
+        hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+        if not self.active or not (announced or hooked):
+            return bool(announced or hooked)
+        self._optimizers.append(optimizer)
+        if updates is not None and updates not in self._updates:
+            self._updates.append(updates)
         if announced:
             self._announced = True
-            self._optimizers.append(optimizer)
-            return
+            return True
 
         def wait(*_: object) -> None:
             self._stepped.add(id(optimizer))
             self._captured = self._captured or cuda.is_capturing()
             self.before_update()
 
-        # What has not called the constructor of its base, as some wrappers do not, has no hooks, or calls none.
-        if getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            self._hooks.append(optimizer.register_step_pre_hook(wait))
-            self._optimizers.append(optimizer)
+        self._hooks.append(optimizer.register_step_pre_hook(wait))
+        return True
 
     def owned(self) -> dict[int, Owned]:
         """The tensors that the watched optimizers update, by their addresses on this rank; none while :attr:`active` is
@@ -119,11 +133,15 @@ class Overlap:
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 tensors += state.values() if isinstance(state, dict) else ()
-        owned = {}
+        for updates in self._updates:
+            tensors += updates()
+        owned: dict[int, Owned] = {}
         for each in tensors:
             local = each._local_tensor if isinstance(each, DTensor) else each
             if isinstance(local, torch.Tensor) and _can_wait(local):
-                owned[local.data_ptr()] = local.nbytes, each
+                known = owned.get(local.data_ptr())
+                if known is None or known[0] < local.nbytes:  # else it is a part of that one
+                    owned[local.data_ptr()] = local.nbytes, each
         return owned
 
     def stage(
@@ -154,16 +172,27 @@ class Overlap:
         return copies
 
     def stage_owned(
-        self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
+        self,
+        saver: DefaultMLFlashpointCheckpointSaver,
+        save: Save,
+        tensors: Sequence[TensorItem],
+        *,
+        promised: Mapping[int, torch.Tensor] | None = None,
+        **how: Any,
     ) -> list[Any] | None:
-        """The same for those who do not know which tensors an optimizer updates."""
+        """The same for those who do not know which tensors an optimizer updates.
+
+        Args:
+            promised: where no optimizer is watched, nothing changes anything before the copy is over, so all may be
+                copied late. Gives the `DTensor`, by its number, of each tensor that is the local part of one.
+        """
         began = time.perf_counter()
         self.before_update()
-        owned = self.owned()
+        owner_of = self._owner_of(promised)
         now, late, owners = list[int](), list[int](), list[torch.Tensor]()
         for number, (_, tensor) in enumerate(tensors):
-            nbytes, owner = owned.get(tensor.data_ptr(), (-1, tensor)) if owned else (-1, tensor)
-            if tensor.nbytes <= nbytes:
+            owner = owner_of(number, tensor)
+            if owner is not None:
                 late.append(number)
                 owners.append(owner)
             else:
@@ -176,6 +205,17 @@ class Overlap:
         place = {number: index for index, number in enumerate(order)}
         return [copies[place[number]] for number in range(len(order))]
 
+    def _owner_of(
+        self, promised: Mapping[int, torch.Tensor] | None
+    ) -> Callable[[int, torch.Tensor], torch.Tensor | None]:
+        """Gives what counts the operations on a tensor that may be copied late, by its number; None for others."""
+        self._promised = promised is not None and not self._optimizers
+        if promised is not None and self._promised:
+            wholes = promised
+            return lambda number, tensor: wholes.get(number, tensor) if self.active and _can_wait(tensor) else None
+        owned = OwnedMemory(owner for _, owner in self.owned().values())
+        return lambda _, tensor: owned.owner_of(tensor)
+
     def _allows(self, tensors: Sequence[TensorItem], began: float) -> bool:
         """Whether tensors that optimizers update are to be copied late this time. Those on a CUDA device may not if an
         optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
@@ -184,7 +224,9 @@ class Overlap:
             return False
         if cuda.are_on_devices(tensor for _, tensor in tensors):
             by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
-            return self._announced or by_hand
+            return self._announced or self._promised or by_hand
+        if self._promised:  # no step tells how long the loop was held, and it has asked for this
+            return True
         overlaps = self._verify or self.trial.begin()
         self._tried = (overlaps, began)
         return overlaps
@@ -264,16 +306,24 @@ class OverlappingDoor:
 
     _overlap: Overlap
 
-    def watch(self, *optimizers: Optimizer) -> None:
+    def watch(self, *optimizers: Optimizer, updates: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
         """Have what these optimizers update, parameters and their own state, copied while training goes on: an
         asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
-        else is copied before the save returns.
+        else is copied before the save returns, and so is what an optimizer updates whose ``step()`` calls no hooks of
+        ``register_step_pre_hook``.
+
+        Args:
+            updates: gives, at each save, further tensors that nothing changes before one of these optimizers has begun
+                its step: parameters in another precision, for example, which are made of those that it updates.
 
         Raises:
             InvalidArgumentError: one is none.
         """
         for optimizer in optimizers:
-            self._overlap.watch(optimizer)
+            if not self._overlap.watch(optimizer, updates=updates):
+                _log.warning(
+                    "the steps of %s call no hooks: what it updates is copied before a save returns", type(optimizer)
+                )
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an

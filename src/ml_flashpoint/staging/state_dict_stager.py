@@ -95,6 +95,7 @@ class TensorLeaves:
         paths: the place of each tensor, for example ``optim.state.0.exp_avg``: DCP's names, when it flattens.
         indices: for each of these places, which of ``tensors`` is there.
         others: places of everything else.
+        wholes: by the number of a tensor that is a rank's part of a `DTensor`, that one.
         error: the first value that could not be copied, and so is None in what is built; or None.
     """
 
@@ -103,6 +104,7 @@ class TensorLeaves:
         self.paths: list[str] = []
         self.indices: list[int] = []
         self.others: list[str] = []
+        self.wholes: dict[int, DTensor] = {}
         self.error: Exception | None = None
         self._first_paths: list[str] = []
         # For each leaf, in the order met: which tensor it is, or that it is the next of the copies.
@@ -157,6 +159,8 @@ class TensorLeaves:
         plain = _memory_of(value)
         if plain is not None:
             self._add(plain, path)
+            if isinstance(value, DTensor):
+                self.wholes.setdefault(self.indices[-1], value)
         else:  # a meta tensor, too: it is an error only if the plan wants it
             self._keep(self._copied(value, lambda tensor: whole_copy(tensor, path)), path)
 

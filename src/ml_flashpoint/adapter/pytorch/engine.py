@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.arguments import checked_globals, checked_grace
@@ -85,6 +86,11 @@ class Engine(CheckpointEngine):
     def writer(self) -> MemoryStorageWriter:
         """For all saves of the job: it holds the arenas."""
         return MemoryStorageWriter(self.saver, safe_globals=self._safe_globals)
+
+    @cached_property
+    def stager(self) -> MemoryStager:
+        """For ``dcp.async_save(..., async_stager=engine.stager)``, by those who wait for ``staging_completion``."""
+        return MemoryStager(self.writer)
 
     def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> MemoryStorageReader:
         """For loading one version."""

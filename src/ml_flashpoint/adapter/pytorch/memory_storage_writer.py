@@ -14,6 +14,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -162,6 +163,25 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         Returns:
             A state that can be saved once, by any thread, or in another process if pickled with this writer.
         """
+        return self._staged(state_dict)[0]
+
+    def stage_in_background(self, state_dict: dict[str, Any]) -> StagingFuture[dict[str, Any]]:
+        """The same for who promises to change no tensor before the future that is returned is done. Where an optimizer
+        is watched, only what such update is copied meanwhile; else all that can be.
+
+        Returns:
+            What :meth:`stage` does, once all is copied. It raises nothing: what fails is raised by the write.
+        """
+        state, save = self._staged(state_dict, promised=True)
+        future: StagingFuture[dict[str, Any]] = StagingFuture()
+        late = save.staged.late if save.staged is not None and save.staging_error is None else None
+        if late is None:
+            future.set_result(state)
+        else:
+            late.when_over(lambda: future.set_result(state))
+        return future
+
+    def _staged(self, state_dict: dict[str, Any], *, promised: bool = False) -> tuple[StagedStateDict, Save]:
         saver = self._saver
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
@@ -176,7 +196,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 raise leaves.error
             needed = self._omission.needed(leaves)
             names = leaves.names
-            copies = self._copy(saver, save, [(names[i], leaves.tensors[i]) for i in needed])
+            # By the numbers that they have among those that are needed.
+            wholes = {n: leaves.wholes[i] for n, i in enumerate(needed) if i in leaves.wholes} if promised else None
+            copies = self._copy(saver, save, [(names[i], leaves.tensors[i]) for i in needed], promised=wholes)
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
             reason = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
@@ -194,7 +216,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         saver.offer(save)
         state = StagedStateDict(leaves.rebuild(replacements), save, self._take_on)
         self._in_flight = save, weakref.ref(state)
-        return state
+        return state, save
 
     def stage_tensors(
         self,
@@ -259,7 +281,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: what is still being copied, :meth:`watch` has steps wait for."""
+        """Wait until nothing is copied any more. Not needed before the steps of optimizers that are watched."""
+        self.before_update()
 
     def close(self) -> None:
         """Let saves under way finish and stop the background work."""

@@ -1,0 +1,53 @@
+"""`MemoryStager`: DCP's staging future, for a loop that waits for it before it changes anything.
+
+Owns nothing but DCP's protocol for it. Staging is the writer's.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_saver
+
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+_HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")  # since torch 2.9
+
+
+class MemoryStager:
+    """DCP's ``AsyncStager``, for ``dcp.async_save(..., storage_writer=writer, async_stager=MemoryStager(writer))``.
+
+    That returns an ``AsyncSaveResponse`` before the state is copied: none of its tensors may change before
+    ``staging_completion.result()``. One that does fails the save, as ``upload_completion`` tells, and from then on all
+    is copied before ``async_save`` returns. If the writer watches an optimizer, only what that updates is copied late:
+    everything else may change at once, and its ``step()`` waits by itself. With older releases of torch, which know no
+    such future, all is copied at once.
+
+    Args:
+        writer: of the same saves.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+
+    should_synchronize_after_execute = False
+    _synchronize_after_execute = False
+
+    def __init__(self, writer: MemoryStorageWriter) -> None:
+        if not isinstance(writer, MemoryStorageWriter):
+            raise InvalidArgumentError("must be a MemoryStorageWriter", argument="writer", value=writer)
+        self._writer = writer
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
+        """Called by DCP, which takes either."""
+        return self._writer.stage_in_background(state_dict) if _HAS_FUTURES else self._writer.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Wait until nothing is copied any more."""
+        self._writer.before_update()
+
+    def close(self) -> None:
+        """Wait until nothing is copied any more. The writer stays open."""
+        self._writer.before_update()

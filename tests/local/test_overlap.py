@@ -16,6 +16,7 @@ from ml_flashpoint.local import (
     CheckpointingException,
     LocalCheckpointManager,
 )
+from tests.support.copied_bytes import CopiedBytes, nbytes_of
 
 
 @pytest.fixture
@@ -98,6 +99,23 @@ def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
     assert manager.find_latest() == 2
     loaded, _ = manager.load()
     assert torch.equal(loaded.state_dict["weight"], expected)  # type: ignore[attr-defined]
+
+
+def test_a_call_copies_only_what_no_optimizer_updates(
+    manager: LocalCheckpointManager, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, queue, copied = Job(), AsyncCallsQueue(), CopiedBytes(monkeypatch)
+    job.step()
+    for watched, now in ((False, nbytes_of(job.tensors())), (True, job.other.nbytes)):
+        if watched:
+            manager.watch(job.optimizer)
+        copied.here()
+        request = manager.save(job.state(), 1, is_async=True)
+        assert copied.here() == now
+        assert request is not None
+        queue.schedule_async_request(request)
+        job.step()
+        queue.maybe_finalize_async_calls(blocking=True)
 
 
 def test_closing_ends_the_copy(tmpfs: Path, nobody_copies: None) -> None:

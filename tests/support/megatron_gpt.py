@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
@@ -42,9 +43,11 @@ class Gpt:
 
     Args:
         sharding: how the optimizer's state is sharded in checkpoints.
+        half: with parameters in bfloat16, of which the optimizer has others in 32 bits.
+        distributed: with the distributed optimizer.
     """
 
-    def __init__(self, tp: int, sharding: str, *, seed: int) -> None:
+    def __init__(self, tp: int, sharding: str, *, seed: int, half: bool = False, distributed: bool = True) -> None:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
         # For generators on CUDA devices, of which there are none, and nothing here is random.
@@ -58,13 +61,18 @@ class Gpt:
             gradient_accumulation_fusion=False,
             attention_dropout=0.0,
             hidden_dropout=0.0,
+            bf16=half,
+            params_dtype=torch.bfloat16 if half else torch.float32,
         )
-        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+        model: Any = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+        if half:
+            model = Float16Module(config, model)
         self.model = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+            config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model
         )
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0), [self.model]
+            OptimizerConfig(optimizer="adam", lr=1e-2, bf16=half, use_distributed_optimizer=distributed, clip_grad=0.0),
+            [self.model],
         )
         self._metadata = {"distrib_optim_sharding_type": sharding}
         self._dp = dist.get_rank() // tp

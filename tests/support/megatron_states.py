@@ -197,6 +197,16 @@ def plain(value: Any) -> Any:
     return value
 
 
+def tensors_of(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Copies of all tensors that are in a checkpoint, by their places: of what is saved, or was loaded."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: each for key, item in items for name, each in tensors_of(item, f"{path}.{key}").items()}
+    if not isinstance(value, torch.Tensor | ShardedTensor | ShardedTensorFactory):
+        return {}
+    return {path: value.detach().clone() if isinstance(value, torch.Tensor) else value.data.detach().clone()}
+
+
 def assert_same_state(found: Any, expected: Any) -> None:
     """The same keys, in whatever order, with the same bits."""
     assert_same(_in_order(found), _in_order(expected))

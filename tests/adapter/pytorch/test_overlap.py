@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ml_flashpoint import Engine
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.support.copied_bytes import CopiedBytes, nbytes_of
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.tensors import assert_same, blank
 
@@ -161,6 +162,60 @@ def test_closing_ends_the_copy_and_takes_the_hooks_away(make_door: Callable[...,
     future.result(RESULT_TIMEOUT_S)
     assert not job.optimizer._optimizer_step_pre_hooks
     assert_same(make_door().load(blank(expected), 2), expected)
+
+
+def test_a_call_copies_only_what_no_optimizer_updates(
+    door: Door, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, copied = Job(), CopiedBytes(monkeypatch)
+    job.step()
+    door.save(job.state(), 1)
+    copied.here()
+    door.async_save(job.state(), 2).result(RESULT_TIMEOUT_S)
+    blocking = copied.here()
+    assert blocking == nbytes_of(job.state())
+    door.writer.watch(job.optimizer)
+    future = door.async_save(job.state(), 3)
+    assert copied.here() == nbytes_of(dict(job.model.named_buffers()))
+    door.writer.before_update()
+    future.result(RESULT_TIMEOUT_S)
+
+
+def test_what_is_made_of_it_is_copied_late_too(door: Door, nobody_copies: None) -> None:
+    main = torch.nn.Parameter(torch.zeros(1000))
+    optimizer, half = torch.optim.SGD([main], lr=1.0), torch.zeros(1000, dtype=torch.bfloat16)
+    door.writer.watch(optimizer, updates=lambda: [half])
+    door.save({"half": half}, 1)
+    for step in (2, 3):
+        expected = {"halves": list(half.clone().chunk(2)), "main": main.detach().clone()}
+        future = door.async_save({"halves": list(half.chunk(2)), "main": main}, step)
+        late = door.writer._overlap._late
+        assert late is not None
+        assert not late.over
+        main.grad = torch.ones(1000)
+        optimizer.step()
+        half.copy_(main.detach())
+        future.result(RESULT_TIMEOUT_S)
+        assert_same(door.load(blank(expected), step), expected)
+
+
+def test_an_optimizer_whose_steps_call_no_hooks_is_told_of(
+    door: Door, nobody_copies: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+    weight = torch.nn.Parameter(torch.ones(10))
+    door.writer.watch(Wrapper(torch.optim.SGD([weight], lr=1.0)))
+    assert "call no hooks" in caplog.text
+    door.save({"w": weight}, 1)
+    future = door.async_save({"w": weight}, 2)
+    with torch.no_grad():
+        weight.add_(1)
+    future.result(RESULT_TIMEOUT_S)
+    found = {"w": torch.zeros(10)}
+    assert torch.equal(door.load(found, 2)["w"], torch.ones(10))
 
 
 def test_bad_arguments(tmpfs: Path) -> None:

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common, state_to_save
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
@@ -149,12 +150,29 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """
         return self._clock.is_due(step, before)
 
+    def watch(self, *optimizers: Any) -> None:
+        """From now on, asynchronous saves return before what these optimizers update is copied, which goes on while the
+        next forward and backward run; the next step waits for what is left of it, and helps.
+
+        Args:
+            optimizers: megatron-core's, chained or not, or torch's.
+
+        Raises:
+            InvalidArgumentError: one is neither.
+        """
+        watch_optimizers(self._writer, *optimizers)
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more. To be called before anything but the step of an optimizer that is
+        watched changes what that updates: else the save fails, and from then on saves return when all is copied."""
+        self._writer.before_update()
+
     def can_handle_sharded_objects(self) -> bool:
         """Sharded objects are saved like tensors. (megatron-core asks for the attribute, and calls it nowhere.)"""
         return True
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
-        """Collective: plan and stage; return when the tensors may change again.
+        """Collective: plan and stage; return when the tensors may change again, but for those watched (:meth:`watch`).
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.
@@ -180,6 +198,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         Args and errors are those of :meth:`async_save`.
         """
         writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        self.before_update()  # and helps: nobody could use the time
         writing.complete()
         self._end(writing)
         self._clock.begun()

@@ -21,6 +21,7 @@ from tests.crucible.ranks import Save
 from tests.crucible.scenarios import Life, Scenario, draw
 from tests.crucible.shrink import shrink
 from tests.crucible.states import Leaf, Spec
+from tests.support import own_network
 from tests.support.injector import Fault
 
 _GROWING = Spec(
@@ -141,4 +142,6 @@ def test_a_cut_of_the_crucible(tmpfs: Path) -> None:
 def test_crucible(tmpfs: Path) -> None:
     seed = int(os.environ.get("FLASHPOINT_SOAK_SEED", time.time_ns() // 1_000_000_000 * 10_000))
     count = int(os.environ.get("FLASHPOINT_SOAK_ROUNDS", 1_000_000_000))
+    # torch looks for the port of a saving process before that listens there: what else runs here may take it.
+    own_network.enter()
     rounds(tmpfs, range(seed, seed + count), float(os.environ.get("FLASHPOINT_SOAK_SECONDS", 1800)), at_once=2)

@@ -1,7 +1,8 @@
 """A training loop that saves at each step: how long it is held, and how much slower it is than without saves.
 
-Two loops over one model, with steps that take longer than a copy of the state and steps that are shorter. Runs of the
-kinds of saves take turns, so that a machine that drifts does so for all of them.
+Two loops over one model, with steps that take longer than a copy of the state and steps that are shorter, and one over
+a model of many small tensors. Runs of the kinds of saves take turns, so that a machine that drifts does so for all of
+them.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result
 from ml_flashpoint import Flashpoint
 
 Save = Callable[[int], object]
+Kinds = dict[str, tuple[Save, Callable[[], float], Callable[[], None]]]
+"""By name: what saves, how many seconds it has held the loop so far, and what ends it."""
 
 ROUNDS = 4
 WIDTH = 1536
+SMALL_TENSORS = 20_000
+"""Parameters and state of the optimizer, of a model in which the number of tensors is what a save costs."""
 SETTLED = 12
 """Saves after which a `Flashpoint` has measured what is best."""
 
 
 class _Loop:
-    """A model of eight layers, with AdamW."""
+    """A model of so many layers, with AdamW."""
 
-    def __init__(self, batch: int, scale: float) -> None:
-        width = max(16, int(WIDTH * scale**0.5))
-        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
+    def __init__(self, batch: int, width: int, layers: int = 8) -> None:
+        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = torch.randn(batch, width)
         self.step()
@@ -92,11 +96,17 @@ def _async_save(loop: _Loop, folder: Path) -> Save:
     return save
 
 
-def _kinds(loop: _Loop, folder: Path) -> dict[str, tuple[Save, Callable[[], float], Callable[[], None]]]:
+def _ours(loop: _Loop, folder: Path) -> Kinds:
     return {
         "no saves": (lambda step: None, lambda: 0.0, lambda: None),
         "ours: Flashpoint": _flashpoint(loop, folder / "overlapped", overlap=True),
         "ours: Flashpoint, overlap=False": _flashpoint(loop, folder / "blocking", overlap=False),
+    }
+
+
+def _kinds(loop: _Loop, folder: Path) -> Kinds:
+    return {
+        **_ours(loop, folder),
         "dcp.async_save, torch's cached stager": _peer(_async_save(loop, folder / "dcp")),
         "torch.save": _peer(lambda step: torch.save(loop.state(), folder / "state.pt")),
     }
@@ -104,27 +114,35 @@ def _kinds(loop: _Loop, folder: Path) -> dict[str, tuple[Save, Callable[[], floa
 
 def results(folder: Path, scale: float) -> Iterator[Result]:
     """Rows: seconds held by a save, and of a step with its save."""
-    for name, batch in (("long steps", 512), ("short steps", 16)):
-        folder.mkdir(parents=True, exist_ok=True)
-        loop = _Loop(batch, scale)
-        memcpy = Memcpy(loop.tensors())
-        kinds = _kinds(loop, folder)
-        steps: dict[str, list[float]] = {kind: [] for kind in kinds}
-        held: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(ROUNDS):
-            for kind, (save, held_s, _) in kinds.items():
-                for run in range(WARMUPS + RUNS):
-                    began, before = time.perf_counter(), held_s()
-                    save(turn * (WARMUPS + RUNS) + run + 1)
-                    loop.step()
-                    if run >= WARMUPS:
-                        steps[kind].append(time.perf_counter() - began)
-                        held[kind].append(held_s() - before)
-        copies = statistics.median(memcpy.run() for _ in range(RUNS))
-        for _, _, end in kinds.values():
-            end()
-        shutil.rmtree(folder)
-        yield from _rows(f"{name}, saving at each", steps, held, copies)
+    width = max(16, int(WIDTH * scale**0.5))
+    yield from _compared("long steps", lambda: _Loop(512, width), folder, _kinds)
+    yield from _compared("short steps", lambda: _Loop(16, width), folder, _kinds)
+    yield from _compared(f"{SMALL_TENSORS:,} tensors", lambda: _Loop(64, 64, SMALL_TENSORS // 8), folder, _ours)
+
+
+def _compared(
+    name: str, make: Callable[[], _Loop], folder: Path, kinds_of: Callable[[_Loop, Path], Kinds]
+) -> Iterator[Result]:
+    folder.mkdir(parents=True, exist_ok=True)
+    loop = make()
+    memcpy = Memcpy(loop.tensors())
+    kinds = kinds_of(loop, folder)
+    steps: dict[str, list[float]] = {kind: [] for kind in kinds}
+    held: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(ROUNDS):
+        for kind, (save, held_s, _) in kinds.items():
+            for run in range(WARMUPS + RUNS):
+                began, before = time.perf_counter(), held_s()
+                save(turn * (WARMUPS + RUNS) + run + 1)
+                loop.step()
+                if run >= WARMUPS:
+                    steps[kind].append(time.perf_counter() - began)
+                    held[kind].append(held_s() - before)
+    copies = statistics.median(memcpy.run() for _ in range(RUNS))
+    for _, _, end in kinds.values():
+        end()
+    shutil.rmtree(folder)
+    yield from _rows(f"{name}, saving at each", steps, held, copies)
 
 
 def _rows(state: str, steps: dict[str, list[float]], held: dict[str, list[float]], memcpy_s: float) -> Iterator[Result]:

@@ -7,11 +7,13 @@ and named later, for asynchronous saves whose plan is made after the copy. Commi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
+from ml_flashpoint.core.picking import Picked, elements, tensors_of
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError
@@ -47,7 +50,7 @@ _APPEND_ALIGNMENT = 64
 _Signature = tuple[list[tuple[str, torch.dtype, torch.Size]], list[str]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Cached:
     """A layout, and what it was made for.
 
@@ -60,17 +63,23 @@ class _Cached:
     pieces: tuple[Piece, ...]
     memo: Memo = field(default_factory=Memo)
 
-    def in_file_order(self, tensors: Sequence[TensorItem]) -> list[torch.Tensor]:
+    def in_file_order(self, tensors: Sequence[TensorItem]) -> Sequence[torch.Tensor]:
         """The caller's tensors in the order of the entries."""
-        if self.order is None:
-            return [tensor for _, tensor in tensors]
-        return [tensors[i][1] for i in self.order]
+        given = tensors_of(tensors)
+        return given if self.order is None else self._in_file_order(given)
 
     def in_callers_order(self, views: Sequence[ArenaTensor]) -> list[ArenaTensor]:
         """One view an entry, in the order of the caller's tensors."""
-        if self.order is None:
-            return list(views)
-        return [view for _, view in sorted(zip(self.order, views, strict=True), key=lambda pair: pair[0])]
+        return list(views if self.order is None else self._in_callers_order(views))
+
+    @functools.cached_property
+    def _in_file_order(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        return elements(self.order or ())
+
+    @functools.cached_property
+    def _in_callers_order(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        order = self.order or ()
+        return elements(sorted(range(len(order)), key=order.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +178,12 @@ class ObjectWriter:
         late: LateCopy | LateDeviceCopy | None = None
         try:
             copy_all([views[i] for i in split.now], [sources[i] for i in split.now], memo=split.memo)
-            of, to = [sources[i] for i in split.later], [views[i] for i in split.later]
+            of: Sequence[torch.Tensor] = Picked(sources, split.later)
+            to: Sequence[torch.Tensor] = Picked(views, split.later)
             if not cuda.are_on_devices(of):
                 late = LateCopy(to, of, split.pieces, check)
             else:
+                of, to = of[:], to[:]
                 try:
                     late = LateDeviceCopy(to, of, copy_all, check, split.late_memo)
                 except NotDirectError:

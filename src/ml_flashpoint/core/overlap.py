@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.core.owned_memory import OwnedMemory
 from ml_flashpoint.core.owning_process import OwningProcess
+from ml_flashpoint.core.picking import tensors_of
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
@@ -39,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 Owned = tuple[int, torch.Tensor]
 """Bytes of a tensor on this rank, and the tensor, or the `DTensor` that it is the local part of."""
+
+_version = attrgetter("_version")
 
 _PROBE = 1 << 20
 """Bytes whose content is compared of one tensor of each save."""
@@ -222,7 +226,7 @@ class Overlap:
         stepped, self._stepped = self._stepped, set()
         if not self.active or not tensors:
             return False
-        if cuda.are_on_devices(tensor for _, tensor in tensors):
+        if cuda.are_on_devices(tensors_of(tensors)):
             by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
             return self._announced or self._promised or by_hand
         if self._promised:  # no step tells how long the loop was held, and it has asked for this
@@ -261,15 +265,15 @@ class Overlap:
     ) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
         Copies need not be there yet, and those from devices may come after it was asked."""
-        versions = [owner._version for owner in owners]
+        versions = list(map(_version, owners))
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
-        on_devices = cuda.are_on_devices(tensor for _, tensor in tensors)
+        on_devices = cuda.are_on_devices(tensors_of(tensors))
         contents = {number: _content(tensors[number][1], most) for number in probed}
         self._proofs += 1
         sampled = not on_devices and not self._verify
-        samples = _samples([tensor for _, tensor in tensors], self._proofs) if sampled else []
+        samples = _samples(tensors_of(tensors), self._proofs) if sampled else []
 
         def is_as_before(number: int, content: int | None) -> bool:
             tensor = tensors[number][1]
@@ -277,7 +281,10 @@ class Overlap:
             return content is None or all(_content(each, most) == content for each in there)
 
         def check() -> None:
-            changed = next((i for i, owner in enumerate(owners) if owner._version != versions[i]), None)
+            now = list(map(_version, owners))
+            changed = None
+            if now != versions:
+                changed = next(i for i, version in enumerate(versions) if now[i] != version)
             if changed is None:
                 changed = next((i for i, content in contents.items() if not is_as_before(i, content)), None)
             if changed is None:
@@ -344,12 +351,13 @@ def _samples(tensors: Sequence[torch.Tensor], number: int) -> list[tuple[int, in
     samples: list[tuple[int, int, bytes]] = []
     every = 1 + len(tensors) // _MOST_SAMPLES
     for index in range(number % every, len(tensors), every):
-        tensor, nbytes = tensors[index], tensors[index].nbytes
-        if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensors[index]
+        if not tensor.is_contiguous() or (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg():
             continue  # its bytes are not there, or not those of a copy
+        nbytes, address = tensor.nbytes, tensor.data_ptr()
         for begin in range(0, nbytes, max(SLICE, nbytes // _MOST_SAMPLES)):
             at = begin + number * _SHIFT % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
-            samples.append((index, at, _bytes_at(tensor, at, min(nbytes - at, _SAMPLE))))
+            samples.append((index, at, ctypes.string_at(address + at, min(nbytes - at, _SAMPLE))))
     return samples
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Owned
+from ml_flashpoint.core.picking import NamedTensors, elements
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.staging.copy import view_identity
 from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
@@ -42,6 +43,13 @@ class Leaves:
         self.values: list[Any] = []
         self.shape: list[Any] = []
         self._go_into(state)
+
+    @classmethod
+    def known(cls, values: list[Any]) -> Leaves:
+        """Those of a state that is nested like the one before."""
+        leaves = cls({})
+        leaves.values = values
+        return leaves
 
     def _go_into(self, value: Mapping[str, Any] | list[Any]) -> None:
         values, shape = self.values, self.shape
@@ -81,7 +89,7 @@ class Leaves:
 
 def _has_inner(value: list[Any]) -> bool:
     """Whether DCP gives the elements of a list names of their own."""
-    return any(
+    return not set(map(type, value)) <= _PLAIN_VALUES and any(
         isinstance(each, (torch.Tensor, Mapping)) or (isinstance(each, list) and _has_inner(each)) for each in value
     )
 
@@ -210,9 +218,9 @@ class Captured:
         values: copies of everything else, by item.
     """
 
-    tensors: list[TensorItem] = field(default_factory=list)
+    tensors: Sequence[TensorItem] = ()
     late_from: int = 0
-    owners: list[torch.Tensor] = field(default_factory=list)
+    owners: Sequence[torch.Tensor] = ()
     kind: object = None
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -240,9 +248,15 @@ class Share:
         # Which of the captured tensors each item is of, and where those are; known from the first capture.
         self._of: dict[int, int] = {}
         self._taken: list[tuple[str, int, _Source | None]] = []
+        self._names: list[str] = []
+        self._plain: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None  # takes all, if all are values themselves
         self._late_from = 0
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
+        self._sorted = False
+
+    def sort_again(self) -> None:
+        """Ask again, at the next capture, which tensors may be copied late."""
         self._sorted = False
 
     def capture(self, leaves: Leaves, owned: Callable[[], Mapping[int, Owned]] = dict) -> Captured:
@@ -260,14 +274,12 @@ class Share:
         if not self._is_tied_as_before(values):
             self._sort(values, owned())
         sources = self._sources
-        captured.tensors = [
-            (key, values[index] if source is None else source.tensor(values)) for key, index, source in self._taken
-        ]
         captured.late_from, captured.kind = self._late_from, self._taken
-        for (_, index, _), (_, tensor) in zip(
-            self._taken[self._late_from :], captured.tensors[self._late_from :], strict=True
-        ):
-            captured.owners.append(values[index] if isinstance(values[index], DTensor) else tensor)
+        if self._plain is not None:
+            found = self._plain(values)
+            captured.tensors, captured.owners = NamedTensors(self._names, found), found[self._late_from :]
+        else:
+            self._take_each(values, captured)
         for number in self._others:
             item, source = self.items[number], sources[number]
             if item.type is WriteItemType.BYTE_IO:
@@ -275,6 +287,15 @@ class Share:
             else:
                 captured.whole[number] = whole_copy(source.tensor(values), item.index.fqn)
         return captured
+
+    def _take_each(self, values: Sequence[Any], captured: Captured) -> None:
+        tensors, owners = list[TensorItem](), list[torch.Tensor]()
+        for place, (key, index, source) in enumerate(self._taken):
+            tensor = values[index] if source is None else source.tensor(values)
+            tensors.append((key, tensor))
+            if place >= self._late_from:
+                owners.append(values[index] if isinstance(values[index], DTensor) else tensor)
+        captured.tensors, captured.owners = tensors, owners
 
     def _is_tied_as_before(self, values: Sequence[Any]) -> bool:
         """Whether the plain tensors are known, and those that were one and the same are so still."""
@@ -308,6 +329,9 @@ class Share:
                 (late if is_late else now).append(number)
         taken, self._late_from = now + late, len(now)
         self._taken = [(self.keys[number], *_way_to(self._sources[number], values)) for number in taken]
+        self._names = [key for key, _, _ in self._taken]
+        direct = all(source is None for _, _, source in self._taken)
+        self._plain = elements([index for _, index, _ in self._taken]) if direct else None
         place = {number: index for index, number in enumerate(taken)}
         self._of = {number: place[first] for number, first in first_of.items()}
         self._sorted = True

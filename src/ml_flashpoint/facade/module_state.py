@@ -35,6 +35,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._keys: list[str] | None = None
+        self._is_own = False
         self.left_out: tuple[object, ...] = ()
 
     def to_save(self) -> dict[str, Any]:
@@ -57,11 +58,18 @@ class ModuleState:
         # FSDP's own `state_dict()` gathers everything: not even to be tried.
         sharded = any(isinstance(part, FullyShardedDataParallel) for part in self.module.modules())
         own = None if sharded else _unwrapped(self.module).state_dict()
-        if own is not None and (not own or list(own) == self._keys):
+        self._is_own = own is not None and (not own or list(own) == self._keys)
+        if own is not None and self._is_own:
             return own
         state = get_model_state_dict(self.module)
         self._keys = list(own) if own is not None and _is_same(own, state) else None
+        self._is_own = self._keys is not None
         return state if self._keys is None or own is None else own
+
+    @property
+    def own(self) -> nn.Module | None:
+        """The module whose own ``state_dict()`` was what the latest :meth:`current` gave; None if none was."""
+        return _unwrapped(self.module) if self._is_own else None
 
     def load(self, state: dict[str, Any]) -> None:
         """Hand a loaded state dict, the one that :meth:`current` gave, to the module."""

@@ -70,6 +70,12 @@ class OptimizerState:
             return _by_torch(self._root, self.optimizer)
         return _named(self.optimizer.state_dict(), self._names)
 
+    @property
+    def names(self) -> list[str] | None:
+        """Names of the parameters, in the order of the groups, if the latest :meth:`to_save` gave the optimizer's own
+        ``state_dict()`` with these in the place of numbers."""
+        return self._names if self._nameable and self.optimizer.state else None
+
     def _examine(self, parameters: list[torch.Tensor]) -> None:
         self._examined, self._names = parameters, None
         self._root = _root_of(parameters, self._modules)
@@ -227,6 +233,16 @@ def _named(state: Mapping[str, Any], names: list[str]) -> _State:
         "state": {names[number]: values for number, values in state["state"].items()},
         "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
     }
+
+
+def group_state(groups: list[_State], names: list[str]) -> list[_State]:
+    """What a state dict with names has for these groups of parameters, which have these names in all."""
+    begin, states = 0, []
+    for group in groups:
+        end = begin + len(group["params"])
+        states.append({**{key: value for key, value in group.items() if key != "params"}, "params": names[begin:end]})
+        begin = end
+    return states
 
 
 def _is_same(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

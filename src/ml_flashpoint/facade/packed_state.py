@@ -20,13 +20,28 @@ PACKED = "_flashpoint"
 
 
 class PackedState(bytes):
-    """State of one tracked object on one rank: an archive of ``torch.save``, made when the save began.
+    """State of one tracked object on one rank: an archive of ``torch.save``, made when the save began; or nothing yet,
+    if it can be made later.
 
     Attributes:
-        made_of: what was packed, to say where in it something is that cannot be saved.
+        made_of: what was packed, to say where in it something is that cannot be saved; or what is to be packed, a copy
+            of the state as it was when the save began.
+        is_packed: whether it has the archive.
     """
 
     made_of: Any = None
+    is_packed = True
+
+    @classmethod
+    def later(cls, state: Any) -> PackedState:
+        """To be packed when its bytes are asked for.
+
+        Args:
+            state: nothing changes it any more.
+        """
+        packed = cls()
+        packed.made_of, packed.is_packed = state, False
+        return packed
 
 
 def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> bytes:
@@ -45,7 +60,8 @@ def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> b
         refuse_unloadable(content.getvalue(), f"tensor {fqn!r}", allowed=allowed)
         return content.getvalue()
     if isinstance(value, PackedState):
-        content, name, made_of = io.BytesIO(value), fqn.rpartition(".")[2], value.made_of
+        content = io.BytesIO(value) if value.is_packed else _archive(value.made_of)
+        name, made_of = fqn.rpartition(".")[2], value.made_of
     else:
         content, name, made_of = _archive(value), fqn, value
     try:

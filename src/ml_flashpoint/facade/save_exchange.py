@@ -49,7 +49,7 @@ class SaveExchange:
 
     def look_at(self, state: Mapping[str, Any]) -> Leaves:
         """Take note of the state that is saved next, and give its values. If it is of another structure than the one
-        before, there is no :attr:`share` of it yet.
+        that was looked at before, there is no :attr:`share` of it yet.
 
         Raises:
             ValueError: two of its values have one name.

@@ -191,7 +191,7 @@ class SaveRunner:
         save.version = version  # for whoever is told why it fails
         try:
             under_way = _UnderWay(save, version, self._saver.propose(version, save), began)
-            leaves = self._exchange.look_at(self._tracked.to_save())
+            leaves = self._look()
         except Exception as error:  # of whatever kind: the others are about to come, and would wait
             self._give_up(save, version, partial(self._exchange.refuse, error, version.step or 0))
             return
@@ -203,6 +203,18 @@ class SaveRunner:
             under_way.error = error
         self._current, save.worker = under_way, None
         self._background.run(partial(self._go_on, under_way))
+
+    def _look(self) -> Leaves:
+        """What is saved now. Afterwards there is a share of it if its structure is the one from before."""
+        values = self._tracked.values_as_before()
+        if values is not None:
+            return Leaves.known(values)
+        state = self._tracked.to_save()
+        leaves = self._exchange.look_at(state)
+        changed, share = self._tracked.keep(state, leaves.values), self._exchange.share
+        if changed and share is not None:
+            share.sort_again()
+        return leaves
 
     def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
         """Take part in an exchange, here and now, and fail the save if that fails. Returns whether it did not."""
@@ -234,7 +246,7 @@ class SaveRunner:
             byte_keys=[*share.byte_keys, METADATA_KEY],
         )
         assert copies is not None  # the base container is known
-        under_way.copies, captured.tensors, captured.owners = copies, [], []
+        under_way.copies, captured.tensors, captured.owners = copies, (), ()
 
     def _note_wait(self, seconds: float) -> None:
         self.blocked_s += seconds

@@ -14,12 +14,13 @@ of packed items on another number of ranks is `resharding`'s.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import io
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -36,7 +37,9 @@ from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.packed_state import PACKED, PackedState
+from ml_flashpoint.facade.plain_copy import NotPlainError, plain_copy
 from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
+from ml_flashpoint.facade.steady_state import SteadyState
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.staging.state_dict_stager import held_bytes
@@ -105,6 +108,7 @@ class TrackedState:
         self._reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
         self._warned_large: set[str] = set()
+        self._steady = SteadyState(self._module_states, self._optimizers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -198,11 +202,36 @@ class TrackedState:
                 state[name] = structured
             else:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
-        for name, other in self._others.items():
-            packed[name] = self._pack(name, other.state_dict)
-        packed[RNG] = self._pack(RNG, capture_rng_state)
-        state[PACKED] = {rank_key(self.rank): packed}
+        state[PACKED] = {rank_key(self.rank): packed | self._pack_others()}
         return state
+
+    def _pack_others(self) -> dict[str, PackedState]:
+        packed = {name: self._pack(name, other.state_dict) for name, other in self._others.items()}
+        return packed | {RNG: self._pack(RNG, capture_rng_state)}
+
+    def values_as_before(self) -> list[Any] | None:
+        """The values of :meth:`to_save`, in the order of `Leaves`, if it can be proved that they are in the same places
+        and of the same kinds as those that :meth:`keep` was given last; None if not.
+
+        Raises:
+            SaveError: see :meth:`to_save`.
+        """
+        values = self._steady.values()
+        return values and values + list(self._pack_others().values())
+
+    def keep(self, state: Mapping[str, Any], values: Sequence[Any]) -> bool:
+        """Keep what :meth:`to_save` gave, for :meth:`values_as_before`.
+
+        Args:
+            values: of ``state``, in the order of `Leaves`.
+
+        Returns:
+            Whether what was kept until now has turned out to be changed since.
+        """
+        packed = state[PACKED][rank_key(self.rank)]
+        if type(self).to_save is TrackedState.to_save and packed.keys() == {*self._others, RNG}:
+            self._steady.learn(state, values[: -len(packed)])
+        return self._steady.changed
 
     @property
     def left_out(self) -> tuple[object, ...]:
@@ -213,6 +242,8 @@ class TrackedState:
         stream, value = io.BytesIO(), None
         try:
             value = state_dict()
+            with contextlib.suppress(NotPlainError):
+                return PackedState.later(plain_copy(value))
             torch.save(value, stream)
         except Exception as error:
             where = place_of(value, name, cannot_be_pickled)

@@ -1,0 +1,415 @@
+"""What is taken for unchanged is what a walk would find, whatever a program does to its objects meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ml_flashpoint.facade import steady_state, tensor_guard
+from ml_flashpoint.facade.local_plan import Leaves, Structure
+from ml_flashpoint.facade.packed_state import PackedState, item_bytes
+from ml_flashpoint.facade.tracked_state import TrackedState
+from ml_flashpoint.staging.copy import view_identity
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """With all kinds of entries in its tables, and classes of its own that may be given other methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_class: Any = type("Layer", (nn.Linear,), {})
+        self.first, self.norm = self.layer_class(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.last, self.tied = self.layer_class(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+        self.again = self.last
+        self.spare: nn.Module | None = None
+        self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("absent", None)
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.tied(self.again(self.norm(self.first(x))))
+        return out
+
+
+class Job:
+    """What a program has, and counts what it makes."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+        self.parameters = list(self.model.parameters())
+        groups: Any = [{"params": self.parameters[:2]}, {"params": self.parameters[2:], "lr": 0.2}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.count = itertools.count()
+        self.step()
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = torch.rand_like(parameter)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.model.norm.num_batches_tracked.add_(1)
+
+    def tracked(self) -> TrackedState:
+        tracked = TrackedState(0, 1)
+        for name in ("model", "optimizer", "scheduler"):
+            tracked.add(name, getattr(self, name))
+        return tracked
+
+    @property
+    def moments(self) -> dict[str, Any]:
+        """The state of one parameter."""
+        moments: dict[str, Any] = self.optimizer.state[self.parameters[0]]
+        return moments
+
+
+Change = Callable[[Job], object]
+
+
+def _data(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(job: Job) -> None:
+        weight = job.model.last.weight
+        weight.data = make(weight.data)
+
+    return change
+
+
+def _moment(make: Callable[[torch.Tensor], Any]) -> Change:
+    def change(job: Job) -> None:
+        job.moments["exp_avg"] = make(torch.as_tensor(job.moments["exp_avg"]))
+
+    return change
+
+
+def _moment_data(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(job: Job) -> None:
+        tensor = torch.as_tensor(job.moments["exp_avg"])
+        job.moments["exp_avg"] = tensor
+        tensor.data = make(tensor.data)
+
+    return change
+
+
+def _buffer(make: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+    return lambda job: setattr(job.model, "kept", make(torch.ones(3)))
+
+
+def _add_parameter(job: Job) -> None:
+    job.model.register_parameter(f"extra{next(job.count)}", nn.Parameter(torch.ones(2)))
+
+
+def _drop_parameter(job: Job) -> None:
+    name = next((name for name in job.model._parameters if name.startswith("extra")), None)
+    if name is not None:
+        del job.model._parameters[name]
+
+
+def _rename(job: Job) -> None:
+    table = job.model.first._parameters
+    table[f"weight{next(job.count)}"] = table.pop(next(iter(table)))
+
+
+def _swap_names(job: Job) -> None:
+    one, other = job.model.first, job.model.last
+    one.weight, other.weight = other.weight, one.weight
+
+
+def _swap_states(job: Job) -> None:
+    one, other = job.parameters[0], job.parameters[3]
+    state = job.optimizer.state
+    state[one], state[other] = state[other], state[one]
+
+
+def _toggle_persistence(job: Job) -> None:
+    job.model._non_persistent_buffers_set ^= {"kept"}
+
+
+def _swap_persistence(job: Job) -> None:
+    job.model._non_persistent_buffers_set ^= {"kept", "passing"}
+
+
+def _other_order(table: Callable[[Job], Any]) -> Change:
+    def change(job: Job) -> None:
+        entries = table(job)
+        first = next(iter(entries))
+        entries[first] = entries.pop(first)
+
+    return change
+
+
+def _as_double(value: Any) -> Any:
+    return {key: each * 2 if isinstance(each, torch.Tensor) else each for key, each in value.items()}
+
+
+class Doubling(Net):
+    """A class with a say in what its state dict has."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return _as_double(super().state_dict(*args, **kwargs))
+
+
+def _own_method(job: Job) -> None:
+    own = job.model.state_dict
+    job.model.state_dict = lambda *args, **kwargs: _as_double(own(*args, **kwargs))  # type: ignore[method-assign]
+
+
+def _class_method(job: Job) -> None:
+    job.model.layer_class.get_extra_state = lambda self: torch.ones(next(job.count) % 2 + 1)
+    job.model.layer_class.set_extra_state = lambda self, state: None
+
+
+def _saving_method(job: Job) -> None:
+    def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}doubled"] = self.weight.detach() * 2
+
+    job.model.layer_class._save_to_state_dict = save
+
+
+def _hook(job: Job) -> None:
+    job.model.last.register_state_dict_pre_hook(lambda *_: job.model.first.weight.data.mul_(2))
+
+
+def _post_hook(job: Job) -> None:
+    def hook(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}hooked"] = torch.ones(next(job.count) % 2 + 1)
+
+    job.model.first.register_state_dict_post_hook(hook)
+
+
+def _optimizer_hook(job: Job) -> None:
+    def hook(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": group["lr"] * 2} for group in state["param_groups"]]
+        return {"state": {n: _as_double(each) for n, each in state["state"].items()}, "param_groups": groups}
+
+    job.optimizer.register_state_dict_post_hook(hook)
+
+
+class DoublingOptimizer(torch.optim.AdamW):
+    """The same of an optimizer."""
+
+    def state_dict(self) -> Any:
+        state = super().state_dict()
+        return {**state, "state": {n: _as_double(each) for n, each in state["state"].items()}}
+
+
+def _own_optimizer_method(job: Job) -> None:
+    job.optimizer.state_dict = lambda: DoublingOptimizer.state_dict(job.optimizer)  # type: ignore[method-assign, arg-type]
+
+
+def _add_group(job: Job) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    job.model.register_parameter(f"extra{next(job.count)}", parameter)
+    job.optimizer.add_param_group({"params": [parameter]})
+    job.parameters.append(parameter)
+
+
+def _move_between_groups(job: Job) -> None:
+    groups = [group["params"] for group in job.optimizer.param_groups]
+    groups.sort(key=len)
+    groups[0].append(groups[-1].pop())
+
+
+def _reverse_group(job: Job) -> None:
+    job.optimizer.param_groups[1]["params"].reverse()
+
+
+def _other_class(job: Job) -> None:
+    job.model.__class__ = Doubling
+
+
+def _other_optimizer_class(job: Job) -> None:
+    job.optimizer.__class__ = DoublingOptimizer
+
+
+def _share_memory(job: Job) -> None:
+    job.model.last.weight.data = job.model.first.weight.data
+
+
+def _set_group(**values: Any) -> Change:
+    return lambda job: job.optimizer.param_groups[0].update(values)
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda job: None,
+    "step": Job.step,
+    "add parameter": _add_parameter,
+    "drop parameter": _drop_parameter,
+    "rename parameter": _rename,
+    "swap names": _swap_names,
+    "other parameter": lambda job: setattr(job.model.last, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+    "no parameter": lambda job: setattr(job.model.first, "bias", None),
+    "data": _data(torch.clone),
+    "data transposed": _data(torch.t),
+    "data of another dtype": _data(lambda data: data.half()),
+    "data seen as integers": _data(lambda data: data.view(torch.int32).view(torch.float32)),
+    "data of another shape": _data(lambda data: data[:2]),
+    "data of another rank": _data(lambda data: data.reshape(-1)),
+    "frozen": lambda job: job.model.last.weight.requires_grad_(not job.model.last.weight.requires_grad),
+    "tie": lambda job: setattr(job.model.last, "weight", job.model.first.weight),
+    "untie": lambda job: setattr(job.model.tied, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+    "share memory": _share_memory,
+    "other order of parameters": _other_order(lambda job: job.model.first._parameters),
+    "other order of modules": _other_order(lambda job: job.model._modules),
+    "other order of states": _other_order(lambda job: job.optimizer.state),
+    "other module": lambda job: setattr(job.model, "norm", nn.BatchNorm1d(WIDTH)),
+    "no module": lambda job: setattr(job.model, "again", None),
+    "further module": lambda job: setattr(job.model, "spare", nn.Linear(2, 2)),
+    "shared module": lambda job: setattr(job.model, "spare", job.model.norm),
+    "wrapped module": lambda job: setattr(job.model, "norm", nn.Sequential(job.model.norm)),
+    "other tables": lambda job: job.model.last.__dict__.update(_parameters={"weight": nn.Parameter(torch.ones(2))}),
+    "buffer": _buffer(torch.clone),
+    "no buffer": _buffer(lambda buffer: None),
+    "larger buffer": _buffer(lambda buffer: torch.ones(4)),
+    "double buffer": _buffer(torch.Tensor.double),
+    "sparse buffer": _buffer(torch.Tensor.to_sparse),
+    "complex buffer": _buffer(lambda buffer: buffer + 1j * buffer),
+    "conjugated buffer": _buffer(lambda buffer: (buffer + 1j * buffer).conj()),
+    "negated buffer": _buffer(lambda buffer: (buffer + 1j * buffer).conj().imag),
+    "strided buffer": _buffer(lambda buffer: torch.ones(3, 2)[:, 0]),
+    "buffer that is shared": lambda job: setattr(job.model, "kept", job.model.norm.running_mean),
+    "buffer in place": lambda job: job.model.kept is None or job.model.kept.zero_(),
+    "buffer where none was": lambda job: setattr(job.model, "absent", torch.ones(1)),
+    "further buffer": lambda job: job.model.register_buffer(f"extra{next(job.count)}", torch.ones(2)),
+    "persistence": _toggle_persistence,
+    "other persistence": _swap_persistence,
+    "moment": _moment(torch.clone),
+    "moment of another dtype": _moment(torch.Tensor.double),
+    "moment of another shape": _moment(lambda moment: moment.reshape(-1)),
+    "moment that is a number": _moment(lambda moment: 1.0),
+    "moment with other data": _moment_data(lambda data: data.double()),
+    "moment of other size": _moment_data(lambda data: data.reshape(-1)[:3]),
+    "further moment": lambda job: job.moments.update({f"extra{next(job.count)}": torch.ones(1)}),
+    "no moment": lambda job: job.moments.pop("exp_avg_sq", None),
+    "number among moments": lambda job: job.moments.update(count=next(job.count)),
+    "swap states": _swap_states,
+    "no state": lambda job: job.optimizer.state.pop(job.parameters[1], None),
+    "other state": lambda job: setattr(job.optimizer, "state", dict(job.optimizer.state)),
+    "load state": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
+    "lr": _set_group(lr=0.3),
+    "lr that is a tensor": _set_group(lr=torch.tensor(0.3)),
+    "further option": _set_group(option="yes"),
+    "option of another kind": _set_group(option=[1.0]),
+    "tensors as an option": _set_group(option=[torch.ones(1)]),
+    "other order of options": _other_order(lambda job: job.optimizer.param_groups[0]),
+    "add group": _add_group,
+    "move between groups": _move_between_groups,
+    "reverse group": _reverse_group,
+    "reverse groups": lambda job: job.optimizer.param_groups.reverse(),
+    "hook": _hook,
+    "post hook": _post_hook,
+    "optimizer's hook": _optimizer_hook,
+    "method": _own_method,
+    "optimizer's method": _own_optimizer_method,
+    "class's method": _class_method,
+    "class's saving method": _saving_method,
+    "class": _other_class,
+    "optimizer's class": _other_optimizer_class,
+}
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, PackedState):
+        return torch.load(io.BytesIO(item_bytes("x", value)), weights_only=False)
+    return value
+
+
+def _is_same(mine: Any, walked: Any) -> bool:
+    if isinstance(mine, torch.Tensor):
+        return view_identity(mine) == view_identity(walked) or torch.equal(mine, walked)
+    if isinstance(mine, dict):
+        mine, walked = list(mine.items()), list(walked.items())
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(walked) and all(map(_is_same, mine, walked))
+    return bool((mine == walked) if not hasattr(mine, "tobytes") else mine.tobytes() == walked.tobytes())
+
+
+class Checked:
+    """Saves as a façade does, and compares what it takes for unchanged with what a walk finds."""
+
+    def __init__(self, job: Job) -> None:
+        self.tracked = job.tracked()
+        self.structure: Structure | None = None
+
+    def save(self) -> bool:
+        """Returns whether it was taken for unchanged."""
+        values = self.tracked.values_as_before()
+        try:
+            state = self.tracked.to_save()
+        except Exception:  # of whatever kind torch raises of an optimizer that it has no names for
+            assert values is None
+            return False
+        leaves = Leaves(state)
+        if values is not None:
+            assert self.structure is not None
+            assert self.structure.is_of(leaves), "a plan that no longer fits would be used"
+            assert len(values) == len(leaves.values)
+            for mine, walked in zip(values, leaves.values, strict=True):
+                assert _is_same(_content(mine), _content(walked))
+        self.tracked.keep(state, leaves.values)
+        self.structure = Structure(leaves)
+        return values is not None
+
+
+@pytest.fixture(params=["torch's guards", "none"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "none":
+        monkeypatch.setattr(tensor_guard, "_answers_rightly", lambda: False)
+
+
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_saved_as_it_is(name: str) -> None:
+    job = Job()
+    checked = Checked(job)
+    assert not checked.save()
+    assert checked.save()
+    for _ in range(3):
+        CHANGES[name](job)
+        checked.save()
+
+
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=12))
+def test_any_changes_are_saved_as_they_are(names: list[str]) -> None:
+    job = Job()
+    checked = Checked(job)
+    checked.save()
+    for name in names:
+        with contextlib.suppress(Exception):  # of torch, where one change stands in the way of another
+            CHANGES[name](job)
+        checked.save()
+
+
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("name", ["nothing", "step", "buffer in place", "moment", "data", "lr", "buffer", "load state"])
+def test_what_loops_do_at_every_step_is_not_walked(name: str) -> None:
+    job = Job()
+    checked = Checked(job)
+    checked.save()
+    for _ in range(3):
+        CHANGES[name](job)
+        assert checked.save()
+
+
+def test_what_changes_at_every_save_is_not_kept_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, kept = Job(), list[object]()
+    tensors = tensor_guard.tensor_guard
+    monkeypatch.setattr(steady_state, "tensor_guard", lambda each: kept.append(each) or tensors(each))
+    checked = Checked(job)
+    for _ in range(20):
+        _add_parameter(job)
+        assert not checked.save()
+    assert len(kept) == 5
+    assert not any(checked.save() for _ in range(12))
+    assert checked.save()  # after the 32nd

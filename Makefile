@@ -9,6 +9,8 @@
 #                (MATRIX_ARGS="--python 3.12 --torch 2.6 tests/core" for a part); writes docs/compatibility.md
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
+#   make bench-peers   others' packages beside ours, each in an environment of its own in build/bench-peers, which it makes
+#                (4 GB, some minutes): writes build/bench-peers/results.json, and plots into docs/
 #   make docs    the pages of docs/ as a site in build/site (which puts mkdocs-material into .venv, 140 MB)
 #   make test-cuda, make bench-cuda   on a machine with a GPU: from the tree as it is, with .venv or else with the python3
 #                there is, and without a network (CUDA_PYTHON=...). Elsewhere they say so, and are done
@@ -36,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # wait for ever. Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
 SEVERAL_AT_A_TIME ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: setup lint format check test test-units test-nemo soak matrix demo bench docs test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-units test-nemo soak matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -108,6 +110,17 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# With matplotlib, for the plots: no part of setup, as nothing else needs it.
+BENCH_STAMP := .venv/.bench-stamp
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[bench]"
+	touch $@
+
+bench-peers: $(BENCH_STAMP)
+	$(BIN)/python -m benchmarks.rivals --make
+	$(BIN)/python -m benchmarks.rivals --json build/bench-peers/results.json --plots docs $(BENCH_ARGS)
 
 # No part of setup: the site is for readers, and tests/test_docs.py holds pages and links without it.
 DOCS_STAMP := .venv/.docs-stamp

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, transfers
+from benchmarks.rivals import running as rivals
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
 
@@ -65,6 +66,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from transfers.results()
     if not only or only in "loop":
         yield from loop.results(folder / "loop", scale)
+    if not only or only in "rivals":
+        yield from rivals.results(scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "ddict":
@@ -89,7 +92,7 @@ def main(
         str,
         typer.Option(
             help="Only states whose name contains this"
-            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'lightning', 'ddict')."
+            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'lightning', 'ddict')."
         ),
     ] = "",
 ) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.cuda import floors
 from benchmarks.cuda.copies import State, state_of
 from benchmarks.cuda.report import Row, Run
+from benchmarks.gpt import Block
 from ml_flashpoint import Flashpoint
 
 STEADY = 5
@@ -78,22 +78,6 @@ def _loads(run: Run, base: Path, name: str, module: nn.Module, kind: tuple[int, 
         yield Row("loads", f"{name}: in a fresh process", note=f"failed: {out.stderr.strip()[-200:]}")
         return
     yield run.row("loads", f"{name}: in a fresh process", [float(out.stdout.split()[-1])], nbytes, floor=floors.UP)
-
-
-class Block(nn.Module):
-    """A block of a GPT."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.norm, self.other = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.transpose(1, 2) for each in self.qkv(self.norm(x)).unflatten(-1, (3, -1, 32)).unbind(2))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.other(x))))
 
 
 def training(run: Run, folder: Path) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.coordinator import Coordinator
+from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import PosixCheckpointPersister
 from tests.ddict.coordination import Make, Managers, Play

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.coordinator import Coordinator
+from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
+from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.errors import DDictTimeoutError
-from ml_flashpoint.ddict.writers import Session
 from ml_flashpoint.format.errors import FlashpointError
 
 DEADLINE_S = 20.0

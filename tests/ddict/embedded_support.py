@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from ml_flashpoint.ddict import supervisor
-from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.runtime import supervisor
+from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 from tests.support.processes import child_environment
 from tests.workers import ddict_entries
 

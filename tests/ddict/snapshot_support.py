@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ml_flashpoint.ddict.entries import StoredValue
+from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.format.manifest import object_name
 from tests.support.managers import Member
 

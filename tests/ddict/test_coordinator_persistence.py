@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import persisting
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictManagerLostError,
@@ -15,6 +14,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from ml_flashpoint.ddict.persistence import queue as persisting
 from ml_flashpoint.format.errors import FlashpointError
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Play, raises_in_time
 from tests.support.dictionaries import await_that

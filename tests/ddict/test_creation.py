@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ml_flashpoint.ddict.errors import DDictManagerLostError
-from ml_flashpoint.ddict.messages import describe_error, rebuild_error
+from ml_flashpoint.ddict.manager.requests import describe_error, rebuild_error
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ranks.strategies import Topology
 

@@ -17,10 +17,11 @@ import psutil
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, runtime_folder
-from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.supervisor import MOST_DEATHS
+from ml_flashpoint.ddict.runtime import folder as runtime_folder
+from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.runtime.supervisor import MOST_DEATHS
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     configs_of,
@@ -131,7 +132,7 @@ def test_a_manager_that_does_not_end_is_killed(tmpfs: Path) -> None:
 def test_managers_import_neither_torch_nor_numpy() -> None:
     """They start in a tenth of the time: each killed one is started again while users wait for it."""
     program = (
-        "import sys, ml_flashpoint.ddict.manager_main, ml_flashpoint.ddict.native; "
+        "import sys, ml_flashpoint.ddict.manager.served, ml_flashpoint.ddict.native; "
         "sys.exit(' '.join({'torch', 'numpy', 'ray'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=child_environment())

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict import runtime_folder, supervisor
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
+from ml_flashpoint.ddict.runtime import folder as runtime_folder
+from ml_flashpoint.ddict.runtime import supervisor
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     creator,

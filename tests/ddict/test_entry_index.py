@@ -8,22 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict.checkpoint_persister import MAX_CHECKPOINT_ID
-from ml_flashpoint.ddict.entries import Entry, InlineValue
-from ml_flashpoint.ddict.entry_index import (
+from ml_flashpoint.ddict.checkpoints.index import (
     GONE,
     INLINE,
     LONGEST_CHAIN,
     STORED,
     Index,
     IndexEntry,
+    PartRef,
     decode_index,
     encode_index,
     fold,
     gather,
     gone,
+    object_header,
+    part_ref,
+    plan_object,
+    split_object,
 )
-from ml_flashpoint.ddict.snapshot_format import PartRef, object_header, part_ref, plan_object, split_object
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue
+from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 
 NAMES = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,20}", fullmatch=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, links
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
+from ml_flashpoint.ddict.client import links
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict import folder_reaper
-from ml_flashpoint.ddict.folder_reaper import Reaper, remove_now
-from ml_flashpoint.ddict.runtime_folder import FolderHold, join_folder, sweep
+from ml_flashpoint.ddict.runtime import reaper as folder_reaper
+from ml_flashpoint.ddict.runtime.folder import FolderHold, join_folder, sweep
+from ml_flashpoint.ddict.runtime.reaper import Reaper, remove_now
 from tests.support.forked import wait_until
 from tests.support.processes import suspend
 
@@ -27,8 +27,8 @@ DEADLINE_S = 20.0
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from ml_flashpoint.ddict.folder_reaper import Reaper
-from ml_flashpoint.ddict.runtime_folder import join_folder
+from ml_flashpoint.ddict.runtime.reaper import Reaper
+from ml_flashpoint.ddict.runtime.folder import join_folder
 
 hold = join_folder(Path(sys.argv[1]))
 reaper = Reaper(hold.folder, float(sys.argv[2]), sys.argv[3])

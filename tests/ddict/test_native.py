@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from ml_flashpoint.ddict import native_processes, ports
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     CollectiveGroup,
@@ -30,6 +29,8 @@ from ml_flashpoint.ddict.native import (
     System,
     this_process,
 )
+from ml_flashpoint.ddict.native import processes as native_processes
+from ml_flashpoint.ddict.native import ray as ports
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, group_of, notes
 from tests.support.forked import wait_until

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import native_barrier
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     Barrier,
     BarrierBrokenError,
 )
-from ml_flashpoint.ddict.native_barrier_server import BARRIERS
+from ml_flashpoint.ddict.native import barrier as native_barrier
+from ml_flashpoint.ddict.native.barrier import BARRIERS
 from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.client import Connection
 from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, in_threads

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict import native_ray
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     Barrier,
@@ -24,6 +23,7 @@ from ml_flashpoint.ddict.native import (
     ProcessTemplate,
     System,
 )
+from ml_flashpoint.ddict.native import ray as native_ray
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.ddict.native_support import barrier_of, group_of, notes
 from tests.support.forked import wait_until

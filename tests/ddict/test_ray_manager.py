@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ml_flashpoint.ddict import folder_reaper, ray_manager
-from ml_flashpoint.ddict.ray_manager import RayManager, node_base
-from ml_flashpoint.ddict.runtime_folder import BASE_VARIABLE, join_folder
+from ml_flashpoint.ddict.runtime import ray_manager
+from ml_flashpoint.ddict.runtime import reaper as folder_reaper
+from ml_flashpoint.ddict.runtime.folder import BASE_VARIABLE, join_folder
+from ml_flashpoint.ddict.runtime.ray_manager import RayManager, node_base
 from tests.ddict.test_folder_reaper import DEADLINE_S, end, held_by_another, reapers
 from tests.support.forked import wait_until
 

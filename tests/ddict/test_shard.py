@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict.entries import Entry, InlineValue, Value
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
-from ml_flashpoint.ddict.shard import Shard
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard, Value
 
 
 def value(text: str) -> InlineValue:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.ddict.entries import StoredValue
-from ml_flashpoint.ddict.snapshots import Snapshots
+from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
+from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,

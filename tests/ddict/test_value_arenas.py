@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from ml_flashpoint.ddict.value_arenas import allow_many_files, is_unused
+from ml_flashpoint.ddict.manager.arenas import allow_many_files, is_unused
 from tests.ddict.value_support import open_store
 
 

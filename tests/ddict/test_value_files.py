@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.client.codec import encode
+from ml_flashpoint.ddict.client.objects import object_blobs, object_size, read_object
+from ml_flashpoint.ddict.client.shared_memory import ValueWriter, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.value_arenas import Reading, ValueArenas
-from ml_flashpoint.ddict.value_files import ValueWriter, read_value
-from ml_flashpoint.ddict.value_objects import object_blobs, object_size, read_object
-from ml_flashpoint.ddict.values import encode
+from ml_flashpoint.ddict.manager.arenas import Reading, ValueArenas
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.messages import REQUESTS
+from ml_flashpoint.ddict.manager.requests import REQUESTS
 from ml_flashpoint.format.errors import (
     CapacityError,
     FlashpointError,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.ddict.persistence import FsspecCheckpointPersister, PosixCheckpointPersister
-from ml_flashpoint.ddict.stored_checkpoints import StoredCheckpointPersister
+from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 from tests.support.processes import suspend
 
 DEADLINE_S = 30.0

@@ -17,9 +17,9 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_writer import ObjectWriter
-from ml_flashpoint.ddict.entries import Entry, InlineValue, StoredValue
-from ml_flashpoint.ddict.snapshot_format import PartRef
-from ml_flashpoint.ddict.snapshots import Snapshots
+from ml_flashpoint.ddict.checkpoints.index import PartRef
+from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
 from ml_flashpoint.replication.transfer_protocol import Address

@@ -60,8 +60,8 @@ def fail_when_restarted(config: Config, ready: Ready, stop: threading.Event) -> 
 
 def create(root: str, managers: int, entry: str, how: str) -> None:
     """A creator: starts managers, says who they are, and waits for its own end."""
-    from ml_flashpoint.ddict import supervisor
-    from ml_flashpoint.ddict.embedded import EmbeddedRuntime
+    from ml_flashpoint.ddict.runtime import supervisor
+    from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 
     runtime = EmbeddedRuntime(entry=f"{__name__}:{entry}", root=Path(root))
     runtime.start([{"number": number, "folder": str(runtime.base)} for number in range(managers)])

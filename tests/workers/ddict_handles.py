@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.ddict import DDict, supervisor
+from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
+from ml_flashpoint.ddict.runtime import supervisor
 
 
 def answer(dictionary: DDict, pipe: Connection) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from pathlib import Path
 
-from ml_flashpoint.ddict.snapshot_format import PartRef
+from ml_flashpoint.ddict.checkpoints.index import PartRef
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
 from ml_flashpoint.replication.transfer_protocol import Address

@@ -13,8 +13,7 @@ from ml_flashpoint.extras import require
 require("ddict", "torch", "cloudpickle")
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister
-    from ml_flashpoint.ddict.ddict import DDict
+    from ml_flashpoint.ddict.dictionary import DDict
     from ml_flashpoint.ddict.errors import (
         DDictCheckpointRetiredError,
         DDictDestroyedError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         FsspecCheckpointPersister,
         PosixCheckpointPersister,
     )
+    from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, NullCheckpointPersister
     from ml_flashpoint.ddict.stats import ManagerStats
 
 __all__ = [
@@ -55,12 +55,12 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "CheckpointPersister": "checkpoint_persister",
+    "CheckpointPersister": "persistence.persister",
     "DAOSCheckpointPersister": "persistence",
-    "DDict": "ddict",
+    "DDict": "dictionary",
     "FsspecCheckpointPersister": "persistence",
     "ManagerStats": "stats",
-    "NullCheckpointPersister": "checkpoint_persister",
+    "NullCheckpointPersister": "persistence.persister",
     "PosixCheckpointPersister": "persistence",
 }
 

@@ -1,4 +1,4 @@
-"""What a dictionary is made with: the arguments of `DDict`, and what follows from them.
+"""What a dictionary is made with: the arguments of `DDict`, what follows from them, and what was made of them.
 
 Owns their names, what they mean, their checks, and how they travel to managers and in handles.
 """
@@ -9,10 +9,11 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.core.arguments import checked_bool, checked_integer
-from ml_flashpoint.ddict.checkpoint_persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
+from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
@@ -277,3 +278,48 @@ def checked_timeout(timeout: float | None) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
         raise InvalidArgumentError("must be a positive number of seconds, or None", argument="timeout", value=timeout)
     return float(timeout)
+
+
+COORDINATOR = -1
+"""In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """See the module. The same in every process of a dictionary.
+
+    Attributes:
+        dictionary: id, 12 hexadecimal digits.
+        base: folder of the dictionary; each node has ``node-<k>`` in it, on its own machine.
+        run_id: of this dictionary's persisted checkpoints.
+        runtime: how managers run and are found: ``{"kind": "embedded"}``, or what the Ray runtime needs.
+    """
+
+    dictionary: str
+    options: Options
+    base: str
+    run_id: str
+    runtime: dict[str, Any]
+    secret: bytes = dataclasses.field(repr=False)
+
+    @property
+    def managers(self) -> int:
+        """Number of managers."""
+        return self.options.managers
+
+    def node_folder(self, manager: int) -> Path:
+        """Base container of a manager, on its node."""
+        return Path(self.base, f"node-{self.options.nodes[manager]}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON. Has the secret in it: not for logs, command lines or environments."""
+        its = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {**its, "options": self.options.to_fields(), "secret": self.secret.hex()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Configuration:
+        """What `to_json` was called on. From the creator or an authenticated peer, so trusted as code is."""
+        values = {each.name: fields[each.name] for each in dataclasses.fields(cls)}
+        values["options"] = Options.from_fields(values["options"])
+        values["secret"] = bytes.fromhex(values["secret"])
+        return cls(**values)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.handle import _handles as handles_here
+from ml_flashpoint.ddict.client.handle import _handles as handles_here
 from ml_flashpoint.format.errors import FlashpointError
 from tests.ddict.dictionary.support import WORKING_SET, Make
 from tests.support.dictionaries import (

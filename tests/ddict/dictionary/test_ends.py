@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, mapped
-from ml_flashpoint.ddict.client import Found
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
+from ml_flashpoint.ddict.client import mapping as mapped
+from ml_flashpoint.ddict.client.session import Found
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictError,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import stored_checkpoints
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence import (
     CheckpointPersister,
@@ -21,6 +20,7 @@ from ml_flashpoint.ddict.persistence import (
     PosixCheckpointPersister,
     new_run_id,
 )
+from ml_flashpoint.ddict.persistence import stored as stored_checkpoints
 from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,

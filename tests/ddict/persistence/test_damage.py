@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import stored_checkpoints
 from ml_flashpoint.ddict.persistence import (
     CheckpointPersister,
     PersistedCheckpoint,
     PosixCheckpointPersister,
 )
+from ml_flashpoint.ddict.persistence import stored as stored_checkpoints
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,

@@ -1,0 +1,406 @@
+"""Having managers begin epochs, commit checkpoints, and let go of them: the coordinator's thread.
+
+Owns the order in which managers are asked to begin an epoch, to take a snapshot, to seal it, and to let older ones go.
+Who writes, and what is whole for that, is `writers`'; what is persisted, `queue`'s. What a manager does is its own
+matter; how it is reached, the caller's; what handles are told, `coordinator`'s.
+
+A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
+sealed it with verified copies. One is committed at a time, always the newest that can be, except that those due to be
+persisted are not skipped. It lasts: what is written at or below a committed id later is part of the next commit.
+
+A dictionary is always in an *epoch*. What is committed is the same for everybody, as long as the epoch lasts. When a
+manager was lost, somebody goes back below what is committed, or a persisted checkpoint is restored, the next epoch
+begins at a checkpoint, its base: all managers drop what lies above that, and answer requests of the new epoch only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Writers
+from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
+from ml_flashpoint.ddict.options import Options
+from ml_flashpoint.ddict.persistence.queue import Persisting
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.knobs import seal_deadline_s
+
+CALL_S = 30.0
+
+Call: TypeAlias = Callable[[int, str, "dict[str, Any]", float], "dict[str, Any]"]
+"""``(manager, operation, fields, timeout in seconds) -> fields of the answer``."""
+
+Found: TypeAlias = "list[tuple[int, dict[str, Any] | FlashpointError]]"
+"""For each manager, its answer, or why there is none."""
+
+
+class AllManagers:
+    """See the module. Thread-safe."""
+
+    def __init__(self, call: Call, count: int) -> None:
+        self._call = call
+        self._count = count
+        self._pool = self._threads("commit")
+        self.unanswered: dict[int, str] = {}
+        """Managers that commits wait for, and what they were asked."""
+
+    def _threads(self, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
+
+    def ask(self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S) -> list[dict[str, Any]]:
+        """Their answers, or the first error once all have answered, or that of asking."""
+        return _answers(self._ask(self._pool, range(self._count), operation, lambda _: dict(fields), timeout_s))
+
+    def ask_at_length(self, operation: str, fields: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """The same for what takes long, with threads of its own: commits must not wait for one."""
+        with self._threads(operation) as pool:
+            within_s = max(0.05, timeout_s)
+            return _answers(self._ask(pool, range(self._count), operation, lambda _: dict(fields), within_s))
+
+    def ask_some(
+        self, managers: Iterable[int], operation: str, fields: Callable[[int], dict[str, Any]], timeout_s: float
+    ) -> Found:
+        """The answers and errors of these, each with fields of its own."""
+        return self._ask(self._pool, managers, operation, fields, timeout_s)
+
+    def _ask(
+        self,
+        pool: ThreadPoolExecutor,
+        managers: Iterable[int],
+        operation: str,
+        fields: Callable[[int], dict[str, Any]],
+        timeout_s: float,
+    ) -> Found:
+        call = self._call_and_note if pool is self._pool else self._call
+        try:
+            asked = [(each, pool.submit(call, each, operation, fields(each), timeout_s)) for each in managers]
+        except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
+            raise FlashpointError(f"managers cannot be asked to {operation}: {error}") from error
+        found: Found = []
+        for manager, answer in asked:
+            try:
+                found.append((manager, answer.result()))
+            except FlashpointError as error:
+                found.append((manager, error))
+        return found
+
+    def _call_and_note(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.unanswered[manager] = operation
+        try:
+            return self._call(manager, operation, fields, timeout_s)
+        finally:
+            self.unanswered.pop(manager, None)
+
+    def close(self) -> None:
+        """Ask nothing more. Does not wait."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _answers(found: Found) -> list[dict[str, Any]]:
+    for _, answer in found:
+        if isinstance(answer, FlashpointError):
+            raise answer
+    return [answer for _, answer in found if not isinstance(answer, FlashpointError)]
+
+
+_log = logging.getLogger(__name__)
+
+_BEGIN_S = 10.0
+RETRY_S = 0.2
+
+
+class Committer:
+    """See the module. Thread-safe; the base of `Coordinator` and of nothing else.
+
+    Args:
+        persist: makes a checkpoint exist whose parts all managers have written; called with their receipts.
+        unpersist: removes persisted checkpoints above one, which were taken back.
+        describe: fields that managers get as an epoch begins, beside those of the epoch.
+    """
+
+    def __init__(
+        self,
+        rules: Options,
+        call: Call,
+        persist: Callable[[int, list[str]], None] = lambda checkpoint_id, receipts: None,
+        *,
+        unpersist: Callable[[int], None] = lambda above: None,
+        describe: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self._rules = rules
+        self._managers = AllManagers(call, rules.managers)
+        self._describe = describe
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._opened = threading.Condition(lock)  # notified when an epoch may be told of
+        self._writers = Writers(rules)
+        self._epochs = Epochs(rules.managers)
+        self._discards: dict[str, int] = {}  # killed handles, and what is left of what they wrote
+        self._discard_number = 0
+        self._committed = -1
+        self._committing = -1
+        self._sealed: dict[int, list[str]] = {}  # checkpoints, and the snapshot that each manager has of them
+        self._restored: tuple[int, Any] | None = None  # is as good as committed, although there are no copies yet
+        self._orphaned: DDictWritesLostError | None = None
+        self._oldest_told = 0
+        self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
+        self._told = ""
+        self._busy = self._called_off = self._closing = False
+        self._held_up = 0
+        self._persisting = Persisting(self._changed, write=self._write_parts, complete=persist, remove_above=unpersist)
+        self._thread = threading.Thread(target=self._run, name="ddict-coordinator", daemon=True)
+        self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch."""
+        return self._epochs.present
+
+    def _begin_epoch(self, beginning: Beginning, need: int | None = None) -> None:
+        """With the lock held. The coordinator's thread has managers begin it.
+
+        Args:
+            need: the checkpoint whose commit covers what handles wrote whose end others are told of.
+        """
+        _log.warning("epoch %d begins at checkpoint %d: %s", self.epoch + 1, beginning.base, beginning.why)
+        self._epochs.begin(beginning)
+        self._called_off = True
+        if (self._writers.departed_need if need is None else need) > beginning.kept:
+            self._orphaned = self._orphaned or beginning.error
+        self._writers.send_back(beginning.base)
+        self._discards.clear()  # it lies above
+        self._committed = min(self._committed, beginning.base)
+        self._retain(lambda each: each <= beginning.base)
+        self._changed.notify_all()
+
+    def returned(self, manager: int, incarnation: str) -> None:
+        """A manager was lost, and is back: it has found what it can go on from, and waits for an epoch to begin."""
+        with self._changed:
+            if self._epochs.has_begun(manager, incarnation):
+                return
+            base = self._safe()
+            at = f"checkpoint {base}" if base >= 0 else "the beginning, as nothing was committed yet"
+            why = f"manager {manager} was lost, and all go on from {at}"
+            self._begin_epoch(Beginning(base, base, why, manager=manager))
+
+    def sealed_by(self, manager: int) -> list[tuple[str, int]]:
+        """The snapshots that a manager has of what is committed, each with its checkpoint."""
+        with self._changed:
+            return [(its[manager], each) for each, its in self._sealed.items() if its]
+
+    def _safe(self) -> int:
+        """The newest checkpoint that a manager that comes back has."""
+        return self._committed if self._restored is None else self._restored[0]
+
+    def _let_begin(self) -> None:
+        """Have managers begin the epoch that they are behind of. Those that cannot be reached now must before anything
+        is committed; others need not wait for them."""
+        with self._changed:
+            epoch, base = self.epoch, self._epochs.base
+            fields = {**self._describe(), "e": epoch, "base": base, "keep": self._keep(), "restored": None}
+            fields["pinned"] = [each for each in self._persisting.waiting if each <= base]
+            if self._restored is not None:
+                fields.update(restored=self._restored[1], keep=[self._restored[0]])
+            behind = sorted(self._epochs.behind)
+
+        def told(manager: int) -> dict[str, Any]:
+            return {**fields, "sealed": self.sealed_by(manager)}
+
+        errors: list[FlashpointError] = []
+        for manager, answer in self._managers.ask_some(behind, "begin", told, _BEGIN_S):
+            with self._changed:
+                if isinstance(answer, FlashpointError):
+                    errors.append(answer)
+                elif epoch == self.epoch:
+                    self._epochs.begun(manager, str(answer["incarnation"]))
+        with self._changed:
+            self._trouble = errors[0] if errors else None
+            self._epochs.is_open = self._epochs.is_open or epoch == self.epoch
+            self._opened.notify_all()
+            self._changed.notify_all()
+        if errors:
+            raise errors[0]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                job = None
+                while not self._closing and (job := self._next_job()) is None:
+                    self._changed.wait()
+                if self._closing or job is None:
+                    return
+                self._busy, self._called_off = True, False
+            try:
+                job()
+            except FlashpointError as error:
+                with self._changed:
+                    if str(error) != self._told:
+                        _log.warning("nothing more is committed yet: %s", error)
+                    self._told, self._trouble = str(error), error
+                    self._changed.wait(RETRY_S)
+            except Exception:  # the thread must go on: what stops it would stop all commits, without a word
+                _log.exception("a commit failed")
+                with self._changed:
+                    self._changed.wait(RETRY_S)
+            finally:
+                with self._changed:
+                    self._busy, self._committing = False, -1
+                    self._changed.notify_all()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """What is to be done next. With the lock held."""
+        if self._epochs.behind:
+            return self._let_begin
+        if self._discards:
+            return self._discard
+        if self._held_up:
+            return None
+        target = self._target()
+        if self._rules.snapshots and target > self._committed:
+            due = self._rules.next_due(max(self._committed, -1 if self._restored is None else self._restored[0] - 1))
+            self._committing = target if due is None else min(target, due)
+            return self._commit
+        return self._settle if self._oldest() != self._oldest_told else None
+
+    def _discard(self) -> None:
+        """Drop what handles had open whose processes were killed; and whatever of that is still on its way."""
+        with self._changed:
+            discards = dict(self._discards)
+        for handle, to in discards.items():
+            with self._changed:
+                self._discard_number += 1
+                fields = {"w": handle, "to": to, "n": self._discard_number, "dead": True}
+            self._managers.ask("discard", fields)
+            with self._changed:
+                if self._discards.get(handle) == to:
+                    del self._discards[handle]
+
+    def _commit(self) -> None:
+        with self._changed:
+            checkpoint_id, epoch, committed = self._committing, self.epoch, self._committed
+        fields = {"e": epoch, "checkpoint_id": checkpoint_id}
+        self._managers.ask("prepare", {**fields, "committed": committed})
+        sealed: list[str] = []
+        if self._rules.replicated and not self._called_off:
+            sealed = [str(answer["attempt"]) for answer in self._managers.ask("seal", fields, seal_deadline_s())]
+        with self._changed:
+            if epoch != self.epoch or self._called_off:
+                return  # somebody went back: what it has is not what is written
+            self._committed = checkpoint_id
+            self._trouble = self._restored = None
+            self._sealed[checkpoint_id] = sealed
+            if self._rules.is_due(checkpoint_id):
+                self._persisting.add(checkpoint_id, due=True)
+            self._changed.notify_all()
+        self._settle()
+
+    def _follow(self) -> None:
+        """Where there are no snapshots, what is whole is committed. With the lock held."""
+        if not self._rules.snapshots:
+            self._committed = self._target()
+
+    def _settle(self) -> None:
+        """Let managers forget what is not needed any more."""
+        with self._changed:
+            oldest, epoch = self._oldest(), self.epoch
+            keep = self._keep()
+            fields = {"e": epoch, "oldest": oldest, "keep": keep, "pinned": list(self._persisting.waiting)}
+            fields["committed"] = self._committed if self._rules.snapshots else -1
+        self._managers.ask("settle", fields)
+        with self._changed:
+            if epoch == self.epoch:
+                self._retain(lambda each: each in keep or each > self._committed)
+                self._oldest_told = max(self._oldest_told, oldest)
+
+    def _retain(self, is_kept: Callable[[int], bool]) -> None:
+        self._sealed = {each: its for each, its in self._sealed.items() if is_kept(each)}
+
+    def _keep(self) -> list[int]:
+        oldest = self._oldest()
+        return [each for each in self._sealed if each >= oldest or each == self._committed]
+
+    def _oldest(self) -> int:
+        """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to."""
+        oldest = max(0, self._writers.window())
+        if self._rules.snapshots:
+            oldest = min(oldest, max(self._committed, 0), self._writers.lowest())
+        return max(self._oldest_told, oldest)
+
+    def _target(self) -> int:
+        """The newest checkpoint that can be committed now."""
+        restored = -1 if self._restored is None else self._restored[0]
+        return max(self._committed, restored, self._writers.whole())
+
+    def _fixed(self) -> int:
+        """The newest checkpoint of which it is settled what is committed: a write there comes too late for it."""
+        return self._committed if self._called_off else max(self._committed, self._committing)
+
+    def _why_not(self, checkpoint_id: int) -> str:
+        reasons = self._writers.behind(checkpoint_id)
+        died = sum(at <= checkpoint_id for at in self._writers.lost_at.values())
+        reasons += [f"{died} process(es) were killed there, and others have not left that behind yet"] if died else []
+        return "; ".join([f"checkpoint {checkpoint_id} is not committed yet", *reasons])
+
+    def _too_late(self, why: str, checkpoint_id: int | None = None) -> DDictTimeoutError:
+        """The error for who has waited in vain. If it is for a manager, that may be one that does not come back."""
+        unanswered = sorted(self._managers.unanswered.items())
+        reasons = [f"manager {manager} has not answered {asked!r} yet" for manager, asked in unanswered]
+        why = "; ".join([why, *reasons, *([self._trouble.message] if self._trouble else [])])
+        away = next(iter(sorted(self._managers.unanswered)), getattr(self._trouble, "manager", None))
+        hint = f"if manager {away} stays away, make the dictionary anew, and restore() what was persisted"
+        return DDictTimeoutError(why, checkpoint_id=checkpoint_id, manager=away, hint=None if away is None else hint)
+
+    def state(self) -> dict[str, Any]:
+        """Where the dictionary is: its ``epoch``, ``committed``, ``fixed`` (the newest checkpoint for whose commit a
+        write there would be late), ``newest``, ``oldest`` and ``writers``."""
+        with self._changed:
+            return {
+                "epoch": self.epoch,
+                "committed": self._committed,
+                "fixed": self._fixed(),
+                "newest": self._writers.newest,
+                "oldest": self._oldest(),
+                "writers": len(self._writers.live),
+            }
+
+    def persisting_state(self) -> dict[str, Any]:
+        """See `Persisting.state`."""
+        with self._changed:
+            return self._persisting.state()
+
+    def _write_parts(self, checkpoint_id: int) -> list[str]:
+        written = self._managers.ask_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
+        return [str(answer["receipt"]) for answer in written]
+
+    @contextlib.contextmanager
+    def _no_commits(self, until: float) -> Iterator[None]:
+        """Wait until no commit is under way, and let none begin."""
+        with self._changed:
+            self._held_up += 1
+        try:
+            with self._changed:
+                while self._busy:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
+                    self._changed.wait(left)
+            yield
+        finally:
+            with self._changed:
+                self._held_up -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop committing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._opened.notify_all()
+        self._persisting.close()
+        self._thread.join(1.0)
+        self._managers.close()

@@ -1,0 +1,413 @@
+"""Which checkpoints are committed, which retire, and in which epoch the dictionary is. One of these, in one process.
+
+Owns what handles that write, and all others, may say and are told. The rules, and what managers are asked, are
+`commits`', who writes is `writers`'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from ml_flashpoint.ddict.checkpoints.commits import RETRY_S, Committer
+from ml_flashpoint.ddict.checkpoints.writers import Beginning, Session
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictDestroyedError,
+    StaleEpochError,
+    never_committed,
+)
+from ml_flashpoint.format.errors import FlashpointError
+
+_LOOK_S = 0.5
+_HEAR_S = 2.0
+
+IsGone: TypeAlias = Callable[[], bool]
+"""Whether whoever asked does not wait for the answer any more, so that nobody is told anything by it."""
+
+
+class Coordinator(Committer):
+    """See the module. Thread-safe."""
+
+    def attach(self, session: str, its: Session) -> None:
+        """A process has a connection that keeps its handles attached."""
+        with self._changed:
+            self._writers.sessions[session] = its
+            self._changed.notify_all()
+
+    def session_ended(self, session: str, holder: object) -> None:
+        """The process of a session is gone, and so are those of its handles that have not said that they leave: what
+        they had open when it was killed is dropped."""
+        with self._changed:
+            for handle, position in self._writers.kill(session, holder, self._fixed()).items():
+                self._discards[handle] = max(position - 1, self._fixed())
+            self._follow()
+            self._changed.notify_all()
+
+    def join(self, handle: str, session: str, position: int, epoch: int) -> dict[str, Any]:
+        """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
+        moved since this was sent.
+
+        Raises:
+            StaleEpochError: see `catch_up`.
+            DDictCheckpointRetiredError: nobody can write where it is.
+        """
+        with self._changed:
+            self._check_epoch(epoch, handle)
+            if not self._writers.has_left(handle):
+                writer = self._writers.live.get(handle)
+                if writer is None:
+                    self._reachable(position)
+                    self._writers.place(handle, session, position, epoch)
+                    self._changed.notify_all()
+                else:
+                    writer.session = session
+            return self.state()
+
+    def move(
+        self, handle: str, session: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
+    ) -> dict[str, Any]:
+        """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
+
+        Returns:
+            The state, and where it is now, ``position``.
+
+        Raises:
+            StaleEpochError: see `catch_up`.
+            DDictWritesLostError: told once: what a handle had written that is gone was lost.
+            DDictTimeoutError: others did not do their part in time: commits, or writers, or keys, are behind.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._check_epoch(epoch, handle)
+            if self._writers.has_left(handle):
+                return {**self.state(), "position": position}
+            position = self._reachable(position, onwards)
+            self._raise_orphaned()
+            writer = self._writers.live.get(handle) or self._writers.place(handle, session, position, epoch)
+            writer.moving_to = position
+            self._changed.notify_all()
+        retires = position - self._rules.working_set_size
+        if position > self._writers.newest and retires >= 0:
+            try:
+                self._wait_to_retire(handle, position, retires, epoch, until)
+            except BaseException:
+                with self._changed:
+                    writer.moving_to = -1
+                raise
+        with self._changed:
+            self._check_epoch(epoch, handle)
+            if self._writers.has_left(handle):
+                return {**self.state(), "position": position}
+            position = self._reachable(position, onwards)
+            fixed = self._fixed()  # what this move itself commits is not too late for what the handle wrote before
+            self._writers.place(handle, session, position, epoch)
+            self._follow()
+            self._changed.notify_all()
+            return {**self.state(), "fixed": fixed, "position": position}
+
+    def _wait_to_retire(self, handle: str, position: int, retires: int, epoch: int, until: float) -> None:
+        """Wait until a checkpoint may leave the working set."""
+        with self._changed:
+            if self._rules.whole_steps:
+                while behind := self._writers.behind(retires, but=handle):
+                    why = f"checkpoint {retires} cannot retire: {'; '.join(behind)}"
+                    self._wait(epoch, handle, until, retires, why)
+            # What is not committed stays in memory, which would fill up with it.
+            while self._rules.snapshots and self._committed < min(
+                self._target(), position - self._rules.working_set_size - 2
+            ):
+                self._wait_for(epoch, handle, until, self._committed + 1)
+        if self._rules.wait_for_keys and position > self._writers.newest:
+            self._managers.ask_at_length("complete", {"checkpoint_id": retires}, max(0.05, until - time.monotonic()))
+
+    def _wait(self, epoch: int, handle: str, until: float, checkpoint_id: int, why: str) -> None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise self._too_late(why, checkpoint_id)
+        self._changed.wait(min(left, RETRY_S))
+        self._check_epoch(epoch, handle)
+
+    def _wait_for(self, epoch: int, handle: str, until: float, checkpoint_id: int) -> None:
+        self._wait(epoch, handle, until, checkpoint_id, self._why_not(checkpoint_id))
+
+    def leave(self, handle: str, need: int, epoch: int) -> None:
+        """A handle writes no more. What it wrote counts, and can be lost like all the rest."""
+        with self._changed:
+            if self._writers.has_left(handle):
+                return
+            lost, _ = self._epochs.account(epoch, handle, 0, need, writes=False)
+            if lost is not None:
+                self._orphaned = self._orphaned or lost.error
+                need = -1
+            self._writers.leave(handle, need)
+            self._discards.pop(handle, None)
+            self._follow()
+            self._changed.notify_all()
+
+    def rollback(self, handle: str, session: str | None, to: int, epoch: int, timeout_s: float) -> dict[str, Any]:
+        """A handle goes back to checkpoint ``to``, and what it wrote above is discarded. Below what is committed, all
+        go back: an epoch begins there.
+
+        Args:
+            session: None: the handle is not attached.
+
+        Raises:
+            StaleEpochError: see `catch_up`; but not for a handle that was killed, which comes back by this.
+            DDictCheckpointRetiredError: nobody can go back there.
+            DDictTimeoutError: not all managers could be reached; the same call again finishes it.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._check_epoch(epoch)
+            self._check_there(to)
+            taken, numbered = self._committed, self._discard_number + 1
+            if session is not None and not self._writers.has_left(handle):
+                self._writers.place(handle, session, to, epoch)
+            self._discards.pop(handle, None)
+            if to < taken:
+                why = f"a handle went back to checkpoint {to}, below {taken}, which was committed"
+                self._begin_epoch(Beginning(to, to, why, taken, by=handle))
+                self._persisting.take_back(to)
+                self._persisting.remove_later(to)
+                if session is not None:
+                    self._writers.place(handle, session, to, self.epoch)
+            else:
+                self._discard_number = numbered
+                # Also at `to` itself: what it writes there now must not be in it by halves.
+                self._called_off = self._called_off or self._committing >= to
+            self._changed.notify_all()
+        if to >= taken:
+            fields = {"w": handle, "to": to, "n": numbered, "dead": False}
+            self._managers.ask_at_length("discard", fields, max(0.05, until - time.monotonic()))
+        self._await_open(until)
+        with contextlib.suppress(FlashpointError):  # whoever persists next tries again
+            self._persisting.remove_rolled_back()
+        return self.state()
+
+    def _reachable(self, position: int, onwards: bool = False) -> int:
+        """Where a writer comes to that wants to be at a checkpoint. Commits that it is too late for are called off."""
+        if self._rules.snapshots:
+            if onwards:
+                usable = [each for each in self._sealed if each >= max(position, self._oldest())]
+                position = min([*usable, max(position, self._committed)])
+            self._check_there(position)
+            self._called_off = self._called_off or self._committed < position <= self._committing
+        return position
+
+    def _check_there(self, checkpoint_id: int) -> None:
+        """Raise unless a checkpoint can be gone back to, read and written at."""
+        oldest = self._oldest()  # managers may be about to hear of it
+        if checkpoint_id < oldest:
+            raise DDictCheckpointRetiredError(
+                f"checkpoint {checkpoint_id} has left the working set", checkpoint_id=oldest
+            )
+        if self._rules.snapshots and checkpoint_id < self._committed and checkpoint_id not in self._sealed:
+            raise never_committed(checkpoint_id, self._committed, self._sealed)
+
+    def _check_epoch(self, epoch: int, handle: str = "") -> None:
+        if epoch != self.epoch or not self._epochs.is_open or handle in self._writers.killed:
+            raise StaleEpochError("this request is of another epoch")
+
+    def catch_up(self, handle: str, position: int, need: int, epoch: int, timeout_s: float) -> dict[str, Any]:
+        """A handle was told that its epoch is over, or will be: what that means for it.
+
+        Args:
+            need: the checkpoint whose commit covers all that it wrote; -1: nothing that it does not know committed.
+
+        Returns:
+            The state, and ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to
+            go on from; ``taken``: what was committed below where it stands was taken back.
+
+        Raises:
+            DDictTimeoutError: managers have not begun it in time.
+        """
+        self._await_open(time.monotonic() + timeout_s)
+        with self._changed:
+            writer = self._writers.live.get(handle)
+            lost, taken = self._epochs.account(epoch, handle, position, need, writes=writer is not None)
+            base, why = self._epochs.base, "" if lost is None else lost.why
+            if handle in self._writers.killed:
+                why, base = "the connection of its process broke: what it had open was taken for lost", self._committed
+            if writer is not None and writer.epoch < self.epoch:
+                if not why and epoch >= writer.epoch:  # else this was sent before it went elsewhere
+                    writer.position = position
+                writer.epoch = self.epoch
+            if why:
+                self._orphaned = None  # one is enough
+            self._changed.notify_all()
+            return {
+                **self.state(),
+                "lost": why or None,
+                "manager": None if lost is None else lost.manager,
+                "base": base,
+                "taken": taken,
+            }
+
+    def _await_open(self, until: float) -> None:
+        with self._changed:
+            while not self._epochs.is_open:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise self._too_late(f"not all managers have begun epoch {self.epoch} yet")
+                if self._closing:
+                    raise DDictDestroyedError("the dictionary was destroyed")
+                self._changed.wait(left)
+
+    def newest(
+        self, epoch: int | None, timeout_s: float, is_gone: IsGone = lambda: False, *, tells: bool = True
+    ) -> dict[str, Any]:
+        """The newest committed checkpoint, once what can be committed now is. Where nobody writes, all go on from it,
+        whatever was begun by those now gone.
+
+        Args:
+            tells: whether this is one of the calls that losses of handles now gone are told by.
+
+        Raises:
+            StaleEpochError: see `catch_up`.
+            DDictWritesLostError: told once: what a handle had written that is gone was lost.
+            DDictTimeoutError: commits did not end in time.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            epoch = self.epoch if epoch is None else epoch
+            self._check_epoch(epoch)
+            # Whoever asks may know already of processes that died, and must not find them writing.
+            for session, holder in self._writers.gone_sessions():
+                self.session_ended(session, holder)
+            # Processes that live hear of an epoch by themselves, and say where they are then.
+            unheard = min(until, time.monotonic() + _HEAR_S)
+            while self._writers.unheard(epoch) and (left := unheard - time.monotonic()) > 0:
+                self._changed.wait(left)
+                self._check_epoch(epoch)
+            wanted = self._target()
+            # A rollback meanwhile can mean that less is to be committed than it was.
+            while self._committed < (wanted := min(wanted, self._target())) or (tells and self._orphaned is not None):
+                if is_gone():
+                    return self.state()
+                if tells:
+                    self._raise_orphaned()
+                self._wait_for(epoch, "", until, wanted)
+            if not self._writers.live:
+                if self._writers.lost_at:
+                    why = f"processes were killed, and all go on from checkpoint {self._committed}"
+                    # That processes were killed is known; but what handles have left counted so far.
+                    self._begin_epoch(Beginning(self._committed, self._committed, why), self._writers.left_need)
+                    self._writers.lost_at.clear()
+                    if tells:
+                        self._raise_orphaned()
+                self._writers.newest = self._committed + 1
+        self._await_open(until)
+        return self.state()
+
+    def await_commit(
+        self,
+        handle: str,
+        checkpoint_id: int,
+        epoch: int,
+        timeout_s: float,
+        is_gone: IsGone = lambda: False,
+        if_written: bool = False,
+    ) -> dict[str, Any]:
+        """Wait until a checkpoint is committed, for a handle that may be one that writes.
+
+        Args:
+            if_written: where nobody writes, do not wait for somebody who may begin to.
+
+        Raises:
+            StaleEpochError, DDictWritesLostError: as :meth:`move`.
+            DDictTimeoutError: it was not in time.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._check_epoch(epoch, handle)
+            while self._committed < checkpoint_id and not is_gone():
+                if handle in self._writers.live or not self._writers.live:  # else it is for those who write
+                    self._raise_orphaned()
+                if if_written and not self._writers.live and self._committed >= self._target():
+                    break
+                self._wait_for(epoch, handle, until, checkpoint_id)
+            return self.state()
+
+    def _raise_orphaned(self) -> None:
+        if self._orphaned is not None:
+            orphaned, self._orphaned = self._orphaned, None
+            raise orphaned
+
+    def await_epoch(self, other_than: int, until: float, is_gone: IsGone) -> int:
+        """Wait for another epoch than this one; returns the one that it is."""
+        with self._opened:  # not with those who wait for commits: there is one here for each process that writes
+            while (self.epoch == other_than or not self._epochs.is_open) and not self._closing and not is_gone():
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._opened.wait(min(left, _LOOK_S))
+            return self.epoch if self._epochs.is_open else other_than
+
+    def persist_newest(self, timeout_s: float, is_gone: IsGone = lambda: False) -> int:
+        """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
+
+        Raises:
+            FlashpointError: it could not be persisted.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            self._await_open(until)
+            try:
+                self.newest(None, max(0.0, until - time.monotonic()), is_gone, tells=False)
+                break
+            except StaleEpochError:
+                continue  # an epoch has begun meanwhile: what is committed in that one is as good
+        with self._changed:
+            checkpoint_id = self._committed
+            if checkpoint_id >= 0:
+                self._persisting.add(checkpoint_id)
+        if checkpoint_id >= 0:
+            self._persisting.await_persisted(checkpoint_id, until)
+        return checkpoint_id
+
+    def restore(
+        self, checkpoint_id: int, checkpoint: Any, timeout_s: float, begin_run: Callable[[], None], by: str = ""
+    ) -> dict[str, Any]:
+        """Have all managers hold a persisted checkpoint, and nothing else: an epoch begins with it.
+
+        Args:
+            checkpoint: what managers read.
+            begin_run: called when all have read it.
+            by: handle whose doing it is.
+
+        Raises:
+            FlashpointError: a manager cannot read it; all is as before.
+            DDictTimeoutError: it was not done in time; or it was, but for the copies.
+        """
+        until = time.monotonic() + timeout_s
+        with self._no_commits(until):
+            self._persisting.await_idle(until)
+            try:
+                left = max(0.1, until - time.monotonic())
+                self._managers.ask_at_length("restore_prepare", {"checkpoint": checkpoint}, left)
+                begin_run()
+            except FlashpointError:
+                with contextlib.suppress(FlashpointError):
+                    self._managers.ask("restore_abort", {})
+                raise
+            with self._changed:
+                why = f"checkpoint {checkpoint_id} was restored"
+                self._begin_epoch(Beginning(checkpoint_id, self._committed, why, by=by))
+                self._writers.begin_at(checkpoint_id)
+                if by in self._writers.live:  # it goes there: what its process says of where it stood comes too late
+                    self._writers.live[by].epoch = self.epoch
+                self._committed = -1 if self._rules.snapshots else checkpoint_id
+                self._restored = (checkpoint_id, checkpoint)
+                self._sealed, self._oldest_told, self._orphaned = {}, checkpoint_id, None
+                self._persisting.restored(checkpoint_id)
+        self._await_open(until)
+        # It was committed before it was persisted, so it is again: at once, which makes the copies there are none of.
+        with self._changed:
+            while self._committed < checkpoint_id and not self._closing:
+                why = f"it is restored, but has no copies yet: {self._why_not(checkpoint_id)}"
+                with contextlib.suppress(StaleEpochError):  # a manager was lost: all go on from what is restored
+                    self._wait(self.epoch, "", until, checkpoint_id, why)
+            return self.state()

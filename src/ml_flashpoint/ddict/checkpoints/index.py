@@ -1,0 +1,402 @@
+"""The parts of a dictionary as others see them: names, labels, and indices of the entries that each has.
+
+Owns what tells a part of a dictionary from any other, where index and segment lie in the object of a snapshot, and
+encoding and decoding indices. Nothing here touches a store or a peer. What is decoded is distrusted, also when its
+digest is right::
+
+    magic (8), length of the head (4, little endian), head (JSON)
+    one record an entry (40 bytes, see `_RECORD`)
+    the keys of these entries, one after the other
+
+An index is full, or says what has changed since a *chain* of others, of which the first is full and each of the rest
+says what has changed since those before it. Small values lie in the segment beside the index that names them, large
+ones are parts of their own. The object of a snapshot is a safetensors file with two byte items: ``index``, and
+``segment``, small values one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
+from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID, check_checkpoint_id
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.manifest import MAX_WORLD_SIZE, Manifest, object_name
+from ml_flashpoint.format.object_format import encode_header, parse_header
+from ml_flashpoint.format.object_layout import Layout, plan_layout
+
+KIND_LABEL: Final = "ddict"
+"""Label of a part that says what it is: `SNAPSHOT` or `VALUE`."""
+
+STAMP_LABEL: Final = "stamp"
+"""Label of a part that says when it was sealed: see `format_stamp`."""
+
+SNAPSHOT: Final = "snapshot"
+VALUE: Final = "value"
+
+_HEADER_RESERVE: Final = 1024
+_SNAPSHOT_ATTEMPT: Final = re.compile(r"s-([0-9]{20})-[0-9A-Za-z]{1,64}")
+_STAMP: Final = re.compile(r"[0-9]{20}")
+
+
+class PartRef(NamedTuple):
+    """Names a part of this manager.
+
+    Attributes:
+        attempt: of the part; those of snapshots begin with ``s-``, and later ones of a manager compare greater.
+        step: checkpoint that it was sealed in, which is the step of its version.
+    """
+
+    attempt: str
+    step: int
+
+    @property
+    def version(self) -> str:
+        """Directory of the part."""
+        return f"step-{self.step}_ckpt"
+
+
+def part_ref(attempt: object, step: object) -> PartRef:
+    """A reference that somebody else gave.
+
+    Raises:
+        InvalidArgumentError, InvalidNameError: it names no part.
+    """
+    if not isinstance(attempt, str):
+        raise InvalidArgumentError("not the name of a part", argument="attempt", value=attempt)
+    object_name(0, attempt)  # refuses what cannot be part of a file's name
+    return PartRef(attempt, check_checkpoint_id(step, "step"))
+
+
+# ---- names and labels -------------------------------------------------------------------------------------
+
+
+def format_stamp(nanoseconds: int) -> str:
+    """A point in the life of a manager, as text that compares as the points do."""
+    return f"{nanoseconds:020}"
+
+
+def check_stamp(stamp: object) -> str:
+    """The stamp, if `format_stamp` may have given it.
+
+    Raises:
+        InvalidArgumentError: it cannot have.
+    """
+    if not isinstance(stamp, str) or not _STAMP.fullmatch(stamp):
+        raise InvalidArgumentError("a stamp has 20 digits", argument="stamp", value=stamp)
+    return stamp
+
+
+def snapshot_attempt(stamp: str, incarnation: str) -> str:
+    """Name of the part of a snapshot.
+
+    Raises:
+        InvalidArgumentError: the incarnation is not 1 to 64 letters and digits.
+    """
+    attempt = f"s-{check_stamp(stamp)}-{incarnation}"
+    if not _SNAPSHOT_ATTEMPT.fullmatch(attempt):
+        raise InvalidArgumentError("must be 1 to 64 letters and digits", argument="incarnation", value=incarnation)
+    return attempt
+
+
+def labels_of(kind: str, checkpoint_id: int, stamp: str) -> dict[str, str]:
+    """Labels of a part."""
+    return {KIND_LABEL: kind, "checkpoint": str(checkpoint_id), STAMP_LABEL: stamp}
+
+
+def part_kind(manifest: Manifest) -> str | None:
+    """`SNAPSHOT` or `VALUE`; None: the manifest is of no part that a dictionary would have made."""
+    kind = manifest.labels.get(KIND_LABEL)
+    match = _SNAPSHOT_ATTEMPT.fullmatch(manifest.save_id)
+    stamp = manifest.labels.get(STAMP_LABEL, "")
+    if (
+        kind not in (SNAPSHOT, VALUE)
+        or (kind == SNAPSHOT) != (match is not None)
+        or (match is not None and match[1] != stamp)
+        or not _STAMP.fullmatch(stamp)
+        or manifest.labels.get("checkpoint") != str(manifest.step)
+        or [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]
+    ):
+        return None
+    return kind
+
+
+# ---- the object -------------------------------------------------------------------------------------------
+
+
+def plan_object(index_bytes: int, segment_bytes: int) -> Layout:
+    """Where index and segment lie in the object of a snapshot."""
+    return plan_layout([], [("index", index_bytes), ("segment", segment_bytes)], reserve=_HEADER_RESERVE)
+
+
+def object_header(layout: Layout, file_size: int) -> bytes:
+    """Header of the object of a snapshot."""
+    return encode_header(layout, file_size, {KIND_LABEL: SNAPSHOT})
+
+
+def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryview, memoryview]:
+    """Index and segment of the object of a snapshot; views.
+
+    Args:
+        data: the object, up to its used size.
+        file_size: bytes of its whole file.
+
+    Raises:
+        DamagedError: it is not such an object.
+    """
+    entries = parse_header(data, file_size, path).layout.by_key
+    found = []
+    for key in ("index", "segment"):
+        entry = entries.get(key)
+        if entry is None or entry.kind != "bytes" or entry.end > data.nbytes:
+            raise DamagedError(f"a snapshot without its {key}", path=path)
+        found.append(data[entry.begin : entry.end])
+    return found[0], found[1]
+
+
+GONE: Final = 0
+INLINE: Final = 1
+STORED: Final = 2
+
+_MAGIC: Final = b"MLFDDIX2"
+_PREFIX: Final = struct.Struct("<8sI")
+# Length of the key, flags, kind of the value, writer, part, checkpoint, offset and length of the value.
+_RECORD: Final = struct.Struct("<IBBxxIIQQQ")
+_PERSISTENT: Final = 1
+_BROADCAST: Final = 2
+_HEAD_FIELDS: Final = frozenset(("checkpoint", "manager", "managers", "chain", "parts", "writers", "entries", "keys"))
+_MAX_WRITER_CHARACTERS: Final = 1024
+
+LONGEST_CHAIN: Final = 8
+"""Most indices that one is read from: after so many changes, there is a full one."""
+
+
+class IndexEntry(NamedTuple):
+    """An entry of an index; see `shard.Entry`.
+
+    Attributes:
+        kind: `GONE`: there is no entry of this key any more, and the rest says nothing; `INLINE` or `STORED`.
+        part: whose segment holds the value, or the part that it is.
+        offset, length: in the segment; 0 and the bytes of the object for a stored value.
+    """
+
+    key: bytes
+    checkpoint_id: int
+    writer: str
+    persistent: bool
+    broadcast: bool
+    kind: int
+    part: PartRef
+    offset: int
+    length: int
+
+    def entry(self, value: Value) -> Entry:
+        """The entry, with its value."""
+        return Entry(self.key, self.checkpoint_id, self.writer, value, self.persistent, self.broadcast)
+
+    def inline_value(self, segment: memoryview) -> InlineValue:
+        """The value, from the segment that it lies in.
+
+        Raises:
+            DamagedError: it does not.
+        """
+        if self.offset + self.length > segment.nbytes:
+            raise DamagedError("a value lies outside of its segment", path=self.part.attempt)
+        return InlineValue(bytes(segment[self.offset : self.offset + self.length]))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What one index says.
+
+    Attributes:
+        own: the part that it is in.
+        manager, managers: whose it is, of how many.
+        chain: parts with the indices that it says the changes of; empty: it is full.
+    """
+
+    own: PartRef
+    manager: int
+    managers: int
+    chain: tuple[PartRef, ...]
+    entries: Sequence[IndexEntry]
+
+
+def gather(
+    own: PartRef, entries: Iterable[Entry], part_of: Callable[[StoredValue], PartRef]
+) -> tuple[list[IndexEntry], list[bytes]]:
+    """What an index says of entries, and the segment: small values, one after the other. Deleted keys are left out.
+
+    Args:
+        own: the part that index and segment are in.
+        part_of: the part that a large value is.
+    """
+    told: list[IndexEntry] = []
+    segment: list[bytes] = []
+    offset = 0
+    for entry in entries:
+        value = entry.value
+        if isinstance(value, InlineValue):
+            place: tuple[int, PartRef, int, int] = (INLINE, own, offset, value.nbytes)
+            segment.append(value.data)
+            offset += value.nbytes
+        elif value is not None:
+            place = (STORED, part_of(value), 0, value.size)
+        else:
+            continue
+        told.append(IndexEntry(entry.key, entry.checkpoint_id, entry.writer, entry.persistent, entry.broadcast, *place))
+    return told, segment
+
+
+def gone(key: bytes, own: PartRef) -> IndexEntry:
+    """Says that there is no entry of this key any more."""
+    return IndexEntry(key, 0, "", False, False, GONE, own, 0, 0)
+
+
+def index_bytes(entry: Entry) -> int:
+    """About what an entry takes in an index and the segment beside it."""
+    return _RECORD.size + len(entry.key) + (entry.value.nbytes if isinstance(entry.value, InlineValue) else 0)
+
+
+def fold(indices: Iterable[Index]) -> list[IndexEntry]:
+    """What the last of these says: a full one, and those of its chain after it.
+
+    Raises:
+        DamagedError: these are no chain.
+    """
+    found: dict[bytes, IndexEntry] = {}
+    chain: list[PartRef] = []
+    for index in indices:
+        if list(index.chain) != chain:
+            raise DamagedError("the index of a snapshot builds on others", path=index.own.attempt)
+        for told in index.entries:
+            if told.kind == GONE:
+                found.pop(told.key, None)
+            else:
+                found[told.key] = told
+        chain.append(index.own)
+    return list(found.values())
+
+
+def encode_index(index: Index) -> bytes:
+    """The index as bytes.
+
+    Raises:
+        InvalidArgumentError: it is too large: a key of 4 GiB, or more entries than 4 bytes count.
+    """
+    parts: dict[PartRef, int] = {}
+    writers: dict[str, int] = {}
+    records = bytearray()
+    pack = _RECORD.pack
+    try:
+        for entry in index.entries:
+            records += pack(
+                len(entry.key),
+                entry.persistent * _PERSISTENT | entry.broadcast * _BROADCAST,
+                entry.kind,
+                writers.setdefault(entry.writer, len(writers)),
+                parts.setdefault(entry.part, len(parts)) if entry.kind == STORED else 0,
+                entry.checkpoint_id,
+                entry.offset,
+                entry.length,
+            )
+    except struct.error as error:
+        raise InvalidArgumentError(f"this cannot be in an index: {error}", argument="entries") from error
+    keys = b"".join([entry.key for entry in index.entries])
+    head = {
+        "checkpoint": index.own.step,
+        "manager": index.manager,
+        "managers": index.managers,
+        "chain": index.chain,
+        "parts": list(parts),
+        "writers": list(writers),
+        "entries": len(index.entries),
+        "keys": len(keys),
+    }
+    text = json.dumps(head, separators=(",", ":")).encode("ascii")
+    return b"".join((_PREFIX.pack(_MAGIC, len(text)), text, records, keys))
+
+
+def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
+    """What `encode_index` made `data` from.
+
+    Args:
+        own: the part that it is in.
+        manager, managers: whose it must be, of how many.
+
+    Raises:
+        DamagedError: it is no index, or another one's.
+    """
+    try:
+        index = _decode(data, own)
+    except (ValueError, TypeError, KeyError, IndexError, struct.error, RecursionError, FlashpointError) as error:
+        raise DamagedError(f"the index is not valid: {error}", path=path) from error
+    if (index.manager, index.managers) != (manager, managers):
+        raise DamagedError("the index is of another part", path=path)
+    return index
+
+
+def _decode(data: memoryview, own: PartRef) -> Index:
+    if bytes(data[: len(_MAGIC)]) != _MAGIC:
+        raise ValueError("it was written by another version, or is none")
+    _, length = _PREFIX.unpack_from(data)
+    begin = _PREFIX.size + length
+    if begin > data.nbytes:
+        raise ValueError("the head is too long")
+    head = json.loads(bytes(data[_PREFIX.size : begin]).decode("ascii"))
+    if not isinstance(head, dict) or head.keys() != _HEAD_FIELDS:
+        raise ValueError("the head has other fields")
+    if _natural(head, "checkpoint", MAX_CHECKPOINT_ID) != own.step:
+        raise ValueError("it is of another checkpoint")
+    managers = _natural(head, "managers", MAX_WORLD_SIZE)
+    manager = _natural(head, "manager", managers - 1)
+    chain, parts = ([part_ref(*each) for each in _list(head, name)] for name in ("chain", "parts"))
+    if len(chain) > LONGEST_CHAIN:
+        raise ValueError("the chain is too long")
+    writers = _list(head, "writers")
+    if not all(isinstance(writer, str) and len(writer) <= _MAX_WRITER_CHARACTERS for writer in writers):
+        raise ValueError("a writer is no text")
+    keys_at = begin + _RECORD.size * _natural(head, "entries", 2**32)
+    if keys_at + _natural(head, "keys", MAX_STEP) != data.nbytes:
+        raise ValueError(f"{data.nbytes} bytes are not what the head says")
+    entries = _decode_entries(data[begin:keys_at], bytes(data[keys_at:]), own, parts, writers)
+    return Index(own, manager, managers, tuple(chain), entries)
+
+
+def _decode_entries(
+    records: memoryview, keys: bytes, own: PartRef, parts: Sequence[PartRef], writers: Sequence[str]
+) -> list[IndexEntry]:
+    entries = []
+    at = 0
+    for key_length, flags, kind, writer, part, checkpoint_id, offset, length in _RECORD.iter_unpack(records):
+        if flags > _PERSISTENT | _BROADCAST or kind > STORED or checkpoint_id > MAX_CHECKPOINT_ID:
+            raise ValueError("an entry with unknown flags, of no kind, or of no checkpoint")
+        key, at = keys[at : at + key_length], at + key_length
+        persistent, broadcast = bool(flags & _PERSISTENT), bool(flags & _BROADCAST)
+        its = parts[part] if kind == STORED else own
+        entries.append(
+            IndexEntry(key, checkpoint_id, writers[writer], persistent, broadcast, kind, its, offset, length)
+        )
+    if at != len(keys):
+        raise ValueError("the keys are not as long as the entries say")
+    return entries
+
+
+def _natural(head: Mapping[str, Any], name: str, highest: int) -> int:
+    value = head[name]
+    if type(value) is not int or not 0 <= value <= highest:
+        raise ValueError(f"{name} must be an integer from 0 to {highest}")
+    return value
+
+
+def _list(head: Mapping[str, Any], name: str) -> list[Any]:
+    value = head[name]
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list")
+    return value

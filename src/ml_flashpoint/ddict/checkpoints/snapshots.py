@@ -1,0 +1,408 @@
+"""Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
+
+Owns the life of snapshots and of the sealed values that they refer to: when a part is committed, pushed, kept and
+dropped. The bytes of a snapshot are `index`'s and `index`'s, what goes into a part `parts`',
+the copies at other managers `copies`', reading it all back `recovery`'s. Which checkpoint is
+committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
+
+A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the
+entries and the small values written since the snapshot before. Large values are parts of their own, committed the first
+time that a snapshot refers to them. So a snapshot of what did not change copies no value, neither here nor to a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.checkpoints.copies import Copies, HolderBackend, PeerAddress, Peers
+from ml_flashpoint.ddict.checkpoints.index import (
+    STAMP_LABEL,
+    PartRef,
+    check_stamp,
+    format_stamp,
+    part_kind,
+    snapshot_attempt,
+)
+from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder
+from ml_flashpoint.ddict.checkpoints.recovery import Recoverer
+from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
+from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
+from ml_flashpoint.replication.transfer_protocol import Address
+from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.staging.collection import collection_paused
+
+_log = logging.getLogger(__name__)
+
+TellHolder = Callable[[int, list[str], str], None]
+"""``(holder, keep, before)``: have that manager call ``drop_copies(<us>, keep, before)``; raises `FlashpointError`."""
+
+_SPARE_ARENAS = 8
+"""Free arenas that are kept, at least, for what comes next."""
+
+
+class Snapshots:
+    """See the module. Thread-safe; seals come one after the other.
+
+    Args:
+        store: of this manager; its rank is the manager's number.
+        nodes: node of every manager, by number. Their number is the world size.
+        peer_address: see `PeerAddress`.
+        tell_holder: see `TellHolder`. Must have a deadline of its own.
+        in_use: whether a value id is still in the shard's history, so that its part must stay although no snapshot
+            needs it; once false, it must stay so. It may take locks under which :meth:`pin` and :meth:`let_go` are
+            called, but none under which anything else of this object is.
+        release: frees the arena of a value that :meth:`let_go` took over and that did not become a part after all;
+            by default ``store.release(value.arena)``.
+        incarnation: of this manager process, letters and digits.
+        host: address to serve peers on, and the one told to them.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        store: RankStore,
+        *,
+        nodes: Sequence[str],
+        strategy: ReplicationStrategy,
+        secret: bytes,
+        peer_address: PeerAddress,
+        tell_holder: TellHolder,
+        in_use: Callable[[str], bool],
+        incarnation: str,
+        release: Callable[[StoredValue], None] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        topology = Topology(tuple(nodes))
+        manager = store.rank
+        self._store = store
+        self._manager = manager
+        self._managers = topology.world_size
+        self._incarnation = incarnation
+        self._in_use = in_use
+        self._tell_holder = tell_holder
+        self._release = release or (lambda value: store.release(value.arena))
+        snapshot_attempt(format_stamp(0), incarnation)  # refuses what cannot be in a name
+        self._holders = strategy.copies_of(manager, topology)
+        self._held = strategy.held_by(manager, topology)
+        self._peers = Peers(secret, topology.nodes, peer_address)
+        self._copies = Copies(store, self._holders, self._peers)
+        self._service: TransferService | None = None
+        if self._holders or self._held:
+            backend = HolderBackend(store, self._held, self._managers)
+            self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
+        self._started = False
+        # Taken in this order. Network is only waited for with the first, and users are called without the last.
+        self._sealing = threading.Lock()
+        self._building = threading.Lock()
+        self._lock = threading.Lock()
+        self._builder = PartBuilder(store, topology.node_of(manager), self._managers, self._next_stamp)
+        self._snapshots: dict[int, BuiltSnapshot] = {}
+        self._pins: Counter[str] = Counter()
+        self._let_go: dict[str, StoredValue] = {}
+        self._last_stamp = self._newest_stamp()
+        self._closed = threading.Event()
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve peers: take in their copies, give them theirs back. Before :meth:`recover`: they may need ours.
+
+        Does nothing where no manager holds anything of another.
+
+        Raises:
+            ReplicationError: cannot listen.
+        """
+        if self._service is not None:
+            self._service.start()
+            self._started = True
+
+    @property
+    def address(self) -> Address | None:
+        """Where peers reach :meth:`start`'s service; None if there is none."""
+        return self._service.address if self._service is not None and self._started else None
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Managers that this one holds copies of."""
+        return self._held
+
+    def close(self) -> None:
+        """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""
+        self._closed.set()
+        self._copies.close()
+        if self._service is not None:
+            self._service.close()
+
+    # ---- values -------------------------------------------------------------------------------------------
+
+    def pin(self, entries: Iterable[Entry]) -> contextlib.ExitStack:
+        """Keep the values of these entries until what is returned is closed, also those let go of meanwhile.
+
+        For the time between taking the entries from the shard and :meth:`seal`: call it under the same lock.
+        """
+        ids = [entry.value.value_id for entry in entries if isinstance(entry.value, StoredValue)]
+        with self._lock:
+            self._pins.update(ids)
+        pinned = contextlib.ExitStack()
+        pinned.callback(self._unpin, ids)
+        return pinned
+
+    def _unpin(self, ids: Sequence[str]) -> None:
+        free = []
+        with self._lock:
+            self._pins.subtract(ids)
+            for value_id in ids:
+                if not self._pins[value_id]:
+                    del self._pins[value_id]
+                    value = self._let_go.pop(value_id, None)
+                    if value is not None and self._store.find(value_id, self._manager) is None:
+                        free.append(value)
+        for value in free:
+            self._release(value)
+
+    def let_go(self, value: StoredValue) -> bool:
+        """The shard has no more use for a value. Returns whether its arena is now this object's business, because it
+        is part of a snapshot or about to be: it is freed when no snapshot needs it. False: the caller releases it.
+        """
+        with self._lock:
+            if self._pins[value.value_id]:
+                self._let_go[value.value_id] = value
+                return True
+            return self._store.find(value.value_id, self._manager) is not None
+
+    def take_back(self, value: StoredValue) -> None:
+        """The shard has use for a value again, which was let go of."""
+        with self._lock:
+            self._let_go.pop(value.value_id, None)
+
+    # ---- sealing ------------------------------------------------------------------------------------------
+
+    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
+        """Have a verified snapshot of this checkpoint here and at every holder; returns its part.
+
+        What is there already is not written or sent again, so that calling it again after an error is cheap, as long
+        as the entries are the same objects. Sealing a checkpoint again with other entries replaces its snapshot. Copies
+        of earlier snapshots that a holder has lost are pushed first.
+
+        Args:
+            entries: of all keys that there are. Stored values must be pinned by the caller, or in the shard until this
+                returns.
+
+        Raises:
+            DeadlineError: not all holders had it in time.
+            CapacityError: no room, here or at a holder.
+            FlashpointError: a holder is not there or refuses; a value is not what was sealed before.
+        """
+        check_checkpoint_id(checkpoint_id)
+        until = time.monotonic() + deadline_s
+        with self.pin(entries), self._turn(until):
+            with self._building:
+                built = self._build(checkpoint_id, list(entries), until)
+            self._push(until)
+        return built.ref
+
+    @contextlib.contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        """Wait until no other seal is under way."""
+        if not self._sealing.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise DeadlineError("another seal is still under way", rank=self._manager)
+        try:
+            yield
+        finally:
+            self._sealing.release()
+
+    def _build(self, checkpoint_id: int, entries: list[Entry], until: float) -> BuiltSnapshot:
+        newest = max(self._snapshots, default=-1)
+        before = self._snapshots.get(newest)
+        if checkpoint_id < newest:
+            raise InvalidArgumentError(
+                f"checkpoint {newest} is sealed already",
+                argument="checkpoint_id",
+                value=checkpoint_id,
+                hint="seal in ascending order, or call forget_after() first",
+            )
+        if before is not None and checkpoint_id == newest and before.entries.keys() == set(map(id, entries)):
+            return before
+
+        def check() -> None:
+            if self._closed.is_set():
+                raise ReplicationError("the snapshots were closed", rank=self._manager)
+            if time.monotonic() > until:
+                raise DeadlineError("not sealed in time", step=checkpoint_id, rank=self._manager)
+
+        check()
+        stamp = self._next_stamp()
+        own = PartRef(snapshot_attempt(stamp, self._incarnation), checkpoint_id)
+        with collection_paused():
+            built = self._builder.build(own, stamp, entries, before, check)
+        with self._lock:
+            self._snapshots[checkpoint_id] = built
+        return built
+
+    def _push(self, until: float) -> None:
+        with self._lock:
+            groups = [self._snapshots[checkpoint_id].needs for checkpoint_id in sorted(self._snapshots)]
+        self._copies.push(groups, until)
+
+    def _next_stamp(self) -> str:
+        with self._lock:
+            self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
+            return format_stamp(self._last_stamp)
+
+    def replicate(self, deadline_s: float) -> None:
+        """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
+
+        Raises:
+            FlashpointError: as :meth:`seal`.
+        """
+        until = time.monotonic() + deadline_s
+        with self._turn(until):
+            self._push(until)
+
+    def sealed(self) -> dict[int, PartRef]:
+        """The snapshots in this store, by checkpoint. Not only those whose copies are verified."""
+        with self._lock:
+            return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Managers that are to have copies of all this."""
+        return self._holders
+
+    def copied_to(self) -> list[int]:
+        """Those of them that are known to have verified copies of every snapshot here."""
+        with self._lock:
+            attempts = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
+        return self._copies.held_by(attempts)
+
+    # ---- retention ----------------------------------------------------------------------------------------
+
+    def retain(self, checkpoint_ids: Collection[int]) -> None:
+        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at
+        the holders. Snapshots above the newest stay: they are on their way to being committed.
+
+        A holder that cannot be told now is told the next time.
+        """
+        wanted = set(checkpoint_ids)
+        for checkpoint_id in wanted:
+            check_checkpoint_id(checkpoint_id)
+        newest = max(wanted, default=0)
+        self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
+
+    def forget_after(self, checkpoint_id: int) -> None:
+        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders.
+
+        A holder that cannot be told now is told the next time.
+        """
+        self._drop_snapshots(lambda other: other > checkpoint_id)
+
+    def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
+        with self._building:
+            with self._lock:
+                for checkpoint_id in list(filter(is_dropped, self._snapshots)):
+                    del self._snapshots[checkpoint_id]
+            keep = self._sweep()
+            # Whatever is sealed from now on has a later stamp, and no holder will drop it for this message.
+            before = self._next_stamp()
+        for holder in self._holders:
+            try:
+                self._tell_holder(holder, keep, before)
+            except FlashpointError as error:
+                _log.warning("a holder keeps copies that are not needed until it can be told: %s", error)
+
+    def _sweep(self) -> list[str]:
+        """Drop the parts that nothing needs; returns the attempts of the others."""
+        with self._lock:
+            needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
+        mine = [part for part in self._store.held() if part.rank == self._manager]
+        spare = [part for part in mine if part.save_id not in needed and not self._in_use(part.save_id)]
+        with self._lock:
+            dropped = [part for part in spare if not self._pins[part.save_id]]
+            for part in dropped:
+                self._store.drop(part)
+                self._let_go.pop(part.save_id, None)
+        gone = {part.save_id for part in dropped}
+        keep = [part.save_id for part in mine if part.save_id not in gone]
+        self._copies.forget(gone)
+        self._trim(dropped)
+        return keep
+
+    def _trim(self, dropped: Sequence[HeldPart]) -> None:
+        self._store.arenas.trim(max(_SPARE_ARENAS, 2 * len(dropped)))
+
+    def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
+        """On the holder's side of `TellHolder`: drop what this manager holds of another one.
+
+        Args:
+            keep: attempts that it still needs.
+            before: parts sealed later than this stamp stay: the message was written before them.
+
+        Raises:
+            InvalidArgumentError: an argument has the wrong type or form.
+        """
+        self._check_peer(of)
+        check_stamp(before)
+        kept = frozenset(keep)
+        if not all(isinstance(attempt, str) for attempt in kept):
+            raise InvalidArgumentError("must be the names of attempts", argument="keep", value=keep)
+        dropped = [
+            part
+            for part in self._store.held()
+            # One whose manifest cannot be read is of no use.
+            if part.rank == of
+            and part.save_id not in kept
+            and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
+        ]
+        for part in dropped:
+            self._store.drop(part)
+        self._trim(dropped)
+
+    def _check_peer(self, of: int) -> None:
+        if type(of) is not int or not 0 <= of < self._managers or of == self._manager:
+            raise InvalidArgumentError("must be the number of another manager", argument="of", value=of)
+
+    # ---- recovery -----------------------------------------------------------------------------------------
+
+    def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
+        """Have these snapshots of this manager again, before anything is sealed.
+
+        Parts in the own store are verified; missing and damaged ones are fetched from the holders. Whatever else is in
+        the store is dropped with the next :meth:`retain`, here and at the holders.
+
+        Returns:
+            Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
+        """
+        with self._building:
+            recoverer = Recoverer(self._store, self._holders, self._peers, self._closed.is_set)
+            with collection_paused():
+                recovery = recoverer.recover(snapshots)
+            with self._lock:
+                self._snapshots.update(recovery.built)
+                self._last_stamp = max(self._last_stamp, self._newest_stamp())
+        return recovery.entries, recovery.failures
+
+    def _newest_stamp(self) -> int:
+        """The latest point at which a part of this manager is known to have been sealed, in nanoseconds."""
+        stamps = [
+            int(part.manifest.labels[STAMP_LABEL])
+            for part in self._store.held()
+            if part.rank == self._manager and part.manifest is not None and part_kind(part.manifest) is not None
+        ]
+        return max(stamps, default=0)
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Bytes of objects sent to holders so far."""
+        return self._copies.pushed_bytes

@@ -1,0 +1,266 @@
+"""The writer registry, and the epochs: which handles write, up to where all of them are done, and what an epoch's begin
+means for a handle.
+
+Owns the handles that write, the keepalive sessions that say that their processes live, the rule for what is whole (a
+checkpoint that every one of them has moved past), and the account of epochs. Pure bookkeeping, under the coordinator's
+lock; what is committed, when an epoch begins and what a handle is told is `coordinator`'s.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
+from ml_flashpoint.ddict.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How an epoch began.
+
+    Attributes:
+        base: the checkpoint that it began at; -1: empty.
+        kept: writes that a commit up to this one covers are still there.
+        why: for those who lost something.
+        taken: up to here the epoch before had committed; what lies between that and `base` was taken back.
+        manager: that was lost.
+        by: handle whose doing it was, which need not be told.
+    """
+
+    base: int
+    kept: int
+    why: str
+    taken: int = -1
+    manager: int | None = None
+    by: str = ""
+
+    @property
+    def error(self) -> DDictWritesLostError:
+        """What those are told who lost something."""
+        return writes_lost(self.why, self.base, self.manager)
+
+
+class Epochs:
+    """See the module. Not thread-safe."""
+
+    def __init__(self, managers: int) -> None:
+        self._managers = managers
+        self._beginnings = [Beginning(-1, -1, "")]
+        self._incarnations: dict[int, str] = {}
+        self.behind: set[int] = set()
+        """Managers that have not begun the present one."""
+        self.is_open = True
+        """Whether handles may be told of it: all managers that are there have begun it."""
+
+    @property
+    def present(self) -> int:
+        """The number of the present one."""
+        return len(self._beginnings) - 1
+
+    @property
+    def base(self) -> int:
+        """The checkpoint that it began at."""
+        return self._beginnings[-1].base
+
+    def begin(self, beginning: Beginning) -> None:
+        """The next one begins."""
+        self._beginnings.append(beginning)
+        self.behind, self.is_open = set(range(self._managers)), False
+
+    def begun(self, manager: int, incarnation: str) -> None:
+        """A manager has begun the present one."""
+        self.behind.discard(manager)
+        self._incarnations[manager] = incarnation
+
+    def has_begun(self, manager: int, incarnation: str) -> bool:
+        """Whether this process of a manager has begun any."""
+        return self._incarnations.get(manager) == incarnation
+
+    def account(
+        self, epoch: int, handle: str, position: int, need: int, *, writes: bool
+    ) -> tuple[Beginning | None, bool]:
+        """What has come since ``epoch`` means for a handle at ``position``: the latest that it lost something by, if
+        any, and whether what was committed below where it stands was taken back.
+
+        Args:
+            need: the checkpoint whose commit covers all that it wrote; -1: nothing that it does not know committed.
+            writes: whether it counts as writing.
+        """
+        since = [each for each in self._beginnings[epoch + 1 :] if each.by != handle]
+        taken = [each for each in since if each.base < min(position, each.taken)]  # who stands above is sent back
+        lost = [each for each in since if need > each.kept or (writes and each in taken)]
+        return lost[-1] if lost else None, bool(taken)
+
+
+_MOST_GONE = 10_000
+
+
+@dataclass(slots=True)
+class Writer:
+    """A handle that writes.
+
+    Attributes:
+        position: the checkpoint that it is at, and may write to.
+        session: that keeps it alive.
+        epoch: the one that it was last heard of in.
+        began: it has written nothing below.
+        moving_to: where it will be as soon as it may; it writes nothing more where it is.
+    """
+
+    position: int
+    session: str
+    epoch: int
+    began: int
+    moving_to: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connection that keeps a process's handles attached.
+
+    Attributes:
+        holder: the connection itself.
+        name: of the process, for errors.
+        is_gone: whether it has ended, although nobody has said so yet.
+    """
+
+    holder: object
+    name: str
+    is_gone: Callable[[], bool]
+
+
+class Writers:
+    """See the module. Not thread-safe."""
+
+    def __init__(self, rules: Options) -> None:
+        self._rules = rules
+        self.live: dict[str, Writer] = {}
+        self.sessions: dict[str, Session] = {}
+        self.newest = 0
+        """The highest checkpoint that any handle is, or was, at."""
+        self.lost_at: dict[str, int] = {}
+        """Handles whose process was killed, and the checkpoint that each had open: it is not whole."""
+        self.killed: OrderedDict[str, None] = OrderedDict()
+        """Those, until they come back: a connection can break without its process."""
+        self._left: OrderedDict[str, None] = OrderedDict()  # so that what was under way does not bring them back
+        self._departed = 0  # what those that are gone have moved past is whole
+        self.left_need = -1
+        """The checkpoint whose commit covers all that was written by handles that have left."""
+        self.departed_need = -1
+        """The same for all that are gone: of what killed ones wrote, but for what they had open."""
+
+    # ---- coming and going ---------------------------------------------------------------------------------
+
+    def has_left(self, handle: str) -> bool:
+        """Whether a handle has said that it writes no more."""
+        return handle in self._left
+
+    def place(self, handle: str, session: str, position: int, epoch: int) -> Writer:
+        """A handle is there now."""
+        writer = self.live.setdefault(handle, Writer(position, session, epoch, position))
+        writer.position, writer.session, writer.epoch, writer.moving_to = position, session, epoch, -1
+        writer.began = min(writer.began, position)
+        self.newest = max(self.newest, position)
+        self.lost_at.pop(handle, None)
+        self.killed.pop(handle, None)
+        return writer
+
+    def leave(self, handle: str, need: int) -> None:
+        """A handle writes no more, and has said so: what it wrote counts."""
+        _remember(self._left, handle)
+        self.killed.pop(handle, None)
+        writer = self.live.pop(handle, None)
+        if writer is not None:
+            self._departed = max(self._departed, writer.position)
+        self.left_need = max(self.left_need, need)
+        self.departed_need = max(self.departed_need, need)
+
+    def kill(self, session: str, holder: object, fixed: int) -> dict[str, int]:
+        """The process of a session is gone without a word, unless it has another connection by now.
+
+        Args:
+            fixed: up to here it is settled what is committed.
+
+        Returns:
+            Its handles, and the checkpoint that each had open.
+        """
+        its = self.sessions.get(session)
+        if its is None or its.holder is not holder:
+            return {}
+        del self.sessions[session]
+        began = {handle: writer.began for handle, writer in self.live.items()}
+        killed = {handle: writer.position for handle, writer in self.live.items() if writer.session == session}
+        for handle, position in killed.items():
+            del self.live[handle]
+            _remember(self.killed, handle)
+            if position > fixed:
+                self.lost_at[handle] = position
+            self._departed = max(self._departed, position)
+            if position > began[handle]:
+                self.departed_need = max(self.departed_need, position - 1)
+        return killed
+
+    def gone_sessions(self) -> list[tuple[str, object]]:
+        """Sessions whose connection has ended, although nobody has said so yet."""
+        return [(name, its.holder) for name, its in self.sessions.items() if its.is_gone()]
+
+    # ---- what is whole ------------------------------------------------------------------------------------
+
+    def window(self) -> int:
+        """The oldest of the newest `working_set_size` checkpoints."""
+        return self.newest - self._rules.working_set_size + 1
+
+    def whole(self) -> int:
+        """The newest checkpoint that every handle has moved past; -1: none."""
+        window = self.window()
+        # What a process had open when it was killed is not whole, until the others have left it behind.
+        self.lost_at = {handle: at for handle, at in self.lost_at.items() if at >= window}
+        positions = [*self.lost_at.values(), *(self._held_up_at(writer) for writer in self.live.values())]
+        return min(positions, default=self._departed) - 1
+
+    def _held_up_at(self, writer: Writer) -> int:
+        """Where a handle holds commits up. It is left behind only where commits are nothing but a number."""
+        return writer.position if self._rules.whole_steps else max(writer.position, self.window())
+
+    def lowest(self) -> int:
+        """The lowest checkpoint that a handle is at, or the newest if there is none."""
+        return min((writer.position for writer in self.live.values()), default=self.newest)
+
+    def unheard(self, epoch: int) -> bool:
+        """Whether a handle has not been heard of since the present epoch began."""
+        return any(writer.epoch < epoch for writer in self.live.values())
+
+    def behind(self, checkpoint_id: int, but: str = "") -> list[str]:
+        """Handles that have not moved past a checkpoint, as errors name them."""
+        return [
+            f"handle {handle} of {its.name if (its := self.sessions.get(writer.session)) else 'a process'} "
+            f"is at {writer.position}"
+            for handle, writer in self.live.items()
+            if handle != but and max(writer.position, writer.moving_to) <= checkpoint_id
+        ]
+
+    # ---- epochs -------------------------------------------------------------------------------------------
+
+    def send_back(self, base: int) -> None:
+        """Everything above a checkpoint is gone. Where handles are, they say when they hear of it."""
+        for writer in self.live.values():
+            writer.position = min(writer.position, max(base, 0))
+            writer.moving_to = -1
+        self.lost_at = {handle: at for handle, at in self.lost_at.items() if at <= base}
+        self._departed = min(self._departed, base + 1)
+        self.departed_need = self.left_need = -1
+
+    def begin_at(self, base: int) -> None:
+        """A checkpoint was restored: everybody begins there."""
+        self.send_back(base)
+        for writer in self.live.values():
+            writer.position = base
+        self.newest, self._departed, self.lost_at = base, base + 1, {}
+
+
+def _remember(known: OrderedDict[str, None], handle: str) -> None:
+    known[handle] = None
+    while len(known) > _MOST_GONE:
+        known.popitem(last=False)

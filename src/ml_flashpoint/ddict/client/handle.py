@@ -1,0 +1,383 @@
+"""What a handle of a dictionary knows, and keeps in step with the coordinator.
+
+Owns the checkpoint and the epoch that a handle is at, whether it counts as writing, and up to which commit its writes
+can be lost, so that it is told when they are. `DDict` is a mapping on top of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.util
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from ml_flashpoint.ddict.client.keepalive import Standing, await_leaves
+from ml_flashpoint.ddict.client.session import Client, client_of
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictDestroyedError,
+    DDictManagerLostError,
+    DDictReadOnlyError,
+    DDictTimeoutError,
+    StaleEpochError,
+)
+from ml_flashpoint.ddict.options import COORDINATOR, Configuration
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+
+_Result = TypeVar("_Result")
+
+_PAUSE_S = 0.02
+_LEAVE_S = 5.0
+
+
+class Handle:
+    """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it."""
+
+    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool) -> None:
+        self.configuration = configuration
+        self.read_only = read_only or configuration.options.read_only
+        self.timeout_s = configuration.options.timeout_s
+        self._begin(checkpoint_id, epoch)
+        _handles.add(self)
+
+    @property
+    def checkpoint_id(self) -> int:
+        """The checkpoint that this handle is at."""
+        return self._standing.checkpoint_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this handle is in, as far as it has heard."""
+        return self._standing.epoch
+
+    @property
+    def id(self) -> str:
+        """Unique in the dictionary."""
+        return self._standing.handle
+
+    def _begin(self, checkpoint_id: int, epoch: int) -> None:
+        self.client: Client = client_of(self.configuration)
+        self._standing = Standing(secrets.token_hex(8), self.client.keepalive.id, checkpoint_id, epoch)
+        self._moving = threading.Lock()  # for as long as a move takes
+        self._closed = False
+        self._going_back: int | None = None  # not all managers may have heard of this rollback
+        self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self._standing)
+        self._finalizer.atexit = False
+
+    def until(self, timeout_s: float | None = None) -> float:
+        """When a call that begins now must end.
+
+        Raises:
+            DDictDestroyedError: the handle is of no more use.
+        """
+        if self._closed:
+            raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
+        return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+
+    # ---- epochs -------------------------------------------------------------------------------------------
+
+    def in_epoch(self, send: Callable[[int], _Result], until: float) -> _Result:
+        """Make a request in the epoch of this handle, and again in the next one if that is over.
+
+        Raises:
+            DDictWritesLostError: told once: what this handle wrote is lost.
+            DDictCheckpointRetiredError: told once: where this handle stands was committed, and was taken back.
+        """
+        standing = self._standing
+        while True:
+            if standing.untold is not None:
+                standing.tell()
+            epoch = standing.epoch
+            try:
+                return send(epoch)
+            except StaleEpochError as error:
+                self._catch_up(epoch, until, error)
+
+    def in_one_epoch(self, make: Callable[[], _Result], until: float) -> _Result:
+        """Make several requests, all in one epoch: what they find is of one cut.
+
+        Args:
+            make: makes them; again, if an epoch began in their midst.
+
+        Raises:
+            DDictTimeoutError: epochs began all the time.
+        """
+        while True:
+            epoch = self.epoch
+            found = make()
+            if self.epoch == epoch:
+                return found
+            if time.monotonic() >= until:
+                raise DDictTimeoutError("epochs begin faster than all managers can be asked")
+
+    def _catch_up(self, epoch: int, until: float, error: StaleEpochError) -> None:
+        standing = self._standing
+        if standing.epoch != epoch:
+            return  # another thread has
+        fields = standing.fields()
+        standing.adopt(self.client.links.call(COORDINATOR, "catch_up", fields, until=until).fields, fields)
+        if standing.epoch == epoch and standing.untold is None:
+            if time.monotonic() + _PAUSE_S > until:
+                raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
+            time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
+
+    def ask(self, operation: str, fields: dict[str, Any], until: float) -> dict[str, Any]:
+        """Ask the coordinator something, in the epoch of this handle."""
+
+        def send(epoch: int) -> dict[str, Any]:
+            return self.client.links.call(COORDINATOR, operation, {**fields, "e": epoch}, until=until).fields
+
+        return self.in_epoch(send, until)
+
+    # ---- writing ------------------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Raise `DDictReadOnlyError` if this handle may not write."""
+        if self.read_only:
+            raise DDictReadOnlyError("this handle was made with read_only=True")
+
+    def write(self, send: Callable[[int], _Result], until: float, *, lasting: bool = False) -> _Result:
+        """Write at one manager.
+
+        Args:
+            send: makes the request, given the epoch, and returns its result.
+            lasting: the write does not belong to a checkpoint, and does not make this a writing handle.
+
+        Raises:
+            DDictWritesLostError: what this handle wrote before is lost, and it has not gone back yet.
+        """
+        self.check_writable()
+        standing = self._standing
+        standing.check_whole()
+        if not lasting and not standing.joined:
+            self._join(until)
+        if self._going_back is not None:
+            with self._turn(until):
+                self._finish_rollback(until)
+        at = standing.checkpoint_id
+
+        def write(epoch: int) -> _Result:
+            try:
+                result = send(epoch)
+                if not standing.joined:  # no commit waits for it, so this may be too late for one already
+                    self._note_state(epoch, until)
+            except StaleEpochError:
+                raise
+            except BaseException:
+                standing.wrote(at, epoch)  # nobody knows
+                raise
+            standing.wrote(at, epoch)
+            return result
+
+        result = self.in_epoch(write, until)
+        standing.has_written = True
+        return result
+
+    def _note_state(self, epoch: int, until: float) -> None:
+        state = self.client.links.call(COORDINATOR, "state", {}, until=until).fields
+        if state["epoch"] != epoch:
+            raise StaleEpochError("another epoch has begun")
+        self._standing.note(state)
+
+    def _join(self, until: float) -> None:
+        with self._turn(until):
+            if not self._standing.joined:
+                # The session must not keep the handle: when it is forgotten, it has left.
+                self.client.keepalive.begin(until)
+                fields = self._standing.fields()
+                self._standing.note(self.ask("join", fields, until))
+                self._standing.joined = True
+                self.client.keepalive.add(self._standing)
+                _leave_at_exit()
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def move(self, checkpoint_id: int, until: float, *, onwards: bool = False) -> None:
+        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
+
+        Raises:
+            DDictWritesLostError: what this handle wrote is lost, and it has not gone back yet.
+            DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
+        """
+        with self._turn(until):
+            self._standing.check_whole()
+            self._finish_rollback(until)
+            self._move(checkpoint_id, until, onwards=onwards)
+
+    def _move(self, checkpoint_id: int, until: float, *, onwards: bool = False) -> None:
+        standing = self._standing
+        if standing.joined:
+            state = self.ask("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, until)
+            standing.note(state)
+            checkpoint_id = int(state["position"])
+        elif standing.untold is not None:
+            standing.tell()
+        standing.checkpoint_id = checkpoint_id
+
+    def rollback(self, to: int, *, discard: bool, until: float) -> None:
+        """Go back to a checkpoint, and discard what this handle wrote above it.
+
+        If a manager cannot be reached, whatever the handle does next begins with finishing this.
+        """
+        with self._turn(until):
+            self._finish_rollback(until)
+            if to <= self.checkpoint_id:
+                if discard or self._standing.lost is not None:
+                    self._go_back(to, until)
+                else:
+                    self._move(to, until)
+
+    def _finish_rollback(self, until: float) -> None:
+        if self._going_back is not None:
+            self._go_back(self._going_back, until)
+
+    def _go_back(self, to: int, until: float) -> None:
+        standing = self._standing
+        if not (standing.joined or standing.uncommitted or standing.has_written):
+            self._move(to, until)
+            return
+        fields = {**standing.fields(), "c": to}
+        if not standing.joined:
+            fields["session"] = None
+        self._going_back = to
+        try:
+            state = self.ask("go_back", fields, until)
+        except (DDictCheckpointRetiredError, DDictDestroyedError):
+            self._going_back = None
+            raise
+        except FlashpointError as error:
+            if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
+                standing.checkpoint_id = to  # it may be done but for a manager that is away
+            else:
+                self._going_back = None
+            raise
+        self._going_back = None
+        standing.went_back(to, state)
+
+    def await_commit(self, checkpoint_id: int, until: float, *, if_written: bool = False) -> int:
+        """Wait until a checkpoint is committed. Returns the newest that is.
+
+        Args:
+            if_written: do not wait where nobody writes.
+
+        Raises:
+            InvalidArgumentError: this handle writes there, or below, so it would wait for itself.
+            DDictWritesLostError: what this handle wrote is lost, so it will not be.
+            DDictTimeoutError: it was not in time.
+        """
+        with self._turn(until):  # to the end: what is heard is of where the handle is now
+            self._standing.check_whole()
+            self._finish_rollback(until)
+            wanted = self._standing.covers(checkpoint_id)
+            if self._standing.joined and wanted >= self.checkpoint_id:
+                late = f": what it wrote there late is committed with {wanted}" if wanted > checkpoint_id else ""
+                raise InvalidArgumentError(
+                    f"is not behind this handle, which is at {self.checkpoint_id}{late}",
+                    argument="checkpoint_id",
+                    value=checkpoint_id,
+                    hint="checkpoint() first",
+                )
+            fields = {"w": self.id, "checkpoint_id": wanted, "if_written": if_written}
+            state = self.ask("await_commit", fields, until)
+            self._standing.note(state)
+            return int(state["committed"])
+
+    def sync(self, until: float) -> None:
+        """Go to the newest committed checkpoint."""
+        with self._turn(until):
+            standing = self._standing
+            is_answer = standing.lost is not None and standing.untold is None  # to what it was told
+            state = self.ask("newest", {}, until)
+            to = max(0, int(state["committed"]))
+            if is_answer or self._going_back is not None:
+                self._go_back(to, until)
+            else:
+                self._move(to, until)
+
+    def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
+        """All managers hold what was persisted as this checkpoint, and nothing else."""
+        self._going_back = None
+        self._standing.went_back(checkpoint_id, state, restored=True)
+
+    @contextlib.contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        """One thread moves this handle at a time."""
+        if not self._moving.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise DDictTimeoutError("another thread is moving this handle")
+        try:
+            yield
+        finally:
+            self._moving.release()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was detached."""
+        return self._closed
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def detach(self, until: float) -> None:
+        """Be of no more use. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        with contextlib.suppress(FlashpointError):
+            now = time.monotonic()
+            self._finish_rollback(now + max(0.0, until - now) / 2)  # and the other half for what follows
+        if self._standing.is_known:
+            try:
+                self.client.links.call(COORDINATOR, "leave", self._standing.fields(), until=until)
+                self.client.keepalive.remove(self._standing)
+            except FlashpointError:
+                self.client.keepalive.forget(self._standing)
+
+
+def _forget_handle(client: Client, pid: int, standing: Standing) -> None:
+    """A handle was garbage collected: it holds up no commits any more."""
+    if pid == os.getpid() and standing.is_known:
+        client.keepalive.forget(standing)
+
+
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+_leaves_at_exit = 0  # process that has said that it does
+
+
+def _leave_at_exit() -> None:
+    """Have the handles of this process say that they leave when it ends in an orderly way: what they wrote counts then.
+
+    By `multiprocessing`, whose children run nothing else at their end; in other processes it is run by `atexit`.
+    """
+    global _leaves_at_exit
+    if _leaves_at_exit != os.getpid():
+        _leaves_at_exit = os.getpid()
+        multiprocessing.util.Finalize(None, _leave_all, exitpriority=50)
+
+
+def _leave_all() -> None:
+    if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+        return  # it ends by an error, in the middle of something
+    until = time.monotonic() + _LEAVE_S
+    for handle in list(_handles):
+        if not handle.closed and handle._standing.joined:
+            with contextlib.suppress(Exception):  # whatever it says, the process ends
+                handle.detach(until)
+    await_leaves(until)
+
+
+def _after_fork() -> None:
+    # A handle that a child has inherited is another one there: two processes must not move it against each other.
+    for handle in list(_handles):
+        handle._finalizer.detach()
+        closed = handle._closed
+        handle._begin(handle.checkpoint_id, handle.epoch)
+        handle._closed = closed
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,307 @@
+"""Keeps the writing handles of a process attached, and tells them when an epoch begins.
+
+Owns what the coordinator is told of each handle, also by others than the handle: when it is gone, or does nothing; and
+the connection, the session, by whose end the coordinator knows that the process was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+import weakref
+from typing import Any
+
+from ml_flashpoint.ddict.client.links import Exchange, Links
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictDestroyedError,
+    DDictError,
+    DDictManagerLostError,
+    DDictWritesLostError,
+    StaleEpochError,
+    writes_lost,
+)
+from ml_flashpoint.ddict.options import COORDINATOR
+from ml_flashpoint.format.errors import FlashpointError
+
+_log = logging.getLogger(__name__)
+
+_WATCH_S = 20
+_LONGEST_PAUSE_S = 1.0
+_LEAVE_S = 5.0
+_CATCH_UP_S = 60.0
+
+
+class Standing:
+    """Where a handle is, and what of its writes can be lost. Thread-safe."""
+
+    def __init__(self, handle: str, session: str, checkpoint_id: int, epoch: int) -> None:
+        self.handle = handle
+        self.checkpoint_id = checkpoint_id
+        self.epoch = epoch
+        self.joined = False
+        """Whether it counts as writing: only then does it matter where it is, and that it leaves."""
+        self.uncommitted: dict[int, int] = {}
+        """For checkpoints that it wrote at, the one whose commit covers that, if it is not known to be committed."""
+        self.has_written = False
+        self.lost: tuple[str, int, int | None] | None = None
+        """What it has to go back for before it writes or moves, as `errors.writes_lost` has it."""
+        self.untold: DDictError | None = None
+        """What it has to be told before anything else."""
+        self._session = session
+        self._fixed = -1
+        self._base = -1
+        self._lock = threading.Lock()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the coordinator is to hear of its end."""
+        return self.joined or bool(self.uncommitted)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of its requests."""
+        with self._lock:
+            return {
+                "w": self.handle,
+                "session": self._session,
+                "c": self.checkpoint_id,
+                "e": self.epoch,
+                "need": max(self.uncommitted.values(), default=-1),
+            }
+
+    def wrote(self, at: int, epoch: int) -> None:
+        """It has written something at a checkpoint, in an epoch that may be over by now.
+
+        What is written at a checkpoint whose commit has begun is covered by the next one only.
+        """
+        with self._lock:
+            need = max(at, self._fixed + 1)
+            if epoch == self.epoch or need <= self._base:
+                self.uncommitted[at] = need
+            elif self.lost is None:
+                self._lose("another epoch has begun", self._base, None)
+
+    def covers(self, checkpoint_id: int) -> int:
+        """The checkpoint with whose commit all is committed that it wrote at this one and below."""
+        with self._lock:
+            return max([checkpoint_id, *(need for at, need in self.uncommitted.items() if at <= checkpoint_id)])
+
+    def note(self, state: dict[str, Any]) -> None:
+        """It heard where the dictionary is, having moved, joined or written without joining."""
+        committed = int(state["committed"])
+        with self._lock:
+            if int(state["epoch"]) == self.epoch:
+                self._fixed = int(state["fixed"])
+                self._forget_committed(committed)
+
+    def _forget_committed(self, committed: int) -> None:
+        if self.uncommitted:
+            self.uncommitted = {at: need for at, need in self.uncommitted.items() if need > committed}
+
+    def went_back(self, to: int, state: dict[str, Any], *, restored: bool = False) -> None:
+        """It is at ``to`` now, and nothing of it is left above."""
+        with self._lock:
+            self.checkpoint_id, self.epoch = to, int(state["epoch"])
+            kept = {} if restored else {at: need for at, need in self.uncommitted.items() if at <= to}
+            self.uncommitted, self.lost, self.untold = kept, None, None
+            self._fixed = int(state["fixed"])
+            self._forget_committed(int(state["committed"]))
+
+    def adopt(self, answer: dict[str, Any], asked: dict[str, Any]) -> None:
+        """It heard what has begun; see `Coordinator.catch_up`. ``asked``: the fields that it was asked with."""
+        with self._lock:
+            if asked["e"] != self.epoch or (int(answer["epoch"]) == self.epoch and answer["lost"] is None):
+                return
+            self.epoch, self._fixed, self._base = int(answer["epoch"]), int(answer["fixed"]), int(answer["base"])
+            if answer["lost"] is not None:
+                if self.lost is None or self.lost[0] != answer["lost"]:
+                    self._lose(str(answer["lost"]), self._base, answer["manager"])
+                return
+            self._forget_committed(self._base)
+            if answer["taken"] and self.untold is None:
+                self.untold = DDictCheckpointRetiredError(
+                    f"what was committed at or below checkpoint {self.checkpoint_id} was taken back to {self._base}",
+                    checkpoint_id=max(self._base, 0),
+                    hint="sync_to_newest_checkpoint() goes to the newest committed one",
+                )
+
+    def _lose(self, why: str, base: int, manager: int | None) -> None:
+        to = min(max(base, 0), self.checkpoint_id)
+        self.lost = why, to, manager
+        self.untold = writes_lost(why, to, manager)
+        self.uncommitted = {}
+
+    def tell(self) -> None:
+        """Raise what it has to be told, once."""
+        with self._lock:
+            untold, self.untold = self.untold, None
+        if untold is not None:
+            raise untold
+
+    def check_whole(self) -> None:
+        """Raise `DDictWritesLostError` if something is lost that it has to go back for."""
+        with self._lock:
+            lost = self.lost
+            if lost is not None and isinstance(self.untold, DDictWritesLostError):
+                self.untold = None
+        if lost is not None:
+            raise writes_lost(*lost)
+
+
+class Keepalive:
+    """See the module. Thread-safe. It begins with the first handle that writes."""
+
+    def __init__(self, links: Links) -> None:
+        self.id = secrets.token_hex(8)
+        self._links = links
+        self._lock = threading.Lock()
+        self._attached = threading.Event()
+        self._closed = threading.Event()
+        self._failure = "it does not answer"
+        self._standings: dict[str, Standing] = {}
+        self._gone: queue.SimpleQueue[Standing | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        _keepalives.add(self)
+
+    def begin(self, until: float) -> None:
+        """Have a session.
+
+        Raises:
+            DDictManagerLostError: the coordinator is not there, or has as many as it can take.
+        """
+        self._start()
+        if not self._attached.wait(max(0.0, until - time.monotonic())):
+            raise DDictManagerLostError(
+                f"the coordinator does not take this process as one that writes: {self._failure}",
+                manager=COORDINATOR,
+                hint="about 512 processes can write at a time; detach() handles that do not",
+            )
+        if self._closed.is_set():
+            raise DDictDestroyedError("the dictionary was destroyed")
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, name="ddict-keepalive", daemon=True),
+                    threading.Thread(target=self._run_leaving, name="ddict-leave", daemon=True),
+                ]
+                for thread in self._threads:
+                    thread.start()
+
+    def add(self, standing: Standing) -> None:
+        """A handle has joined."""
+        with self._lock:
+            self._standings[standing.handle] = standing
+
+    def remove(self, standing: Standing) -> None:
+        """A handle has left."""
+        with self._lock:
+            self._standings.pop(standing.handle, None)
+
+    def forget(self, standing: Standing) -> None:
+        """Detach a handle that was garbage collected: from any thread at any moment, so it takes no lock."""
+        self._gone.put(standing)
+
+    def _run_leaving(self) -> None:
+        while (standing := self._gone.get()) is not None:
+            while not self._closed.is_set():
+                try:
+                    self._links.call(COORDINATOR, "leave", standing.fields(), until=time.monotonic() + _LEAVE_S)
+                    break
+                except FlashpointError:
+                    self._closed.wait(_LONGEST_PAUSE_S)
+                except Exception:  # without this thread, handles that are forgotten would hold up commits
+                    _log.exception("a handle that is gone could not be detached")
+                    break
+            self.remove(standing)
+        self.close()
+
+    def close_later(self) -> None:
+        """When those that were forgotten have left: like `forget`, for the last handle of all."""
+        if self._threads:
+            self._gone.put(None)
+        else:
+            self.close()
+
+    def await_end(self, until: float) -> None:
+        """Wait until those that were forgotten have left, if that is all that there is to be done."""
+        if not self._standings or not self._gone.empty():
+            self._gone.put(None)
+            for thread in self._threads[1:]:
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _run(self) -> None:
+        pause = 0.01
+        while not self._closed.is_set():
+            try:
+                link = self._links.connect(COORDINATOR, 5.0)
+                try:
+                    Exchange(link, time.monotonic() + 5.0).request("attach", {"session": self.id})
+                    for standing in self._all():
+                        self._join_again(standing)
+                    self._attached.set()
+                    pause, epoch = 0.01, 0
+                    while not self._closed.is_set():
+                        exchange = Exchange(link, time.monotonic() + 2 * _WATCH_S)
+                        epoch = int(exchange.request("watch", {"s": _WATCH_S, "e": epoch}).fields["epoch"])
+                        self._tell(epoch)
+                finally:
+                    if not self._closed.is_set():
+                        self._attached.clear()
+                    link.close()
+            except DDictDestroyedError:
+                self.close()
+            except FlashpointError as error:
+                self._failure = str(error)
+                self._closed.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            except Exception:  # without this thread, commits would go on without the handles of this process
+                _log.exception("the connection that keeps handles attached failed")
+                self._closed.wait(_LONGEST_PAUSE_S)
+
+    def _all(self) -> list[Standing]:
+        with self._lock:
+            return list(self._standings.values())
+
+    def _tell(self, epoch: int) -> None:
+        """Have handles that do nothing at the moment hear of an epoch: others may wait for them to."""
+        for standing in self._all():
+            if standing.epoch < epoch:
+                self._catch_up(standing)
+
+    def _catch_up(self, standing: Standing) -> None:
+        fields = standing.fields()
+        standing.adopt(
+            self._links.call(COORDINATOR, "catch_up", fields, until=time.monotonic() + _CATCH_UP_S).fields, fields
+        )
+
+    def _join_again(self, standing: Standing) -> None:
+        """After the connection broke, although this process lives: the coordinator took it for killed."""
+        try:
+            self._links.call(COORDINATOR, "join", standing.fields(), until=time.monotonic() + _LEAVE_S)
+        except StaleEpochError:
+            self._catch_up(standing)
+
+    def close(self) -> None:
+        """Detach all, and close the connections. Does not wait."""
+        self._closed.set()
+        self._attached.set()  # for those who wait for what will not come
+        self._gone.put(None)
+        self._links.close()
+
+
+_keepalives: weakref.WeakSet[Keepalive] = weakref.WeakSet()
+
+
+def await_leaves(until: float) -> None:
+    """At the end of a process: wait until the handles that it had, and forgot, have left."""
+    for keepalive in list(_keepalives):
+        keepalive.await_end(until)
+
+
+os.register_at_fork(after_in_child=_keepalives.clear)

@@ -1,0 +1,242 @@
+"""Connections of one process to the managers of a dictionary and its coordinator, and what happens while one is away.
+
+Owns finding them, by the runtime that they run in, the pool of connections, and how often and how long one that does
+not answer is tried again. What requests mean is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.options import COORDINATOR, Configuration
+from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def locator(configuration: Configuration) -> Locate:
+    """Finds the managers of a dictionary.
+
+    Raises:
+        InvalidArgumentError: the runtime is not known.
+    """
+    kind = configuration.runtime.get("kind")
+    if kind == "embedded":
+        base = Path(configuration.base)
+
+        def locate(manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+            return "unix", str(base / ("c.sock" if manager == COORDINATOR else f"m-{manager}.sock"))
+
+        return locate
+    if kind == "ray":
+        from ml_flashpoint.ddict.runtime.ray_locations import locations_of
+
+        return locations_of(configuration).find
+    raise InvalidArgumentError("no such runtime", argument="runtime", value=kind)
+
+
+def is_local(configuration: Configuration) -> Callable[[int], bool]:
+    """Tells whether a manager is on this node, as far as this process knows."""
+    if configuration.runtime.get("kind") == "ray":
+        from ml_flashpoint.ddict.runtime.ray_locations import locations_of
+
+        return locations_of(configuration).is_local
+    return lambda manager: True
+
+
+class Locate(Protocol):
+    """Finds managers."""
+
+    def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        """Where a manager is; None: not anywhere at the moment, or not found in time.
+
+        Args:
+            anew: it was not where this said last time.
+
+        Raises:
+            DDictDestroyedError: the dictionary is gone.
+        """
+
+
+_Found = TypeVar("_Found")
+
+GRACE_S = 0.5
+"""What a request may take more than the manager is told, so that its own error comes first."""
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.25
+_KEPT_IDLE = 8
+_CONNECT_S = 10.0
+
+
+class Exchange:
+    """Requests over one connection, all of which must be done by ``until``."""
+
+    def __init__(self, connection: Connection, until: float) -> None:
+        self._connection = connection
+        self._until = until
+        self.local = connection.local
+        """Whether the manager is on this node, so that its memory can be mapped."""
+
+    def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
+        """One request; see `Connection.request`."""
+        left = max(round(self._until - time.monotonic(), 3), 0.0)
+        return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
+
+
+class Links:
+    """See the module. Thread-safe; in a forked child all connections are made anew."""
+
+    def __init__(self, locate: Locate, secret: bytes) -> None:
+        self._locate = locate
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Connection]] = {}
+        self._doubtful: set[int] = set()
+        self._closed = False
+        self._pid = os.getpid()
+
+    def call(
+        self,
+        manager: int,
+        operation: str,
+        fields: dict[str, Any],
+        blobs: Sequence[Buffer] = (),
+        *,
+        until: float,
+        again: bool = True,
+    ) -> Reply:
+        """Ask a manager one thing; see :meth:`attempt`."""
+        return self.attempt(
+            manager, lambda exchange: exchange.request(operation, fields, blobs), until=until, again=again
+        )
+
+    def attempt(
+        self, manager: int, action: Callable[[Exchange], _Found], *, until: float, again: bool = True
+    ) -> _Found:
+        """What ``action`` returns, with one connection to a manager for its requests. Begins anew while the manager is
+        away.
+
+        Args:
+            until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
+            again: whether requests may be carried out twice: the connection can break after the manager has.
+
+        Raises:
+            DDictManagerLostError: it was away all the time.
+            DDictTimeoutError: it did not answer in time.
+            FlashpointError: what it refused with.
+        """
+        pause = _FIRST_PAUSE_S
+        while True:
+            if self._closed:
+                raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
+            try:
+                link = self._take(manager, max(until - time.monotonic(), 0.05))
+                try:
+                    return action(Exchange(link, until))
+                finally:
+                    # After an error of the manager's own, too: the connection is as good as before then.
+                    self._give_back(manager, link)
+            except ConnectionLostError as error:
+                self._drop_idle(manager)
+                left = until - time.monotonic()
+                if left <= pause or (isinstance(error, RequestLostError) and not again):
+                    raise DDictManagerLostError(
+                        f"{'the coordinator' if manager < 0 else f'manager {manager}'} is not there: {error.message}",
+                        manager=manager,
+                        hint="call again: with replication it comes back; without, its values are gone"
+                        if manager >= 0
+                        else "it is in the process that made the dictionary, and the dictionary ends with that",
+                    ) from error
+            time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _take(self, manager: int, timeout_s: float) -> Connection:
+        if self._pid != os.getpid():
+            self._after_fork()
+        with self._lock:
+            idle = self._idle.get(manager)
+            while idle:
+                link = idle.pop()
+                if not link.closed:
+                    return link
+        return self.connect(manager, timeout_s)
+
+    def connect(self, manager: int, timeout_s: float) -> Connection:
+        """A new connection, which is in no pool.
+
+        Raises:
+            ConnectionLostError: nobody is there.
+            DDictTimeoutError: no answer in time.
+        """
+        until = time.monotonic() + timeout_s
+        doubtful = manager in self._doubtful
+        address = self._locate(manager, timeout_s, anew=doubtful)
+        self._doubtful.add(manager)  # until it answers
+        if address is None:
+            raise ConnectionLostError(f"manager {manager} is not anywhere")
+        left = max(until - time.monotonic(), 0.05)
+        try:
+            connection = Connection(address, self._secret, REQUESTS, connect_timeout_s=min(left, _CONNECT_S))
+        except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
+            if (address[0] == "tcp" or isinstance(error, DDictTimeoutError)) and time.monotonic() < until:
+                # It may be stopped for a while; the machine may be gone, or the port somebody else's by now.
+                raise ConnectionLostError(f"manager {manager} is not at its address any more: {error}") from error
+            if isinstance(error, AuthenticationError):
+                raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error
+            raise
+        try:
+            reply = connection.request("hello", {}, timeout_s=max(until - time.monotonic(), 0.05))
+            if reply.fields["manager"] != manager:
+                raise ConnectionLostError(f"manager {manager} is not at its address any more")
+            self._doubtful.discard(manager)
+            return connection
+        except BaseException:
+            connection.close()
+            raise
+
+    def _give_back(self, manager: int, link: Connection) -> None:
+        if link.closed:
+            return
+        with self._lock:
+            idle = self._idle.setdefault(manager, [])
+            if not self._closed and len(idle) < _KEPT_IDLE:
+                idle.append(link)
+                return
+        link.close()
+
+    def _drop_idle(self, manager: int) -> None:
+        """The others lead to the same process, which is gone."""
+        with self._lock:
+            dropped = self._idle.pop(manager, [])
+            self._doubtful.add(manager)
+        for link in dropped:
+            link.close()
+
+    def close(self) -> None:
+        """Close all connections; requests under way fail. Idempotent."""
+        if self._pid != os.getpid():
+            self._after_fork()  # the connections are the parent's, and so is whoever holds the lock
+        with self._lock:
+            self._closed = True
+            dropped = [link for links in self._idle.values() for link in links]
+            self._idle.clear()
+        for link in dropped:
+            with contextlib.suppress(DDictTimeoutError):
+                link.close()
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._idle = {}
+        self._pid = os.getpid()

@@ -1,0 +1,332 @@
+"""The mapping that a `DDict` is: its keys and values at the checkpoint of its handle.
+
+Owns the words of a dictionary, and the batch of writes that wait to be sent. How keys get to managers is `access`'s,
+checkpoints are `handle`'s; making, persisting and ending a dictionary is `dictionary`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from ml_flashpoint.ddict.client import codec
+from ml_flashpoint.ddict.client.access import Access, Batch
+from ml_flashpoint.ddict.client.handle import Handle
+from ml_flashpoint.ddict.client.keys import encode_key
+from ml_flashpoint.ddict.client.links import GRACE_S
+from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.ddict.manager.requests import BROADCAST, PERSISTENT
+from ml_flashpoint.ddict.options import Configuration, checked_timeout
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+_MISSING: Any = object()
+
+
+class Mapped(MutableMapping[Any, Any]):
+    """See the module; the base of `DDict` and of nothing else."""
+
+    def _set_up(
+        self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None = None
+    ) -> None:
+        self._configuration = configuration
+        self._handle = Handle(configuration, checkpoint_id, epoch, read_only=read_only)
+        self._access = Access(self._handle, only)
+        self._batch: Batch | None = None
+
+    # ---- one key ------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._get(key)
+
+    def get(self, key: Any, default: Any = None, *, copy: bool = False) -> Any:
+        """The value of a key, or ``default``. Never waits for one.
+
+        Args:
+            copy: arrays and tensors are the caller's own, instead of views of the dictionary's memory.
+        """
+        try:
+            return self._get(key, copy=copy, wait=False)
+        except DDictKeyError:
+            return default
+
+    def _get(self, key: Any, *, copy: bool = False, wait: bool = True) -> Any:
+        encoded = encode_key(key)
+        try:
+            return self._access.get(self._access.manager_of(encoded), encoded, copy=copy, wait=wait).value
+        except DDictKeyError as error:
+            raise _key_error(key, error) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._put(key, value)
+
+    def put(self, key: Any, value: Any) -> None:
+        """As ``d[key] = value``."""
+        self._put(key, value)
+
+    def pput(self, key: Any, value: Any) -> None:
+        """Write a key for all checkpoints from here on: it need not be written again at each (`wait_for_keys`), and
+        does not make this a writing handle that others' checkpoints wait for."""
+        self._put(key, value, PERSISTENT)
+
+    def bput(self, key: Any, value: Any) -> None:
+        """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
+        until = self._handle.until()
+        self._flush(until)
+        encoded_key, encoded = encode_key(key), codec.encode(value)
+        for manager in self._access.managers:
+            self._access.write(manager, encoded_key, encoded, BROADCAST, until=until)
+
+    def bget(self, key: Any, *, copy: bool = False) -> Any:
+        """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
+        encoded = encode_key(key)
+        until = self._handle.until()
+        local = set(self._access.local)
+        candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
+        lost: DDictManagerLostError | DDictTimeoutError | None = None
+        for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
+            try:
+                # Each gets a fair part of what is left of the time, and what it may be late is part of that.
+                share = (until - time.monotonic()) / left
+                share -= min(GRACE_S, share / 2) if left > 1 else 0.0
+                found = self._access.get(manager, encoded, until=time.monotonic() + share, copy=copy, wait=True)
+                return found.value
+            except (DDictManagerLostError, DDictTimeoutError) as error:
+                lost = error
+            except DDictKeyError as error:
+                raise _key_error(key, error) from None
+        assert lost is not None
+        raise lost
+
+    def _put(self, key: Any, value: Any, flags: int = 0, *, until: float | None = None) -> None:
+        until = self._handle.until() if until is None else until
+        encoded_key, encoded = encode_key(key), codec.encode(value)
+        manager = self._access.manager_of(encoded_key)
+        if self._batch is not None:
+            if encoded.inline and not flags:
+                self._handle.check_writable()
+                self._batch.add(manager, encoded_key, codec.to_inline(encoded), until)
+                return
+            self._batch.discard(manager, encoded_key)
+        self._access.write(manager, encoded_key, encoded, flags, until=until)
+
+    def __delitem__(self, key: Any) -> None:
+        until = self._handle.until()
+        self._flush(until)
+        encoded = encode_key(key)
+        try:
+            self._access.change(self._access.manager_of(encoded), "delete", encoded, until=until)
+        except DDictKeyError as error:
+            raise _key_error(key, error) from None
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            encoded = encode_key(key)
+        except InvalidArgumentError:
+            return False
+        manager = self._access.manager_of(encoded)
+        return bool(self._access.ask(manager, "contains", encoded, until=self._handle.until()).fields["found"])
+
+    def pop(self, key: Any, default: Any = _MISSING) -> Any:
+        """Delete a key and return its value, of which one caller only gets it; else ``default``."""
+        until = self._handle.until()
+        self._flush(until)
+        return self._pop(key, default, until)
+
+    def _pop(self, key: Any, default: Any, until: float) -> Any:
+        encoded = encode_key(key)
+        manager = self._access.manager_of(encoded)
+        try:
+            while True:
+                found = self._access.get(manager, encoded, copy=True, until=until)
+                if self._access.change(manager, "delete", encoded, until=until, x=found.sequence)["ok"]:
+                    return found.value
+        except DDictKeyError as error:
+            if default is _MISSING:
+                raise _key_error(key, error) from None
+            return default
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Delete some key and return it with its value.
+
+        Raises:
+            DDictKeyError: there is none.
+        """
+        none: Any = object()
+        until = self._handle.until()
+        self._flush(until)
+        while True:
+            for key in self._access.keys(self._access.managers, until):
+                value = self._pop(key, none, until)
+                if value is not none:
+                    return key, value
+                if time.monotonic() >= until:
+                    raise DDictTimeoutError("others were always faster")
+            if not self._access.count(self._access.managers, until):
+                raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
+        encoded_key = encode_key(key)
+        manager = self._access.manager_of(encoded_key)
+        until = self._handle.until()
+        self._flush(until)
+        while True:
+            try:
+                return self._access.get(manager, encoded_key, until=until).value
+            except DDictKeyError:
+                if self._access.write(manager, encoded_key, codec.encode(default), sequence=0, until=until):
+                    return default
+
+    def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
+        """Add to a number; returns what it was before, ``default`` if there was none. The manager does it, so that no
+        addition of another handle is lost.
+
+        Raises:
+            DDictError: the value is no number.
+            DDictManagerLostError: the manager died, perhaps after it had added.
+        """
+        for argument, number in (("amount", amount), ("default", default)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise InvalidArgumentError("must be a number", argument=argument, value=number)
+        until = self._handle.until()
+        self._flush(until)
+        encoded = encode_key(key)
+        manager = self._access.manager_of(encoded)
+        added = self._access.change(manager, "add", encoded, until=until, amount=amount, default=default)
+        before: float = added["before"]
+        return before
+
+    def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
+        """Wait until a key has a value, and return it.
+
+        Args:
+            value: what it must be equal to, or a function that says whether it will do; nothing: anything.
+            timeout: seconds; None: the dictionary's.
+
+        Raises:
+            DDictTimeoutError: it did not come in time.
+        """
+        encoded = encode_key(key)
+        manager = self._access.manager_of(encoded)
+        # 0: only if it is there.
+        until = self._handle.until(checked_timeout(timeout) if timeout else timeout)
+        seen = 0
+        while True:
+            if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen).fields["ok"]:
+                raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
+            try:
+                found = self._access.get(manager, encoded, until=until)
+            except DDictKeyError:
+                continue
+            seen = found.sequence
+            if _is_wanted(found.value, value):
+                return found.value
+
+    # ---- many keys ----------------------------------------------------------------------------------------
+
+    def update(self, other: Any = (), /, **named: Any) -> None:
+        """Write many keys; small values travel together."""
+        until = self._handle.until()
+        items = other.items() if isinstance(other, Mapping) else other
+        nested = self._batch is not None
+        self.start_batch_put()
+        try:
+            began = time.monotonic()
+            for key, value in itertools.chain(items, named.items()):
+                until += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
+                self._put(key, value, until=until)
+                began = time.monotonic()
+        except BaseException:
+            if not nested:
+                self._batch = None
+            raise
+        if not nested:
+            self._end_batch(until)
+
+    def start_batch_put(self) -> None:
+        """Collect small values from now on, and send them together: when there are many, and at `end_batch_put`.
+
+        Until then they cannot be read, not even by this handle. Moving to another checkpoint ends the batch, too.
+        """
+        if self._batch is None:
+            self._batch = Batch(self._handle)
+
+    def end_batch_put(self) -> None:
+        """Send what was collected.
+
+        Raises:
+            FlashpointError: some of it could not be written.
+        """
+        self._end_batch(self._handle.until())
+
+    def _end_batch(self, until: float) -> None:
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.flush(until)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._access.keys(self._access.managers, self._handle.until())
+
+    def __len__(self) -> int:
+        return self._access.count(self._access.managers, self._handle.until())
+
+    def keys(self) -> list[Any]:  # type: ignore[override]
+        """All keys at the checkpoint of this handle."""
+        return list(iter(self))  # or `list` would ask for the length, too
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        """All values at the checkpoint of this handle."""
+        return [value for _, value in self.items()]
+
+    def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
+        """All keys with their values at the checkpoint of this handle."""
+        return self._access.items(self._access.managers, self._handle.until())
+
+    def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
+        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers.
+
+        Raises:
+            DDictError: (while it is gone through) an epoch has begun since it began; retryable.
+        """
+        return ((key, value) for key, value in self._access.each_item(self._access.managers) if wanted(key, value))
+
+    def clear(self) -> None:
+        """Delete all keys at the checkpoint of this handle."""
+        if self._batch is not None:
+            self._batch.drop()
+        until = self._handle.until()
+        for manager in self._access.managers:
+            self._access.change(manager, "clear", until=until, again=True)
+
+    def local_keys(self) -> list[Any]:
+        """Keys that managers on this node have."""
+        return list(self._access.keys(self._access.local, self._handle.until()))
+
+    def local_values(self) -> list[Any]:
+        """Values that managers on this node have."""
+        return [value for _, value in self.local_items()]
+
+    def local_items(self) -> list[tuple[Any, Any]]:
+        """Keys and values that managers on this node have."""
+        return self._access.items(self._access.local, self._handle.until())
+
+    def local_length(self) -> int:
+        """Number of keys that managers on this node have."""
+        return self._access.count(self._access.local, self._handle.until())
+
+    def _flush(self, until: float) -> None:
+        if self._batch is not None:
+            self._batch.flush(until)
+
+
+def _key_error(key: Any, error: DDictKeyError) -> DDictKeyError:
+    return DDictKeyError(f"{key!a}: {error.message}", manager=error.manager, checkpoint_id=error.checkpoint_id)
+
+
+def _is_wanted(value: Any, wanted: Any) -> bool:
+    if wanted is _MISSING:
+        return True
+    return bool(wanted(value)) if callable(wanted) else bool(value == wanted)

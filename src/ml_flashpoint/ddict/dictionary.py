@@ -1,0 +1,387 @@
+"""`DDict`: the dictionary as its users have it.
+
+Owns checkpoints, persistence, managers and handles as users see them. The mapping is `mapping`'s, what a handle knows
+`handle`'s, what travels `client`'s, how dictionaries come into being `creation`'s.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeAlias
+
+from ml_flashpoint.ddict.client.keys import encode_key
+from ml_flashpoint.ddict.client.mapping import Mapped
+from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
+from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
+from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
+from ml_flashpoint.ddict.runtime.creation import Runtime, create
+from ml_flashpoint.ddict.stats import ManagerStats, stats_of
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+_STOP_S = 20.0
+
+_Arguments = ParamSpec("_Arguments")
+_Initializer: TypeAlias = "Callable[[Any, Options], None]"
+
+
+def _takes(
+    options: Callable[_Arguments, Options],
+) -> Callable[[_Initializer], Callable[Concatenate[Any, _Arguments], None]]:
+    """Give an initializer the arguments that options have, so that they are spelled there only."""
+
+    def decorate(initialize: _Initializer) -> Callable[Concatenate[Any, _Arguments], None]:
+        def __init__(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+            initialize(self, options(*args, **kwargs))
+
+        its = inspect.signature(options).parameters.values()
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        __init__.__signature__ = inspect.Signature([me, *its])  # type: ignore[attr-defined]
+        return __init__
+
+    return decorate
+
+
+class DDict(Mapped):
+    """A dictionary whose values live in manager processes, in memory, and outlive the processes that write them.
+
+    Every process that is given one, by pickle, has a *handle*: it begins at the checkpoint of the one that it was made
+    from, and moves through checkpoints on its own. See docs/ddict.md.
+
+    Args: see `Options`.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+        DDictError: a manager did not start.
+    """
+
+    @_takes(Options)
+    def __init__(self, options: Options) -> None:
+        configuration, self._coordinator, started = create(options)
+        self._set_up(configuration, 0, 0, read_only=options.read_only)
+        self._runtime: Runtime | None = started
+        self._creator = os.getpid()
+        if options.restore_from is not None:
+            try:
+                self.restore(options.restore_from)
+            except BaseException:
+                self._stop()
+                raise
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> int:
+        """The checkpoint that this handle reads and writes at; set it to go to another one."""
+        return self._handle.checkpoint_id
+
+    @checkpoint_id.setter
+    def checkpoint_id(self, checkpoint_id: int) -> None:
+        check_checkpoint_id(checkpoint_id)
+        until = self._handle.until()
+        self._flush(until)
+        self._handle.move(checkpoint_id, until)
+
+    def checkpoint(self) -> int:
+        """Go on to the next checkpoint; returns its id. What was written stays readable there. A handle that began to
+        write behind the others goes on to the next one that they have not skipped.
+
+        Raises:
+            DDictTimeoutError: with `wait_for_keys` or `wait_for_writers`, an older one cannot retire yet; with
+                `replication` or a persister, one that is older than the working set is still being committed.
+            DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
+        """
+        until = self._handle.until()
+        self._flush(until)
+        self._handle.move(self.checkpoint_id + 1, until, onwards=True)
+        return self.checkpoint_id
+
+    def rollback(self, to: int | None = None, *, discard: bool = True) -> int:
+        """Go back, to the checkpoint before this one or to ``to``; returns its id.
+
+        Args:
+            discard: what this handle, and no other, wrote above is gone then.
+
+        Raises:
+            DDictCheckpointRetiredError: it has left the working set.
+        """
+        to = max(0, self.checkpoint_id - 1) if to is None else check_checkpoint_id(to, "to")
+        if to > self.checkpoint_id:
+            raise InvalidArgumentError(
+                f"is ahead of this handle, which is at {self.checkpoint_id}", argument="to", value=to
+            )
+        if self._batch is not None:
+            self._batch.drop()
+        self._handle.rollback(to, discard=discard, until=self._handle.until())
+        return self.checkpoint_id
+
+    def sync_to_newest_checkpoint(self) -> int:
+        """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
+        none)."""
+        until = self._handle.until()
+        self._flush(until)
+        self._handle.sync(until)
+        return self.checkpoint_id
+
+    def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
+        """Wait until a checkpoint is committed: with `replication`, no loss of one manager takes it away any more.
+        Returns the newest committed one. Other threads cannot move this handle meanwhile.
+
+        Args:
+            checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last; where no handle
+                has written anything, there is nothing to wait for.
+            timeout: seconds; None: the dictionary's.
+
+        Raises:
+            InvalidArgumentError: this handle still writes there; or wrote there when that was committed already, so
+                that it is committed with the one that the handle is at.
+            DDictWritesLostError: a manager came back without what this handle wrote, so it will not be.
+            DDictTimeoutError: it was not in time: others have not moved past it, or have no copies of it.
+        """
+        wanted = self.checkpoint_id - 1 if checkpoint_id is None else checkpoint_id
+        if checkpoint_id is not None:
+            check_checkpoint_id(checkpoint_id)
+        until = self._handle.until(None if timeout is None else checked_timeout(timeout))
+        return self._handle.await_commit(wanted, until, if_written=checkpoint_id is None)
+
+    @property
+    def committed_checkpoint_id(self) -> int:
+        """The newest committed checkpoint; -1: none yet."""
+        return int(self._access.ask_main("state")["committed"])
+
+    # ---- persistence --------------------------------------------------------------------------------------
+
+    def persist(self) -> int:
+        """Persist the newest committed checkpoint now; returns its id (-1 if there is none).
+
+        Raises:
+            DDictPersistError: there is no persister, or it failed.
+        """
+        until = self._handle.until()
+        self._flush(until)
+        return int(self._access.ask_main("persist_newest", until=until)["checkpoint_id"])
+
+    def persisted_ids(self) -> list[int]:
+        """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
+        return self._persisted_ids(self._handle.until())
+
+    def _persisted_ids(self, until: float) -> list[int]:
+        return [int(each) for each in self._access.ask_main("persisted_ids", until=until)["ids"]]
+
+    def restore(self, checkpoint_id: int) -> None:
+        """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
+        before; if a manager dies at the last moment, nothing can be committed until a restore works.
+
+        Other handles must not be writing, and go to it themselves (`sync_to_newest_checkpoint`).
+
+        Raises:
+            DDictPersistError: there is no such checkpoint; or a manager died and could not take it up.
+            DDictTimeoutError: not in time. If the message says that it is restored, only copies of it are missing.
+            DamagedError: it is not what was written.
+        """
+        check_checkpoint_id(checkpoint_id)
+        self._restore(checkpoint_id, self._handle.until())
+
+    def _restore(self, checkpoint_id: int, until: float) -> None:
+        if self._batch is not None:
+            self._batch.drop()
+        state = self._access.ask_main("restore", until=until, checkpoint_id=checkpoint_id, w=self._handle.id)
+        self._handle.restored(checkpoint_id, state)
+
+    def advance(self) -> int:
+        """For replaying: restore the persisted checkpoint after this one, for all handles; returns its id.
+
+        Raises:
+            DDictPersistError: this is the last.
+        """
+        until = self._handle.until()
+        later = [each for each in self._persisted_ids(until) if each > self.checkpoint_id]
+        if not later:
+            raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
+        self._restore(later[0], until)
+        return later[0]
+
+    # ---- managers -----------------------------------------------------------------------------------------
+
+    def manager(self, manager: int) -> DDict:
+        """A handle for the keys of one manager only: what it writes goes there, whatever the key."""
+        if type(manager) is not int or not 0 <= manager < self._configuration.managers:
+            raise InvalidArgumentError(
+                f"must be from 0 to {self._configuration.managers - 1}", argument="manager", value=manager
+            )
+        return self._clone(only=manager)
+
+    @property
+    def local_managers(self) -> list[int]:
+        """Numbers of the managers on this node."""
+        return [each for each in range(self._configuration.managers) if self._access.client.is_local(each)]
+
+    @property
+    def local_manager(self) -> int | None:
+        """Number of one manager on this node, if there is any."""
+        local = self.local_managers
+        return local[0] if local else None
+
+    @property
+    def main_manager(self) -> int:
+        """Number of the first manager."""
+        return 0
+
+    def which_manager(self, key: Any) -> int:
+        """Number of the manager that has a key, or would."""
+        return self._access.manager_of(encode_key(key))
+
+    def stats(self) -> list[ManagerStats]:
+        """What each manager has."""
+        until = self._handle.until()
+        call = self._access.client.links.call
+        answers = [call(each, "stats", {}, until=until).fields for each in range(self._configuration.managers)]
+        return stats_of(answers, self._access.ask_main("state", until=until))
+
+    def freeze(self) -> None:
+        """Refuse all writes, of all handles, until `unfreeze`."""
+        self._freeze(True)
+
+    def unfreeze(self) -> None:
+        """Allow writes again."""
+        self._freeze(False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether writes are refused."""
+        return bool(self._access.ask_main("state")["frozen"])
+
+    def _freeze(self, frozen: bool) -> None:
+        self._access.ask_main("freeze", frozen=frozen)
+
+    # ---- handles ------------------------------------------------------------------------------------------
+
+    def _clone(self, *, only: int | None) -> DDict:
+        handle = self._handle
+        return _made(self._configuration, self.checkpoint_id, handle.epoch, read_only=handle.read_only, only=only)
+
+    def __copy__(self) -> DDict:
+        return self._clone(only=self._access.only)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, self._described()
+
+    def _described(self) -> tuple[Any, ...]:
+        """What another handle like this one is made from, as plain JSON: see `_attach`."""
+        handle = self._handle
+        at = (handle.checkpoint_id, handle.epoch)
+        return self._configuration.to_json(), *at, handle.read_only, self._access.only
+
+    def serialize(self) -> str:
+        """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
+        the dictionary in it: whoever has it can read and write everything."""
+        return base64.urlsafe_b64encode(json.dumps(self._described()).encode()).decode()
+
+    @classmethod
+    def attach(cls, serialized: str, *, timeout: float | None = None) -> DDict:
+        """A handle from what `serialize` returned.
+
+        Args:
+            timeout: of its calls, in seconds; None: the dictionary's.
+
+        Raises:
+            InvalidArgumentError: it is something else.
+            DDictManagerLostError: the dictionary is not there.
+        """
+        try:
+            configuration, checkpoint_id, epoch, *rest = json.loads(base64.urlsafe_b64decode(serialized.encode()))
+            for number in (checkpoint_id, epoch):
+                check_checkpoint_id(number, "serialized")
+            made = _attach(configuration, checkpoint_id, epoch, *rest)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgumentError(
+                f"is not what serialize() returned: {error}", argument="serialized", value=serialized
+            ) from error
+        if timeout is not None:
+            made._handle.timeout_s = checked_timeout(timeout)
+        made._access.ask_main("state")
+        return made
+
+    def detach(self) -> None:
+        """Let this handle be of no more use; the dictionary stays. Idempotent."""
+        if self._handle.closed:
+            return
+        until = self._handle.until()
+        try:
+            self._flush(until)
+        finally:
+            self._batch = None
+            self._handle.detach(until)
+
+    def destroy(self) -> None:
+        """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.
+
+        Only the process that made it can. Idempotent.
+
+        Raises:
+            DDictError: this is another process.
+            DDictPersistError: the last checkpoint could not be persisted; the dictionary has ended all the same.
+        """
+        if self._handle.closed:
+            return
+        if not self._is_creator:
+            raise DDictError("only the handle that made the dictionary can destroy it", hint="detach() this one")
+        try:
+            options = self._configuration.options
+            if options.persists and options.persist_count:
+                self.persist()
+        finally:
+            self._stop()
+
+    @property
+    def _is_creator(self) -> bool:
+        """Whether this is the handle that made the dictionary, and not a copy of it in a forked child."""
+        return self._runtime is not None and self._creator == os.getpid()
+
+    def _stop(self) -> None:
+        runtime, self._runtime = self._runtime, None
+        self._handle.detach(time.monotonic() + 1.0)
+        self._access.client.close()
+        if runtime is not None:
+            if self._coordinator is not None:
+                self._coordinator.close()
+            runtime.stop(_STOP_S)
+
+    def __enter__(self) -> DDict:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_creator:
+            self.destroy()
+        else:
+            self.detach()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        configuration = self._configuration
+        return (
+            f"DDict({configuration.options.name or configuration.dictionary!r}, managers={configuration.managers}, "
+            f"checkpoint_id={self.checkpoint_id})"
+        )
+
+
+def _attach(
+    configuration: Mapping[str, Any], checkpoint_id: int, epoch: int, read_only: bool, only: int | None
+) -> DDict:
+    return _made(Configuration.from_json(configuration), checkpoint_id, epoch, read_only=read_only, only=only)
+
+
+def _made(configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None) -> DDict:
+    handle = DDict.__new__(DDict)
+    handle._runtime = handle._coordinator = None
+    handle._creator = 0
+    handle._set_up(configuration, checkpoint_id, epoch, read_only=read_only, only=only)
+    return handle

@@ -1,0 +1,347 @@
+"""The manager's side of large values: which arena a value gets, and when an arena may hold another one.
+
+Owns allocation and the rule of reuse; what is in an arena is `objects`', the clients' side `shared_memory`', and
+what becomes of values that were sealed is up to whoever sealed them.
+
+Whoever reads a value, or writes one, holds a shared lock (flock) on the arena's file, for as long as it has a view of
+it, and the kernel takes the lock away when that process dies. An arena is given out again only after an exclusive lock
+on it was had, which proves that no one does. Under that lock the first bytes are cleared, so that a reader who comes
+late finds no value there. Then the allocation writes its *token* where the header will be::
+
+    length of the header (8): 0     the value id, and a zero byte
+
+A writer that was stopped for so long that its arena was given to another finds another token, or a header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pickle
+import re
+import resource
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.manager.shard import StoredValue
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectFormatError
+from ml_flashpoint.format.object_format import Layout, ParsedHeader, encode_header, header_length, parse_header
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_NO_LENGTH: Final = bytes(8)
+_MAX_KEPT: Final = 16 << 10
+_MAX_INT_BITS: Final = 4096
+_FLOAT: Final = struct.Struct(">d")
+
+
+@lru_cache(maxsize=128)
+def _parse_again(header: bytes, file_size: int) -> ParsedHeader:
+    # The same values are read again and again.
+    return parse_header(header, file_size)
+
+
+def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) -> tuple[Layout, str]:
+    """Where everything of this value lies, and its kind, from the object's header.
+
+    Args:
+        buffer: the file, or the part of it that is in use.
+        file_size: bytes of the file, if `buffer` is only the part in use.
+
+    Raises:
+        StaleValueError: it holds another value, or none.
+        ObjectFormatError: it is damaged.
+    """
+    with memoryview(buffer) as view:
+        if view.nbytes < 8 or view[:8] == _NO_LENGTH:
+            raise StaleValueError(f"there is no value here, {value_id} was expected")
+        if file_size is None:
+            file_size = view.nbytes
+        length = header_length(view, file_size)
+        header = bytes(view[:length])
+        parsed = (_parse_again if length <= _MAX_KEPT else parse_header)(header, file_size)
+        found = parsed.metadata.get("value")
+        if found != value_id:
+            raise StaleValueError(f"value {found} is here, {value_id} was expected")
+        if parsed.layout.size > view.nbytes:
+            raise ObjectFormatError("the object is truncated")
+    return parsed.layout, parsed.metadata.get("kind", "")
+
+
+def header_anew(buffer: Buffer, was: str, value_id: str, file_size: int) -> bytes:
+    """The header of an object that was taken out of its file, for another file and under another value id.
+
+    Args:
+        buffer: the object, whole and without the unused rest of its file.
+        was: id of the value so far.
+        file_size: bytes of the other file.
+
+    Raises:
+        ObjectFormatError: it is not the object of that value.
+    """
+    with memoryview(buffer) as view:
+        parsed = parse_header(view, None)
+        if parsed.layout.size != view.nbytes or parsed.metadata.get("value") != was:
+            raise ObjectFormatError(f"not the object of value {was}")
+    return encode_header(parsed.layout, file_size, {**parsed.metadata, "value": value_id})
+
+
+def encode_number(value: float) -> bytes | None:
+    """The inline form of an integer or a float; None for an integer that is huge."""
+    if isinstance(value, int):
+        return b"i%d" % value if value.bit_length() <= _MAX_INT_BITS else None
+    return b"f" + _FLOAT.pack(value)
+
+
+def number_to_inline(value: float) -> bytes:
+    """The inline form of any integer or float."""
+    return encode_number(value) or b"p" + pickle.dumps(value, 5)
+
+
+def decode_number(data: bytes) -> int | float:
+    """What `encode_number` encoded. Raises ValueError or struct.error."""
+    if data[:1] == b"i":
+        return int(data[1:])
+    number: float = _FLOAT.unpack(data[1:])[0]
+    return number
+
+
+def inline_number(data: bytes) -> int | float | None:
+    """The integer or float in a small value, None if it is something else.
+
+    Raises:
+        DamagedError: it is marked as a number and is none.
+    """
+    if data[:1] not in (b"i", b"f"):
+        return None
+    try:
+        return decode_number(data)
+    except (ValueError, struct.error) as error:
+        raise DamagedError(f"not an encoded number: {error}") from error
+
+
+_log = logging.getLogger(__name__)
+
+_INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
+_TOKEN_AT: Final = 8
+_CLEARED: Final = bytes(64)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Room for one value, for its writer alone.
+
+    Attributes:
+        value_id: of the value to come.
+        path: the arena's file.
+        size: bytes of the file.
+    """
+
+    value_id: str
+    path: str
+    size: int
+
+
+class ValueArenas:
+    """See the module. Thread-safe.
+
+    Args:
+        store: the manager's, made with ``reusable=is_unused``.
+        incarnation: 16 hex digits, different each time that the manager starts.
+        limit_bytes: most that arenas may take, free ones included: before a new one is made, free ones that do not
+            suit are given back. It is not enforced otherwise.
+    """
+
+    def __init__(self, store: RankStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
+        if not _INCARNATION.fullmatch(incarnation):
+            raise InvalidArgumentError("must be 16 hex digits", argument="incarnation", value=incarnation)
+        self._store = store
+        self._incarnation = incarnation
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._next = 0
+        self._promised: dict[str, Arena] = {}
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of arenas that hold values, or are promised to some."""
+        return self._used_bytes
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Room for a value of so many bytes (`objects.object_size`), until `adopt` or `abandon`.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        if self._limit_bytes is not None and not self._store.arenas.has_free(nbytes):
+            in_use, free = self._store.arenas.resident_bytes()
+            if in_use + free + nbytes > self._limit_bytes:
+                self._store.arenas.delete_free(max(0, self._limit_bytes - in_use - nbytes))
+        arena = self._store.acquire(nbytes)
+        with self._lock:
+            value_id = f"v-{self._incarnation}-{self._next:012d}"
+            self._next += 1
+            self._promised[value_id] = arena
+            self._used_bytes += arena.size
+        write_token(arena, value_id)
+        return Allocation(value_id, str(arena.path), arena.size)
+
+    def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
+        """Write what a client on another node sent (`objects.object_blobs`) into the arena promised to it.
+
+        Raises:
+            StaleValueError: nothing is promised to this value.
+            InvalidArgumentError: it is more than fits. The promise stays.
+        """
+        with self._lock:
+            arena = self._promised.get(value_id)
+        if arena is None:
+            raise StaleValueError(f"there is no room kept for value {value_id}")
+        with contextlib.ExitStack() as held:
+            views = [held.enter_context(held.enter_context(memoryview(blob)).cast("B")) for blob in blobs]
+            total = sum(view.nbytes for view in views)
+            if not views or total > arena.size or views[0].nbytes < _TOKEN_AT:
+                raise InvalidArgumentError("not an object that fits here", argument="blobs", value=total)
+            import numpy as np  # here, as most managers never need it; unlike a memoryview, it copies without the GIL
+
+            target = np.frombuffer(arena.buffer, np.uint8)
+            at = views[0].nbytes
+            for view in views[1:]:
+                target[at : at + view.nbytes] = view
+                at += view.nbytes
+            target[_TOKEN_AT : views[0].nbytes] = views[0][_TOKEN_AT:]
+            target[:_TOKEN_AT] = views[0][:_TOKEN_AT]
+
+    def adopt(self, value_id: str) -> StoredValue:
+        """Take note that the value was written. The arena is its own until `release`.
+
+        Raises:
+            StaleValueError: nothing was promised to this value, or it is not there. A promise stays.
+            ObjectFormatError: what is there is damaged. The promise stays.
+        """
+        with self._lock:
+            arena = self._promised.get(value_id)
+        if arena is None:
+            raise StaleValueError(f"there is no room kept for value {value_id}")
+        layout, _ = check_header(arena.buffer, value_id)
+        with self._lock:
+            if self._promised.pop(value_id, None) is None:
+                raise StaleValueError(f"there is no room kept for value {value_id}")
+        return StoredValue(value_id, arena, layout.size)
+
+    def count(self, value: StoredValue) -> None:
+        """Take note of a value that came another way (recovered, say) in an arena that the store has in use."""
+        with self._lock:
+            self._used_bytes += value.arena.size
+
+    def discount(self, value: StoredValue) -> None:
+        """Take no more note of a value of which somebody else releases the arena."""
+        with self._lock:
+            self._used_bytes -= value.arena.size
+
+    def release(self, value: StoredValue) -> None:
+        """The value is not needed any more. Its arena is free, unless it is a part of the store by now: then it is
+        for `RankStore.drop`. To be called once for each value."""
+        with self._lock:
+            self._used_bytes -= value.arena.size
+        if self._store.find(value.value_id, self._store.rank) is None:
+            self._store.release(value.arena)
+
+    def abandon(self, value_ids: Iterable[str]) -> None:
+        """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
+        for value_id in value_ids:
+            with self._lock:
+                arena = self._promised.pop(value_id, None)
+                if arena is None:
+                    continue
+                self._used_bytes -= arena.size
+            self._store.release(arena)
+
+
+class Reading:
+    """A value's bytes, locked from construction until the end of the ``with`` block, which gives a memoryview of them:
+    nobody can reuse them meanwhile, whoever releases the value.
+
+    Raises:
+        StaleValueError: it was released before.
+    """
+
+    def __init__(self, value: StoredValue) -> None:
+        self._fd = -1
+        gone = f"value {value.value_id} is gone"
+        try:
+            self._fd = os.open(value.arena.path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._view = value.arena.buffer[: value.size]
+            check_header(self._view, value.value_id, value.arena.size)
+        except BaseException as error:
+            self._close()
+            # No file; it is being cleared; its mapping was given back.
+            if isinstance(error, (FileNotFoundError, BlockingIOError)) or type(error) is ValueError:
+                raise StaleValueError(gone) from None
+            raise
+
+    def __enter__(self) -> memoryview:
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        self._view.release()
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def write_token(arena: Arena, value_id: str) -> None:
+    """Mark an arena as kept for this value."""
+    token = value_id.encode() + b"\0"
+    arena.buffer[:_TOKEN_AT] = bytes(_TOKEN_AT)
+    arena.buffer[_TOKEN_AT : _TOKEN_AT + len(token)] = token
+
+
+def has_token(arena: Arena, value_id: str) -> bool:
+    """Whether an arena is kept for this value and nothing was written yet."""
+    token = bytes(_TOKEN_AT) + value_id.encode() + b"\0"
+    return bytes(arena.buffer[: len(token)]) == token
+
+
+def is_unused(arena: Arena) -> bool:
+    """Whether no process reads from an arena that is free, or writes to it. If so, it is cleared."""
+    try:
+        fd = os.open(arena.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        _log.warning("an arena cannot be reused: %s", error)
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        arena.buffer[: len(_CLEARED)] = _CLEARED
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def allow_many_files() -> int:
+    """Let this process have as many files open as it may: each arena is one. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,0 +1,444 @@
+"""One manager: its share of the keys, their values, and what it does for the others.
+
+Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, and how one that was
+started anew comes to hold what the one before it held. What requests mean is `peer_requests`'. It knows neither how its
+process was started nor how peers find it: that is given to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
+from ml_flashpoint.ddict.checkpoints.kept import KeptCheckpoints
+from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
+from ml_flashpoint.ddict.client.links import Links, Locate
+from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, StaleEpochError
+from ml_flashpoint.ddict.manager.arenas import ValueArenas, is_unused
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard, StoredValue, Value
+from ml_flashpoint.ddict.options import COORDINATOR, Configuration
+from ml_flashpoint.ddict.persistence.parts import PartReader, encode
+from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.net.server import Peer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+_log = logging.getLogger(__name__)
+
+_PEER_S = 10.0
+_ROOM_S = 0.5
+_LOOK_S = 1.0
+_RETURN_S = 60.0
+_MOST_GONE = 10_000
+_ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One connection of a client or another manager.
+
+    Attributes:
+        allocated: values that it has room for and has not put yet.
+    """
+
+    peer: Peer
+    allocated: set[str] = field(default_factory=set)
+
+
+class Manager:
+    """See the module. Thread-safe.
+
+    Args:
+        operations: what requests mean, by name: functions of the manager, the session, fields and blobs.
+        incarnation: of this process, 16 hexadecimal digits.
+        restarted: whether there was one of this number before, whose values it is to have.
+        host: address to serve other nodes on.
+        place: node that this runs on, where that is not always the same one.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        number: int,
+        locate: Locate,
+        operations: Mapping[str, Callable[..., tuple[dict[str, Any], Sequence[Buffer]]]],
+        *,
+        incarnation: str,
+        restarted: bool = False,
+        host: str = "127.0.0.1",
+        place: str | None = None,
+    ) -> None:
+        self.configuration = configuration
+        self.number = number
+        self.place = place or str(configuration.options.nodes[number])
+        self._operations = operations
+        self.rules = configuration.options
+        self.incarnation = incarnation
+        self.changed = threading.Condition(threading.RLock())
+        """Guards the shard; notified when it changes while somebody waits."""
+        self.waiting = 0
+        self.frozen = False
+        self.ended = threading.Event()
+        self.links = Links(locate, configuration.secret)
+        self.run = PersistedRun(configuration)
+        self.persister = self.run.persister
+        self.epoch = 0
+        """Guarded by the lock, like the shard: requests of another one are refused."""
+        self.dead: dict[str, None] = {}
+        """Handles whose process was killed: what of them is on its way still comes too late."""
+        self._discarded: dict[str, int] = {}
+        self._begun = threading.Lock()
+        self._inline_bytes = 0
+        self._stored: set[str] = set()
+        self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
+        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.options.limit_bytes)
+        self.shard = Shard(self._let_go, is_final=not self.rules.snapshots)
+        self.snapshots = Snapshots(
+            self.store,
+            nodes=[f"node-{node}" for node in configuration.options.nodes],
+            strategy=configuration.options.make_strategy(),
+            secret=configuration.secret,
+            peer_address=self._peer_address,
+            tell_holder=self._tell_holder,
+            in_use=self._is_in_use,
+            incarnation=self.incarnation,
+            host=host,
+        )
+        self._kept = KeptCheckpoints(self.changed, self.snapshots)  # all that is committed and was not let go of
+        self.parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
+        self._restarted = restarted
+        self._ready = threading.Event()  # requests may come before
+        self._lost: DDictManagerLostError | None = None
+        self._failures: dict[int, FlashpointError] = {}
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve. One that was started anew is ready when the epoch has begun that it asks for."""
+        if self.rules.replicated:
+            self.snapshots.start()
+        if self._restarted:
+            threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
+        else:
+            self._ready.set()
+
+    def _return(self) -> None:
+        """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death
+        has cost some: its own at those who hold them, if they were away too, and here those of others."""
+        me, until = {"manager": self.number, "incarnation": self.incarnation}, time.monotonic() + _RETURN_S
+        try:
+            if not self.rules.replicated:
+                raise DDictManagerLostError("without replication its values are gone")
+            with self._begun:
+                sealed = self.links.call(COORDINATOR, "sealed", me, until=until).fields["sealed"]
+                self._recover([part_ref(*each) for each in sealed])
+            self.links.call(COORDINATOR, "returned", me, until=time.monotonic() + _RETURN_S)
+        except Exception as error:  # lost with its thread, it would leave every client waiting
+            _log.exception("manager %d cannot go on from where the one before it was", self.number)
+            self._give_up(error.message if isinstance(error, FlashpointError) else repr(error))
+        self._ready.wait()
+        if self._lost is None:
+            _log.warning("manager %d is back", self.number)
+            self.replicate()
+            for owner in self.snapshots.held:
+                try:
+                    self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
+                except FlashpointError as error:
+                    _log.warning("manager %d was not asked for new copies: %s", owner, error)
+
+    def _give_up(self, why: str) -> DDictManagerLostError:
+        """What this manager is to have is lost; the error that everybody gets."""
+        error = DDictManagerLostError(
+            f"manager {self.number} came back without its values: {why}",
+            manager=self.number,
+            hint="make the dictionary anew, and restore() what was persisted",
+        )
+        error.retryable = False
+        if not self._ready.is_set():
+            self._lost = error
+            self._ready.set()
+        return error
+
+    def close(self) -> None:
+        """End. Files stay where they are."""
+        self.ended.set()
+        self.links.close()
+        self.snapshots.close()
+        self.persister.close()
+        self.store.close()
+
+    def wait_until_ready(self, until: float) -> None:
+        """Wait until this manager has begun, and has what it is to have.
+
+        Raises:
+            DDictManagerLostError: not in time; or that is lost.
+        """
+        if not self._ready.wait(max(0.0, until - time.monotonic())):
+            raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
+        if self._lost is not None:
+            raise self._lost
+
+    def replicate(self) -> None:
+        """Push what holders lack of the snapshots here."""
+        try:
+            self.snapshots.replicate(seal_deadline_s())
+        except FlashpointError as error:
+            _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
+
+    # ---- requests -----------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer) -> Session:
+        """See `RequestHandler`."""
+        return Session(peer)
+
+    def handle(
+        self, session: Session, operation: str, fields: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], Sequence[Buffer]]:
+        """See `RequestHandler`."""
+        found = self._operations.get(operation)
+        if found is None:
+            raise ProtocolError(f"there is no operation {operation!a}")
+        return found(self, session, fields, blobs)
+
+    def closed(self, session: Session) -> None:
+        """See `RequestHandler`."""
+        self.arenas.abandon(session.allocated)
+
+    def _peer_address(self, manager: int) -> tuple[str, int] | None:
+        try:
+            found = self.links.call(manager, "hello", {}, until=time.monotonic() + _PEER_S).fields["transfers"]
+        except FlashpointError:
+            return None
+        return None if found is None else (str(found[0]), int(found[1]))
+
+    def _tell_holder(self, holder: int, keep: list[str], before: str) -> None:
+        fields = {"of": self.number, "keep": keep, "before": before}
+        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + _PEER_S)
+
+    # ---- values -------------------------------------------------------------------------------------------
+
+    def _let_go(self, value: Value) -> None:
+        if isinstance(value, InlineValue):
+            self._inline_bytes -= value.nbytes + _ENTRY_BYTES
+            return
+        self._stored.discard(value.value_id)
+        if self.snapshots.let_go(value):
+            self.arenas.discount(value)  # it is a snapshot's now, beside what users may have
+        else:
+            self.arenas.release(value)
+
+    def _is_in_use(self, value_id: str) -> bool:
+        return value_id in self._stored
+
+    def _load(self, checkpoints: Mapping[int, Sequence[Entry]]) -> None:
+        """Hold these, and nothing else; under the lock."""
+        before = set(self._stored)
+        self.shard.load(checkpoints.items())
+        values = list(self.shard.values())
+        for value in values:
+            if isinstance(value, StoredValue) and value.value_id not in before:
+                self.arenas.count(value)
+                self.snapshots.take_back(value)
+        self._stored = {v.value_id for v in values if isinstance(v, StoredValue)}
+        self._inline_bytes = sum(v.nbytes + _ENTRY_BYTES for v in values if isinstance(v, InlineValue))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all values, older checkpoints included."""
+        return self._inline_bytes + self.arenas.used_bytes
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry for which there is room; under the lock."""
+        value = entry.value
+        self.shard.put(entry)
+        if isinstance(value, InlineValue):
+            self._inline_bytes += value.nbytes + _ENTRY_BYTES
+        elif value is not None:
+            self._stored.add(value.value_id)
+        if self.waiting:
+            self.changed.notify_all()
+
+    def make_room(self, nbytes: int, until: float) -> None:
+        """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
+        of meanwhile: look at the shard after this, not before.
+
+        Raises:
+            DDictFullError: there still is none.
+        """
+        limit = self.configuration.options.limit_bytes
+        nbytes += _ENTRY_BYTES
+        if self.used_bytes + nbytes <= limit:
+            return
+        self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(until, time.monotonic() + _ROOM_S))
+        if self.used_bytes + nbytes > limit:
+            raise DDictFullError(
+                f"manager {self.number} has {limit} bytes for values, of which {self.used_bytes} are in use",
+                needed_bytes=nbytes,
+                available_bytes=max(0, limit - self.used_bytes),
+                manager=self.number,
+                hint="make the dictionary with a larger total_mem, or keep fewer checkpoints (working_set_size)",
+            )
+
+    def wait_for(self, holds: Callable[[], bool], until: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does.
+
+        Args:
+            is_gone: whether nobody waits for the answer any more.
+
+        Raises:
+            StaleEpochError: another epoch has begun meanwhile.
+        """
+        self.waiting += 1
+        epoch = self.epoch
+        try:
+            while not holds():
+                self.check_epoch(epoch)
+                left = until - time.monotonic()
+                if left <= 0 or self.ended.is_set() or is_gone():
+                    return False
+                self.changed.wait(min(left, _LOOK_S))
+            return True
+        finally:
+            self.waiting -= 1
+
+    # ---- epochs -------------------------------------------------------------------------------------------
+
+    def check_epoch(self, epoch: object) -> None:
+        """Under the lock: refuse what belongs to another epoch.
+
+        Raises:
+            StaleEpochError: this does.
+        """
+        if epoch != self.epoch:
+            raise StaleEpochError(f"manager {self.number} is in epoch {self.epoch}", manager=self.number)
+
+    def begin(
+        self,
+        epoch: int,
+        base: int,
+        keep: Sequence[int],
+        pinned: Sequence[int],
+        sealed: Sequence[PartRef],
+        restored: PersistedCheckpoint | None,
+    ) -> None:
+        """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
+
+        Args:
+            keep: checkpoints that can be gone back to, ``base`` included unless that is -1.
+            pinned: others that are yet to be persisted.
+            sealed: the snapshots that this manager has of them: one that was lost recovers these.
+            restored: read these from there, if they are not here.
+
+        Raises:
+            DDictManagerLostError: this one was lost, and cannot go on from there.
+        """
+        with self._begun:  # the coordinator may ask again before it has heard an answer
+            if self._lost is not None:
+                raise self._lost
+            if epoch <= self.epoch and self._ready.is_set():
+                return
+            if not self._ready.is_set():
+                self._recover(sealed)  # what was committed since it asked
+            if restored is not None and (self.parts.has_read or base not in self._kept):
+                entries = self.parts.take(restored)
+                self._kept.retain(lambda each: False)  # what was here is no more
+                if self.rules.replicated:
+                    self.snapshots.forget_after(-1)
+                self._kept.keep(base, entries)
+            with self.changed:
+                if self.rules.snapshots:
+                    wanted = {each: self._kept.entries(each) for each in keep if each in self._kept}
+                    if base >= 0 and base not in wanted:
+                        causes = self._failures.get(base, "")
+                        raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
+                    self._load(wanted)
+                    self.shard.committed, self.shard.kept = base, frozenset(keep)
+                else:
+                    self.shard.drop_above(base)
+                self.epoch = epoch
+                self.changed.notify_all()
+            self._kept.retain(lambda each: each in keep or each in pinned)
+            self._ready.set()
+
+    def _recover(self, sealed: Sequence[PartRef]) -> None:
+        missing = [ref for ref in sealed if ref.step not in self._kept]
+        if missing:
+            found, self._failures = self.snapshots.recover(missing)
+            for checkpoint_id, entries in found.items():
+                self._kept.keep(checkpoint_id, entries)
+
+    def discard(self, handle: str, to: int, number: int, *, dead: bool) -> None:
+        """Discard what a handle wrote above a checkpoint.
+
+        Args:
+            number: higher in later requests, which may overtake earlier ones.
+            dead: whatever comes of that handle yet is refused.
+        """
+        with self.changed:
+            if number <= self._discarded.get(handle, 0):
+                return
+            _remember(self._discarded, handle, number)
+            if dead:
+                _remember(self.dead, handle, None)
+            else:
+                self.dead.pop(handle, None)
+            self.shard.rollback(handle, max(to, self.shard.final))
+            if self.waiting:
+                self.changed.notify_all()
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def prepare(self, checkpoint_id: int, committed: int) -> None:
+        """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
+        committed one was called off."""
+        with self.changed:
+            self._kept.keep(checkpoint_id, list(self.shard.entries(checkpoint_id)))
+        self._kept.retain(lambda each: each <= committed or each == checkpoint_id)
+        if self.rules.replicated and any(
+            each > committed and each != checkpoint_id for each in self.snapshots.sealed()
+        ):
+            self.snapshots.forget_after(committed)
+
+    def seal(self, checkpoint_id: int, until: float) -> str:
+        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part.
+
+        Raises:
+            FlashpointError: not now.
+        """
+        with self._kept.using(checkpoint_id) as entries:
+            return self.snapshots.seal(checkpoint_id, entries, max(0.1, until - time.monotonic())).attempt
+
+    def settle(self, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
+        """Let go of what no one needs any more."""
+        with self.changed:
+            self.shard.retire(oldest)
+            self.shard.committed, self.shard.kept = committed, frozenset(keep)
+            if self.waiting:
+                self.changed.notify_all()
+        self._kept.retain(lambda each: each in keep or each in pinned or each > committed)
+        if self.rules.replicated:
+            self.snapshots.retain(keep)
+
+    def persist(self, checkpoint_id: int) -> str:
+        """Write this manager's part of a prepared checkpoint; returns the receipt."""
+        with self._kept.using(checkpoint_id) as entries:
+            index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
+            return self.persister.write_part(checkpoint_id, self.number, index, items)
+
+
+def _remember(known: dict[str, Any], handle: str, what: Any) -> None:
+    known.pop(handle, None)
+    known[handle] = what
+    while len(known) > _MOST_GONE:
+        del known[next(iter(known))]

@@ -1,0 +1,374 @@
+"""What clients, managers and the coordinator of a dictionary agree on, and what the requests for keys and values mean.
+
+Owns the dialect, the registry of a manager's operations, checking fields (a peer that knows the secret may still be
+wrong), and reading and writing the shard for clients. Layout, handshake and connections are those of
+`ml_flashpoint.net`; on a Unix socket each side also checks that the other runs as the same user, on TCP each message
+carries a code.
+
+An operation is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; those for all but keys and values
+are `peer_requests`'. Times are in seconds; ``t`` is what is left to the client. ``c`` is a checkpoint, ``w`` the
+writing handle, ``e`` the epoch, ``v`` a value id; the key is the first blob.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from ml_flashpoint.ddict import errors as ddict_errors
+from ml_flashpoint.ddict.client.keys import MAX_KEY_BYTES, place
+from ml_flashpoint.ddict.errors import (
+    DDictError,
+    DDictFullError,
+    DDictKeyError,
+    DDictReadOnlyError,
+    DDictTimeoutError,
+    StaleEpochError,
+)
+from ml_flashpoint.ddict.manager.arenas import Reading, inline_number, number_to_inline
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
+from ml_flashpoint.format import errors as core_errors
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
+from ml_flashpoint.net.messages import Dialect, Fields, errors_of, integer, list_of, number, text
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from ml_flashpoint.ddict.manager.manager import Manager, Session
+
+__all__ = ["Fields", "integer", "list_of", "number", "text"]
+
+REQUESTS: Final = Dialect(
+    purpose=b"ml_flashpoint.ddict requests",
+    errors=errors_of(core_errors, ddict_errors),
+    failure=DDictError,
+    timeout=DDictTimeoutError,
+)
+
+describe_error = REQUESTS.describe
+rebuild_error = REQUESTS.rebuild
+
+Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
+Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
+
+OPERATIONS: dict[str, Operation] = {}
+"""By name; filled by the modules that define them."""
+
+PERSISTENT, BROADCAST = 1, 2
+"""Flags of a put, field ``f``."""
+
+LONGEST_S = 1e6
+"""Longest time that a client may say it has."""
+
+
+def operation(function: Operation) -> Operation:
+    """Enter a function under its name, without the underscore."""
+    OPERATIONS[function.__name__.lstrip("_")] = function
+    return function
+
+
+def left_of(fields: Fields) -> float:
+    """Seconds that the client has left. Raises `ProtocolError`, as all of these do, if the field is wrong."""
+    left = fields.get("t")
+    if not isinstance(left, (int, float)) or not 0 <= left <= LONGEST_S:
+        raise ProtocolError("field 't' must be the seconds that are left")
+    return float(left)
+
+
+def until_of(fields: Fields) -> float:
+    """When its time is up, by ``time.monotonic()``."""
+    return time.monotonic() + left_of(fields)
+
+
+def integers(fields: Fields, name: str) -> list[int]:
+    """A field that must be a list of integers."""
+    value = list_of(fields, name)
+    if not all(type(each) is int for each in value):
+        raise ProtocolError(f"field {name!r} must be a list of integers")
+    return value
+
+
+_NUMBER_BYTES = 100
+_LENGTH = struct.Struct(">I")
+
+
+@operation
+def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Write a key: an inline value (blob), one that lies in an arena (``v``), or one to be put there (``v``, blobs).
+
+    With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
+    """
+    until = until_of(fields)
+    manager.wait_until_ready(until)
+    key, flags = _key(blobs), integer(fields, "f") if "f" in fields else 0
+    checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
+    value_id = fields.get("v")
+    if value_id is not None:
+        _check_own(session, value_id)
+        if len(blobs) > 1:
+            manager.arenas.fill(value_id, blobs[1:])
+        value: Value | None = manager.arenas.adopt(value_id)
+        session.allocated.discard(value_id)
+    else:
+        if len(blobs) < 2:
+            raise ProtocolError("a put needs a value")
+        value = InlineValue(blobs[1])
+    entry = Entry(
+        key, checkpoint_id, writer, value, persistent=bool(flags & PERSISTENT), broadcast=bool(flags & BROADCAST)
+    )
+    with manager.changed:
+        try:
+            if isinstance(value, InlineValue):
+                manager.make_room(value.nbytes, until)
+            _check_writable(manager, fields)
+            if not _is_as_expected(manager, key, fields):
+                _release(manager, value)
+                return {"ok": False}, ()
+            manager.put(entry)
+        except BaseException:
+            _release(manager, value)
+            raise
+    return {"ok": True}, ()
+
+
+@operation
+def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Add ``amount`` to a number, which is ``default`` where there is none."""
+    until = until_of(fields)
+    manager.wait_until_ready(until)
+    key, checkpoint_id = _key(blobs), integer(fields, "c")
+    amount, before = number(fields, "amount"), number(fields, "default")
+    with manager.changed:
+        manager.make_room(_NUMBER_BYTES, until)
+        _check_writable(manager, fields)
+        found = manager.shard.find(key, checkpoint_id)
+        if found is not None:
+            known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
+            if known is None:
+                raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
+            before = known
+        value = InlineValue(number_to_inline(before + amount))
+        persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
+        manager.put(Entry(key, checkpoint_id, text(fields, "w"), value, persistent, broadcast))
+    return {"before": before}, ()
+
+
+@operation
+def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Delete a key; ``x`` as for a put."""
+    manager.wait_until_ready(until_of(fields))
+    key, checkpoint_id = _key(blobs), integer(fields, "c")
+    with manager.changed:
+        _check_writable(manager, fields)
+        found = manager.shard.find(key, checkpoint_id)
+        if found is None:
+            raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
+        if not _is_as_expected(manager, key, fields):
+            return {"ok": False}, ()
+        manager.put(Entry(key, checkpoint_id, text(fields, "w"), None, found.persistent, found.broadcast))
+    return {"ok": True}, ()
+
+
+@operation
+def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Room for a value of ``n`` bytes, for the client to fill."""
+    until = until_of(fields)
+    manager.wait_until_ready(until)
+    size = integer(fields, "n")
+    with manager.changed:
+        _check_writable(manager, fields)
+        manager.shard.check_readable(integer(fields, "c"))
+        manager.make_room(size, until)
+        try:
+            room = manager.arenas.allocate(size)
+        except CapacityError as error:  # of the filesystem, although it is within the manager's share
+            told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
+            raise DDictFullError(error.message, manager=manager.number, **told) from error
+    session.allocated.add(room.value_id)
+    return {"v": room.value_id, "path": room.path, "size": room.size}, ()
+
+
+@operation
+def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """The client does not need this room."""
+    if fields.get("v") in session.allocated:
+        session.allocated.discard(fields["v"])
+        manager.arenas.abandon([fields["v"]])
+    return {}, ()
+
+
+@operation
+def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Read a key: a blob, or where the value lies; with ``remote``, always a blob.
+
+    With ``wait``, and a dictionary that waits for keys, it waits for the key to be written at this checkpoint.
+    """
+    until = until_of(fields)
+    manager.wait_until_ready(until)
+    key, checkpoint_id = _key(blobs), integer(fields, "c")
+    with manager.changed:
+        manager.check_epoch(fields.get("e"))
+        if manager.rules.wait_for_keys and fields.get("wait"):
+            _wait_for_key(manager, session, key, checkpoint_id, until)
+        entry = manager.shard.find(key, checkpoint_id)
+        if entry is None:
+            raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
+        value = entry.value
+        reader = Reading(value) if isinstance(value, StoredValue) and fields.get("remote") else None
+    answer: Fields = {"s": entry.sequence}
+    if isinstance(value, InlineValue):
+        return answer, (value.data,)
+    assert value is not None
+    answer["v"], answer["size"] = value.value_id, value.arena.size
+    if reader is None:
+        answer["path"] = str(value.arena.path)
+        return answer, ()
+    with reader as buffer:  # copied, so that nothing keeps the arena while the network is slow
+        return answer, (bytes(buffer),)
+
+
+@operation
+def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    manager.wait_until_ready(until_of(fields))
+    with manager.changed:
+        manager.check_epoch(fields.get("e"))
+        entry = manager.shard.find(_key(blobs), integer(fields, "c"))
+        return {"found": entry is not None}, ()
+
+
+@operation
+def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Wait until a key has an entry other than the one with sequence number ``s``. Returns whether it has."""
+    until = until_of(fields)
+    manager.wait_until_ready(until)
+    key, checkpoint_id, seen = _key(blobs), integer(fields, "c"), integer(fields, "s")
+
+    def has_changed() -> bool:
+        entry = manager.shard.find(key, checkpoint_id)
+        return entry is not None and entry.sequence != seen
+
+    with manager.changed:
+        manager.check_epoch(fields.get("e"))
+        return {"ok": manager.wait_for(has_changed, until, session.peer.is_gone)}, ()
+
+
+@operation
+def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """All keys at a checkpoint: each with its length before it. With ``once``, what `bput` wrote only at one
+    manager."""
+    manager.wait_until_ready(until_of(fields))
+    with manager.changed:
+        manager.check_epoch(fields.get("e"))
+        keys = _visible_keys(manager, fields)
+    return {"n": len(keys)}, (b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
+
+
+@operation
+def _length(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    manager.wait_until_ready(until_of(fields))
+    with manager.changed:
+        manager.check_epoch(fields.get("e"))
+        return {"n": len(_visible_keys(manager, fields))}, ()
+
+
+@operation
+def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Delete all keys."""
+    manager.wait_until_ready(until_of(fields))
+    checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
+    with manager.changed:
+        _check_writable(manager, fields)
+        for found in list(manager.shard.entries(checkpoint_id)):
+            manager.put(Entry(found.key, checkpoint_id, writer, None, found.persistent, found.broadcast))
+    return {}, ()
+
+
+@operation
+def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Several operations on data, ``[[operation, fields, number of blobs], ...]``, each with its own outcome."""
+    until = until_of(fields)
+    outcomes: list[list[Any]] = []
+    is_full = False
+    answers: list[Buffer] = []
+    at = 0
+    for each in list_of(fields, "ops"):
+        if not isinstance(each, list) or len(each) != 3 or each[0] not in ("put", "delete", "get", "contains"):
+            raise ProtocolError("not an operation that many can be made of")
+        operation, own, count = each
+        if not isinstance(own, dict) or type(count) is not int or not 0 <= count <= len(blobs) - at:
+            raise ProtocolError("not the fields of an operation")
+        own["e"] = fields.get("e")
+        own["t"] = 0.0 if is_full else max(0.0, until - time.monotonic())
+        try:
+            found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
+            outcomes.append([None, found, len(data)])
+            answers.extend(data)
+        except StaleEpochError:
+            raise  # for all of them: what was done is of an epoch that is over, or can be done again
+        except FlashpointError as error:
+            is_full = is_full or isinstance(error, DDictFullError)  # all the others need not wait for room
+            outcomes.append([describe_error(error), {}, 0])
+        at += count
+    return {"outcomes": outcomes}, answers
+
+
+@operation
+def _freeze(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    with manager.changed:
+        manager.frozen = bool(fields.get("frozen"))
+    return {}, ()
+
+
+def _key(blobs: list[bytes]) -> bytes:
+    if not blobs or not 0 < len(blobs[0]) <= MAX_KEY_BYTES:
+        raise ProtocolError("a key must come first")
+    return blobs[0]
+
+
+def _check_own(session: Session, value_id: object) -> None:
+    if value_id not in session.allocated:
+        raise ProtocolError(f"this connection has no room called {value_id!a}")
+
+
+def _release(manager: Manager, value: Value | None) -> None:
+    if isinstance(value, StoredValue):
+        manager.arenas.release(value)
+
+
+def _check_writable(manager: Manager, fields: Fields) -> None:
+    manager.check_epoch(fields.get("e"))
+    if fields.get("w") in manager.dead:
+        raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
+    if manager.frozen:
+        raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")
+    if manager.configuration.options.read_only:
+        raise DDictReadOnlyError("the dictionary is read-only", manager=manager.number)
+
+
+def _is_as_expected(manager: Manager, key: bytes, fields: Fields) -> bool:
+    if "x" not in fields:
+        return True
+    entry = manager.shard.find(key, integer(fields, "c"))
+    return (0 if entry is None else entry.sequence) == integer(fields, "x")
+
+
+def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id: int, until: float) -> None:
+    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), until, session.peer.is_gone):
+        return
+    if manager.shard.find(key, checkpoint_id) is not None:
+        raise DDictTimeoutError(
+            f"the key was not written at checkpoint {checkpoint_id} in time", checkpoint_id=checkpoint_id
+        )
+    raise DDictKeyError("no such key, and none came in time", checkpoint_id=checkpoint_id)
+
+
+def _visible_keys(manager: Manager, fields: Fields) -> list[bytes]:
+    count = manager.configuration.managers
+    once = bool(fields.get("once"))
+    return [
+        entry.key
+        for entry in manager.shard.entries(integer(fields, "c"))
+        if not (once and entry.broadcast and place(entry.key, count) != manager.number)
+    ]

@@ -1,0 +1,323 @@
+"""The rules of one manager's share of a dictionary: which value a key has at which checkpoint.
+
+Owns the history of each key, the working set, rollback and what a snapshot holds. Pure: it knows neither processes
+nor bytes, decides nothing about when a checkpoint is committed or retired, and is guarded by its manager's lock.
+
+A key's history is a list of entries by checkpoint, then by arrival. A read at id n sees the last entry at or below n.
+Two handles that write a key at the same id both keep their entry, so that a rollback of the later one brings the
+earlier back. What is final is never rolled back: at or below the oldest id of the working set, the last write is all
+that is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
+
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, never_committed
+
+
+@dataclass(frozen=True, slots=True)
+class InlineValue:
+    """A small value, encoded (`codec.to_inline`)."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredValue:
+    """A large value: one object in one arena.
+
+    Attributes:
+        value_id: unique in the dictionary; `attempt` of the part that it becomes.
+        size: bytes of the object; the arena may be larger.
+    """
+
+    value_id: str
+    arena: Arena
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.arena.size
+
+
+Value: TypeAlias = "InlineValue | StoredValue"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One state of one key.
+
+    Attributes:
+        key: encoded (`keys.encode_key`).
+        checkpoint_id: id at which it was written.
+        writer: id of the handle that wrote it.
+        value: None: deleted.
+        persistent: written by `pput`: does not have to be written again in each checkpoint.
+        broadcast: written by `bput`: every manager has one.
+        sequence: orders the writes of one manager; not kept by snapshots.
+    """
+
+    key: bytes
+    checkpoint_id: int
+    writer: str
+    value: Value | None
+    persistent: bool = False
+    broadcast: bool = False
+    sequence: int = 0
+
+
+_MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
+
+_id_of = attrgetter("checkpoint_id")
+
+
+class Shard:
+    """See the module. Not thread-safe.
+
+    Args:
+        released: called with each value that no entry of the shard holds any more.
+        is_final: whether what is written at the first checkpoint is final at once, like all that has retired.
+    """
+
+    def __init__(self, released: Callable[[Value], None] = lambda value: None, *, is_final: bool = True) -> None:
+        self._released = released
+        self._first_final = self.final = 0 if is_final else -1
+        self._history: dict[bytes, list[Entry]] = {}
+        # Keys with entries at an id: collapsing and rolling back look at no others.
+        self._touched: dict[int, set[bytes]] = {}
+        # Not the numbers of the shard of an earlier process: handles take entries with one number for the same one.
+        self._sequence = itertools.count(1 + secrets.randbits(60))
+        self.oldest = 0
+        """Oldest checkpoint that can be read and written."""
+        self.committed = -1
+        """Newest checkpoint that there is a snapshot of; below it, only those of `kept` can be read and written."""
+        self.kept: frozenset[int] = frozenset()
+
+    # ---- reading ------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes, checkpoint_id: int) -> Entry | None:
+        """The entry that a read at ``checkpoint_id`` sees; None: there is no such key.
+
+        Raises:
+            DDictCheckpointRetiredError: the checkpoint has left the working set.
+        """
+        self.check_readable(checkpoint_id)
+        entry = self._visible(key, checkpoint_id)
+        return None if entry is None or entry.value is None else entry
+
+    def is_written(self, key: bytes, checkpoint_id: int) -> bool:
+        """Whether the key was written, or deleted, at ``checkpoint_id`` itself, or does not have to be."""
+        entry = self._visible(key, checkpoint_id)
+        return entry is not None and (entry.checkpoint_id == checkpoint_id or entry.persistent)
+
+    def entries(self, checkpoint_id: int) -> Iterator[Entry]:
+        """Entries of all keys that there are at ``checkpoint_id``."""
+        self.check_readable(checkpoint_id)
+        for history in self._history.values():
+            if history[-1].checkpoint_id <= checkpoint_id:
+                entry = history[-1]
+            else:
+                place = bisect_right(history, checkpoint_id, key=_id_of)
+                if not place:
+                    continue
+                entry = history[place - 1]
+            if entry.value is not None:
+                yield entry
+
+    def __len__(self) -> int:
+        """Number of keys with any history."""
+        return len(self._history)
+
+    def _visible(self, key: bytes, checkpoint_id: int) -> Entry | None:
+        history = self._history.get(key)
+        if history is None:
+            return None
+        if history[-1].checkpoint_id <= checkpoint_id:
+            return history[-1]
+        place = bisect_right(history, checkpoint_id, key=_id_of)
+        return history[place - 1] if place else None
+
+    def check_readable(self, checkpoint_id: int) -> None:
+        """Raise if a checkpoint can be neither read nor written.
+
+        Raises:
+            DDictCheckpointRetiredError: it has left the working set; or was never committed, and a later one is.
+        """
+        if checkpoint_id < self.oldest:
+            raise DDictCheckpointRetiredError(
+                f"checkpoint {checkpoint_id} has left the working set; the oldest is {self.oldest}",
+                checkpoint_id=self.oldest,
+                hint="sync_to_newest_checkpoint() goes to the newest committed one; a larger working_set_size keeps "
+                "checkpoints longer",
+            )
+        if checkpoint_id < self.committed and checkpoint_id not in self.kept:
+            raise never_committed(checkpoint_id, self.committed, self.kept)
+
+    # ---- writing ------------------------------------------------------------------------------------------
+
+    def put(self, entry: Entry) -> Entry:
+        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key.
+
+        Returns:
+            The entry with its sequence number.
+
+        Raises:
+            DDictCheckpointRetiredError: the checkpoint has left the working set.
+        """
+        self.check_readable(entry.checkpoint_id)
+        entry = dataclasses.replace(entry, sequence=next(self._sequence))
+        history = self._history.setdefault(entry.key, [])
+        place = bisect_right(history, entry.checkpoint_id, key=_id_of)
+        history.insert(place, entry)
+        first = place
+        final = entry.checkpoint_id <= self.final
+        while first and history[first - 1].checkpoint_id == entry.checkpoint_id:
+            first -= 1
+            if final or history[first].writer == entry.writer:
+                self._release(history.pop(first))
+        if not final and entry.checkpoint_id <= self.oldest and place - first >= _MOST_WRITERS:
+            self._release(history.pop(first))
+        if final:
+            self._collapse(entry.key)
+        else:
+            self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
+        return entry
+
+    def rollback(self, writer: str, to: int) -> None:
+        """Discard what ``writer`` wrote above checkpoint ``to``, and nothing that others wrote.
+
+        What is final stays.
+        """
+        self._discard(to, lambda entry: entry.writer == writer)
+
+    def drop_above(self, checkpoint_id: int) -> None:
+        """Discard what anybody wrote above a checkpoint; what is final stays."""
+        self._discard(checkpoint_id, lambda entry: True)
+
+    def _discard(self, to: int, is_gone: Callable[[Entry], bool]) -> None:
+        for checkpoint_id in [each for each in self._touched if each > to]:
+            left = set()
+            for key in self._touched[checkpoint_id]:
+                history = self._history.get(key, [])
+                for entry in [e for e in history if e.checkpoint_id == checkpoint_id and is_gone(e)]:
+                    history.remove(entry)
+                    self._release(entry)
+                if any(e.checkpoint_id == checkpoint_id for e in history):
+                    left.add(key)
+                if not history:
+                    self._history.pop(key, None)
+            if left:
+                self._touched[checkpoint_id] = left
+            else:
+                del self._touched[checkpoint_id]
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def retire(self, oldest: int) -> None:
+        """Let checkpoints below ``oldest`` leave the working set: of what they hold, only what is seen from there
+        stays."""
+        if oldest <= self.oldest:
+            return
+        self.final = self.oldest = oldest
+        for checkpoint_id in [each for each in self._touched if each <= oldest]:
+            for key in self._touched.pop(checkpoint_id):
+                self._collapse(key)
+
+    def _collapse(self, key: bytes) -> None:
+        """Keep only the last of the entries that are final, and none if that is a deletion."""
+        history = self._history.get(key)
+        if history is None:
+            return
+        place = bisect_right(history, self.final, key=_id_of)
+        keep = place - 1 if place and history[place - 1].value is not None else place
+        for entry in history[:keep]:
+            self._release(entry)
+        del history[:keep]
+        if not history:
+            del self._history[key]
+
+    def missing_after(self, checkpoint_id: int) -> bytes | None:
+        """A key of ``checkpoint_id`` that must be, and was not yet, written again at a later one; None: there is none.
+
+        Keys written with `pput`, and deleted ones, need not.
+        """
+        for key, history in self._history.items():
+            if history[-1].checkpoint_id > checkpoint_id:
+                continue
+            if history[-1].value is not None and not history[-1].persistent:
+                return key
+        return None
+
+    def load(self, snapshots: Iterable[tuple[int, Sequence[Entry]]]) -> None:
+        """Replace everything by what snapshots hold, with the oldest of them as the oldest checkpoint.
+
+        Args:
+            snapshots: checkpoint ids, each with the entries of all keys at it.
+        """
+        before = [entry for history in self._history.values() for entry in history]
+        self._history.clear()
+        self._touched.clear()
+        ordered = sorted(snapshots, key=lambda snapshot: snapshot[0])
+        self.oldest = ordered[0][0] if ordered else 0
+        self.final = self.oldest if ordered else self._first_final
+        present: dict[bytes, Entry] = {}
+        for checkpoint_id, entries in ordered:
+            now = {entry.key: entry for entry in entries}
+            for key in present.keys() - now.keys():
+                self._add(Entry(key, checkpoint_id, "", None))
+            for key, entry in now.items():
+                earlier = present.get(key)
+                if earlier is None or not _is_same(earlier, entry):
+                    self._add(entry)
+            present = now
+        held = {id(value) for value in self.values()}
+        for entry in before:
+            if id(entry.value) not in held:
+                self._release(entry)
+
+    def _add(self, entry: Entry) -> None:
+        history = self._history.setdefault(entry.key, [])
+        # A write that came late, at an id that had a snapshot already, counts from where it was first seen.
+        at = max(entry.checkpoint_id, history[-1].checkpoint_id) if history else entry.checkpoint_id
+        if at != entry.checkpoint_id or not entry.sequence:
+            entry = dataclasses.replace(entry, checkpoint_id=at, sequence=next(self._sequence))
+        history.append(entry)
+        if entry.checkpoint_id > self.final:
+            self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
+
+    def values(self) -> Iterator[Value]:
+        """All values that any entry holds."""
+        for history in self._history.values():
+            for entry in history:
+                if entry.value is not None:
+                    yield entry.value
+
+    def _release(self, entry: Entry) -> None:
+        if entry.value is not None:
+            self._released(entry.value)
+
+
+def _is_same(one: Entry, other: Entry) -> bool:
+    """Whether two snapshots have the same entry of a key. A handle may have written it anew at the same id between."""
+    return one is other or (
+        one.checkpoint_id == other.checkpoint_id
+        and one.writer == other.writer
+        and one.value == other.value
+        and one.persistent == other.persistent
+        and one.broadcast == other.broadcast
+    )

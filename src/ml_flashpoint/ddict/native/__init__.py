@@ -1,0 +1,27 @@
+"""What a program needs around a dictionary: the machine, groups of processes, barriers.
+
+Gathers it, so that one import is enough. Thin: on `multiprocessing` for one machine, on Ray where the program has
+called ``ray.init``.
+"""
+
+from ml_flashpoint.ddict.errors import BarrierBrokenError, ProcessFailedError
+from ml_flashpoint.ddict.native.barrier import Barrier
+from ml_flashpoint.ddict.native.collective import CollectiveGroup, RankInfo
+from ml_flashpoint.ddict.native.machine import Node, System
+from ml_flashpoint.ddict.native.process import ThisProcess, this_process
+from ml_flashpoint.ddict.native.processes import Policy, ProcessGroup, ProcessTemplate
+
+__all__ = [
+    "Barrier",
+    "BarrierBrokenError",
+    "CollectiveGroup",
+    "Node",
+    "Policy",
+    "ProcessFailedError",
+    "ProcessGroup",
+    "ProcessTemplate",
+    "RankInfo",
+    "System",
+    "ThisProcess",
+    "this_process",
+]

@@ -1,0 +1,133 @@
+"""Groups of processes that compute together with `torch.distributed`.
+
+Owns the environment that tells each its rank; the processes are `processes`'.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.native.processes import Policy, ProcessGroup, ProcessTemplate
+from ml_flashpoint.ddict.native.ray import check_node, free_port, free_port_on, is_on_ray, ray_nodes
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+_LOOPBACK = "127.0.0.1"
+
+
+class RankInfo:
+    """What a process of a `CollectiveGroup`, or one that torchrun started, is told about itself and the others.
+
+    Attributes:
+        my_rank: from 0, below `world_size`.
+        my_local_rank: from 0, on its node.
+        my_local_world_size: ranks on its node.
+        my_node_rank: number of its node.
+        world_size: number of ranks.
+        master_addr: where rank 0 can be reached.
+        master_port: port there.
+
+    Raises:
+        DDictError: this process was told nothing.
+    """
+
+    def __init__(self) -> None:
+        self.my_rank = _told("RANK")
+        self.my_local_rank = _told("LOCAL_RANK")
+        self.my_local_world_size = _told("LOCAL_WORLD_SIZE")
+        self.my_node_rank = _told("GROUP_RANK")
+        self.world_size = _told("WORLD_SIZE")
+        self.master_addr = os.environ.get("MASTER_ADDR", _LOOPBACK)
+        self.master_port = _told("MASTER_PORT")
+
+
+def _told(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError) as error:
+        raise DDictError(
+            f"this process has no rank: {name} is not set", hint="start it by a CollectiveGroup, or torchrun"
+        ) from error
+
+
+class CollectiveGroup(ProcessGroup):
+    """One process for each of some policies, each with the environment that `torch.distributed` expects.
+
+    Set are RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; CUDA_VISIBLE_DEVICES
+    where a policy names devices; and, unless they are set already, OMP_NUM_THREADS, so that all ranks together have as
+    many threads as there are cores, and GLOO_SOCKET_IFNAME, if all ranks are on this machine.
+
+    Args:
+        training_fn: function that every rank runs; see `ProcessTemplate`.
+        training_args: its arguments.
+        training_kwargs: its keyword arguments.
+        policies: one for each rank.
+        port: MASTER_PORT; by default one that is free.
+
+    Raises:
+        InvalidArgumentError: there are no policies, or `training_fn` cannot be called.
+    """
+
+    def __init__(
+        self,
+        training_fn: Callable[..., object],
+        training_args: Sequence[Any] = (),
+        training_kwargs: Mapping[str, Any] | None = None,
+        policies: Sequence[Policy] = (),
+        port: int | None = None,
+    ) -> None:
+        if not policies or not all(isinstance(policy, Policy) for policy in policies):
+            raise InvalidArgumentError("must be a policy for each rank", argument="policies", value=policies)
+        super().__init__()
+        self._work = ProcessTemplate(training_fn, tuple(training_args), training_kwargs)
+        self._policies = list(policies)
+        self._port = port
+
+    def init(self) -> None:
+        """Make ready to start: who runs where, and the port, are settled now.
+
+        Raises:
+            InvalidArgumentError: a policy names a node that is not there.
+            DDictError: it was called before.
+        """
+        if self._is_init:
+            raise DDictError("the group was made ready before")
+        for template in _templates(self._work, self._policies, self._port):
+            self.add_process(1, template)
+        super().init()
+
+
+def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | None) -> list[ProcessTemplate]:
+    size = len(policies)
+    nodes = ray_nodes() if is_on_ray() else None
+    # Without a word about nodes, they are filled one after the other.
+    count = 1 if nodes is None else len(nodes)
+    where = [rank * count // size if policy.node is None else policy.node for rank, policy in enumerate(policies)]
+    for node in where:
+        check_node(node, count)
+    on_node = collections.Counter(where)
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK if nodes is None else nodes[where[0]].address}
+    if port is None:
+        port = free_port(_LOOPBACK) if nodes is None else free_port_on(where[0])
+    if nodes is None or len({node.address for node in nodes}) == 1:
+        common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    placed: collections.Counter[int] = collections.Counter()
+    templates = []
+    for rank, (policy, node) in enumerate(zip(policies, where, strict=True)):
+        cores = (os.cpu_count() or 1) if nodes is None else nodes[node].num_cpus
+        env = {
+            **common,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // on_node[node]))),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(placed[node]),
+            "LOCAL_WORLD_SIZE": str(on_node[node]),
+            "GROUP_RANK": str(node),
+        }
+        placed[node] += 1
+        here = Policy(policy.gpu_affinity, node)
+        templates.append(ProcessTemplate(work.target, work.args, work.kwargs, env=env, policy=here))
+    return templates

@@ -1,0 +1,116 @@
+"""The persisters that a dictionary can be given: in a directory, behind a URL, in DAOS, or none.
+
+Owns the classes' names and what their paths mean. The interface is `persister`'s, how checkpoints
+lie in a store `stored`', and the stores are `persist`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.persistence.persister import (
+    CheckpointPersister,
+    NullCheckpointPersister,
+    PersistedCheckpoint,
+    new_run_id,
+)
+from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
+from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.persist.daos_store import DaosStore, has_pydaos
+from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.persist.fsspec_store import FsspecStore
+from ml_flashpoint.persist.store import DurableStore
+
+__all__ = [
+    "CheckpointPersister",
+    "DAOSCheckpointPersister",
+    "FsspecCheckpointPersister",
+    "NullCheckpointPersister",
+    "PersistedCheckpoint",
+    "PosixCheckpointPersister",
+    "StoredCheckpointPersister",
+    "new_run_id",
+]
+
+
+class PosixCheckpointPersister(StoredCheckpointPersister):
+    """Persists into a directory, which all nodes must see under the same path: a parallel filesystem, NFS.
+
+    Args:
+        persist_path: the directory; made when needed. "": the current one.
+        name: see `StoredCheckpointPersister`, as for `managers`.
+    """
+
+    @classmethod
+    def resolve_path(cls, persist_path: str) -> str:
+        """Returns the absolute path."""
+        return os.path.abspath(os.path.expanduser(persist_path))
+
+    def open_store(self) -> DurableStore:
+        """Returns the directory as a store.
+
+        Raises:
+            UnsafePathError: somebody else has planted something on the way.
+        """
+        path = self.resolve_path(self.persist_path)
+        check_unplanted(Path(path, self.home))
+        return DirectoryStore(path)
+
+
+class FsspecCheckpointPersister(StoredCheckpointPersister):
+    """Persists behind any URL that fsspec can write to, such as ``s3://bucket/folder``; credentials are fsspec's.
+
+    There are no locks behind a URL: two live dictionaries of one name and URL are not noticed. Their checkpoints do not
+    mix, since each has a run of its own, but what comes after them sees those of only one of them.
+
+    Args:
+        persist_path: the URL. What is no URL is a path of this machine.
+        name: see `StoredCheckpointPersister`, as for `managers`.
+    """
+
+    @classmethod
+    def resolve_path(cls, persist_path: str) -> str:
+        """Returns the URL, with an absolute path if it is one of this machine."""
+        return persist_path if "://" in persist_path or "::" in persist_path else os.path.abspath(persist_path)
+
+    def open_store(self) -> DurableStore:
+        """Returns the URL as a store.
+
+        Raises:
+            UnsafePathError: it is a path, and somebody else has planted something on the way.
+        """
+        path = self.resolve_path(self.persist_path)
+        if os.path.isabs(path):
+            check_unplanted(Path(path, self.home))
+        return FsspecStore(path)
+
+
+class DAOSCheckpointPersister(StoredCheckpointPersister):
+    """Persists into a DAOS container of type ``PYTHON``, through `pydaos`, which comes with DAOS itself.
+
+    The container has to be there: it is neither made nor destroyed, nor is anything in it touched but what a
+    persister has put there.
+
+    Args:
+        persist_path: ``<pool>/<container>``, with or without ``daos://`` before it.
+        name: see `StoredCheckpointPersister`, as for `managers`.
+
+    Raises:
+        DDictPersistError: `pydaos` is not installed.
+        InvalidArgumentError: `persist_path` is not of this form, or `name` not a name.
+    """
+
+    def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
+        super().__init__(persist_path, name=name, managers=managers)
+        DaosStore.from_path(persist_path)
+        if not has_pydaos():
+            raise DDictPersistError(
+                "DAOSCheckpointPersister needs pydaos, which is not installed",
+                hint="it comes with DAOS; without DAOS, use PosixCheckpointPersister or FsspecCheckpointPersister",
+            )
+
+    def open_store(self) -> DurableStore:
+        """Returns the container as a store."""
+        return DaosStore.from_path(self.persist_path)

@@ -1,0 +1,277 @@
+"""Which committed checkpoints are to be persisted, under which run, and which persisted ones are to be removed again.
+
+Owns the coordinator's background thread for that, the account of what is persisted, and a process's persister. What is
+committed is `coordinator`'s, which shares its lock with this; how checkpoints are written is its managers' and the
+persister's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
+from ml_flashpoint.ddict.options import Configuration
+from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
+from ml_flashpoint.format.errors import FlashpointError
+
+_log = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+
+
+class Persisting:
+    """See the module. Thread-safe; what says so is called with the coordinator's lock held.
+
+    Args:
+        changed: the coordinator's lock; notified of what changes here.
+        write: has all managers write their parts of a checkpoint, and returns their receipts.
+        complete: makes a checkpoint exist whose parts were written; called with the receipts.
+        remove_above: removes persisted checkpoints above one, which were rolled back.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        *,
+        write: Callable[[int], list[str]],
+        complete: Callable[[int, list[str]], None],
+        remove_above: Callable[[int], None],
+    ) -> None:
+        self._changed = changed
+        self._write = write
+        self._complete = complete
+        self._remove_above = remove_above
+        self._waiting: list[int] = []
+        self._due: set[int] = set()  # those that are tried again when that fails
+        self._failed: int | None = None  # the one that waits for that
+        self._retry_at = self._retry_s = 0.0
+        self._current = -1
+        self._called_off = False  # the current one was rolled back
+        self._done: set[int] = set()
+        self._rolled_back_above: int | None = None
+        self._error: FlashpointError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ddict-persist", daemon=True)
+        self._thread.start()
+
+    # ---- with the lock held -------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> Sequence[int]:
+        """Checkpoints that managers must keep until they are persisted. With the lock held."""
+        return list(self._waiting)
+
+    def add(self, checkpoint_id: int, *, due: bool = False) -> None:
+        """Have a committed checkpoint persisted, unless it is. With the lock held.
+
+        Args:
+            due: if it fails, try again until that works, or the next one is due.
+        """
+        if checkpoint_id == self._failed:
+            self._failed = None  # somebody waits
+        elif checkpoint_id not in self._done and checkpoint_id not in self._waiting:
+            self._waiting.append(checkpoint_id)
+        if due:
+            self._due.add(checkpoint_id)
+        self._changed.notify_all()
+
+    def state(self) -> dict[str, Any]:
+        """The newest checkpoint that is ``persisted`` (-1: none), and the ``persist_error`` of the last that could not
+        be, unless a later one was. With the lock held."""
+        error = None if self._error is None else str(self._error)
+        return {"persisted": max(self._done, default=-1), "persist_error": error}
+
+    def take_back(self, to: int) -> None:
+        """Checkpoints above this one are committed no more. With the lock held."""
+        self._done = {each for each in self._done if each <= to}
+        self._waiting = [each for each in self._waiting if each <= to]
+        self._give_up(lambda failed: failed > to)
+        self._called_off = self._called_off or self._current > to
+        self._error = None
+
+    def remove_later(self, above: int) -> None:
+        """What is persisted above this one is to be removed: `remove_rolled_back` does it. With the lock held."""
+        self._rolled_back_above = above if self._rolled_back_above is None else min(above, self._rolled_back_above)
+
+    def restored(self, checkpoint_id: int) -> None:
+        """This persisted checkpoint is held, and nothing else. With the lock held."""
+        self._done = {checkpoint_id}
+        self._rolled_back_above = None
+
+    def _give_up(self, wanted: Callable[[int], bool] = lambda failed: True) -> None:
+        if self._failed is not None and wanted(self._failed):
+            self._waiting = [each for each in self._waiting if each != self._failed]
+            self._failed = None
+
+    # ---- without it ---------------------------------------------------------------------------------------
+
+    def remove_rolled_back(self) -> None:
+        """Remove what was persisted above a checkpoint that somebody went back to. Nothing is committed meanwhile, or
+        nothing persisted, so that it takes nothing newer away."""
+        with self._changed:
+            above = self._rolled_back_above
+        if above is None:
+            return
+        self._remove_above(above)
+        with self._changed:
+            if self._rolled_back_above == above:
+                self._rolled_back_above = None
+
+    def await_persisted(self, checkpoint_id: int, until: float) -> None:
+        """Wait until a checkpoint that was added is persisted.
+
+        Raises:
+            DDictTimeoutError: not in time.
+            FlashpointError: it could not be persisted.
+        """
+        with self._changed:
+            while checkpoint_id in self._waiting and checkpoint_id != self._failed:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
+                self._changed.wait(left)
+            if checkpoint_id not in self._done:
+                raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
+
+    def await_idle(self, until: float) -> None:
+        """Wait until nothing is to be persisted. What could not be is given up.
+
+        Raises:
+            DDictTimeoutError: not in time.
+        """
+        with self._changed:
+            while self._waiting or self._current >= 0:
+                self._give_up()
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DDictTimeoutError("checkpoints are still being persisted")
+                if self._waiting or self._current >= 0:
+                    self._changed.wait(left)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(1.0)
+
+    # ---- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closing and (found := self._next()) is None:
+                    self._changed.wait(None if self._failed is None else max(0.0, self._retry_at - time.monotonic()))
+                if self._closing or found is None:
+                    return
+                checkpoint_id = self._current = found
+                self._called_off = False
+            failure = self._try(checkpoint_id)
+            with self._changed:
+                taken_back = self._called_off
+                # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
+                if not taken_back:
+                    self._current = -1
+                    self._note(checkpoint_id, failure)
+                self._changed.notify_all()
+            if taken_back:
+                self._remove(checkpoint_id)
+            elif failure is not None:
+                _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
+
+    def _next(self) -> int | None:
+        fresh = [each for each in self._waiting if each != self._failed]
+        return fresh[0] if fresh else self._failed if time.monotonic() >= self._retry_at else None
+
+    def _note(self, checkpoint_id: int, failure: FlashpointError | None) -> None:
+        self._error = failure
+        before, self._failed = self._failed, None
+        if before is not None and before != checkpoint_id:  # a later one takes its place
+            self._waiting.remove(before)
+        if failure is not None and checkpoint_id in self._due and checkpoint_id in self._waiting:
+            again = before == checkpoint_id
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S) if again else _FIRST_RETRY_S
+            self._failed, self._retry_at = checkpoint_id, time.monotonic() + self._retry_s
+            return
+        self._waiting = [each for each in self._waiting if each != checkpoint_id]
+        if failure is None:
+            self._done.add(checkpoint_id)
+
+    def _try(self, checkpoint_id: int) -> FlashpointError | None:
+        try:
+            self.remove_rolled_back()
+            receipts = self._write(checkpoint_id)
+            with self._changed:
+                if self._called_off:
+                    return None  # its parts may be of before and after
+            self._complete(checkpoint_id, receipts)
+        except FlashpointError as error:
+            return error
+        except Exception as error:  # the thread must go on
+            _log.exception("persisting checkpoint %d failed", checkpoint_id)
+            return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
+        return None
+
+    def _remove(self, checkpoint_id: int) -> None:
+        # The rollback has removed what was complete then, and this may have been completed after.
+        with self._changed:
+            self.remove_later(checkpoint_id - 1)
+        try:
+            self.remove_rolled_back()
+        except Exception:  # the thread must go on; nothing is persisted before this has been done
+            _log.exception("checkpoint %d, which was rolled back, is still persisted", checkpoint_id)
+        with self._changed:
+            self._current = -1
+            self._changed.notify_all()
+
+
+class PersistedRun:
+    """See the module."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        self.persister = configuration.options.make_persister()
+        self.run_id = configuration.run_id
+        self.restored: PersistedCheckpoint | None = None
+        self.persister.join_run(self.run_id)
+
+    def begin(self, run_id: str | None = None, restored: PersistedCheckpoint | None = None) -> None:
+        """As the coordinator: write for this run, or for the one that begins with a restored checkpoint.
+
+        Raises:
+            JobInUseError: another dictionary of this name and path does.
+        """
+        run_id = run_id or self.run_id
+        if self.persister.persists and not self._configuration.options.read_only:
+            self.persister.begin_run(run_id, restored=restored)
+        self.run_id, self.restored = run_id, restored
+
+    def use(self, run_id: str, restored: Mapping[str, Any] | None) -> None:
+        """Take note of the run, and of the checkpoint that its content is from."""
+        if run_id == self.run_id:
+            return
+        self.run_id = run_id
+        self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
+        self.persister.join_run(run_id)
+
+    def fields(self) -> dict[str, Any]:
+        """What `use` is called with by other managers."""
+        return {"run": self.run_id, "restored": None if self.restored is None else self.restored.to_fields()}
+
+    def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
+        """Make a checkpoint exist, and remove those that are not to be kept."""
+        self.persister.complete(checkpoint_id, receipts)
+        self.persister.keep(self._configuration.options.persist_count)
+
+    def remove_above(self, checkpoint_id: int) -> None:
+        """Remove what this run has persisted above a checkpoint, which was rolled back."""
+        if self.persister.persists:
+            for each in reversed(self.persister.ids()):
+                # What earlier runs have is below, or all there is: it is not this run's to touch.
+                if each <= checkpoint_id or self.persister.locate(each).run != self.run_id:
+                    return
+                self.persister.remove(each)

@@ -1,0 +1,439 @@
+"""How persisted checkpoints lie in a durable store, and which of them belong to a run.
+
+Owns the folders below, what makes a checkpoint complete and valid, the history of runs, and the lock on a name:
+
+    <name>/lock                                    held by the coordinator of a live dictionary
+    <name>/run-<run id>/run.json                   which runs this one continues, and up to where
+    <name>/run-<run id>/step-<id>_ckpt/rank-<manager>-<attempt>.safetensors, .manifest    one part: a pack
+    <name>/run-<run id>/step-<id>_ckpt/complete.json    the parts that count; written last
+
+A run's checkpoints are its own and, of the run that it was restored from, what that one saw up to the restored one.
+Nothing is ever removed from runs that are not of this history: that is left to the user. The files are the stores'
+(`persist.store`) and `persist.packs`'.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.persistence.persister import (
+    MAX_CHECKPOINT_ID,
+    CheckpointPersister,
+    PersistedCheckpoint,
+    check_checkpoint_id,
+    check_run_id,
+)
+from ml_flashpoint.format import knobs
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    InvalidNameError,
+    JobInUseError,
+    ManifestError,
+    ObjectNotFoundError,
+)
+from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
+from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
+from ml_flashpoint.persist.store import DurableStore
+from ml_flashpoint.persist.versions import MARKER, MARKER_KIND, RUN_PREFIX
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_log = logging.getLogger(__name__)
+
+_UNNAMED: Final = "unnamed"
+_LOCK: Final = "lock"
+_RUN_RECORD: Final = "run.json"
+_RUN_KIND: Final = "mlflashpoint-run-2"
+_RUN_LABEL: Final = "run"
+_OPEN_READERS: Final = 8
+_MAX_SEQUENCE: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What `run.json` says.
+
+    Attributes:
+        run: id of the run.
+        sequence: higher than that of every run that was there when it began, whatever the clocks said.
+        lineage: the runs that it continues, the one that it was restored from first, each with the highest id of it
+            that belongs to the history.
+    """
+
+    run: str
+    sequence: int
+    lineage: tuple[tuple[str, int], ...] = ()
+
+
+class StoredCheckpointPersister(CheckpointPersister):
+    """Base of the persisters that write files. To use another store, override `open_store`.
+
+    A second live dictionary of one name and path is refused, where the store has locks.
+
+    Args:
+        persist_path: where; see the class.
+        name: one segment of a path, not beginning with a dot. "": ``unnamed``, which all dictionaries without a
+            name share, one at a time.
+        managers: see `CheckpointPersister`.
+
+    Raises:
+        InvalidArgumentError: `name` cannot be the name of a folder.
+    """
+
+    def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
+        super().__init__(persist_path, name=name, managers=managers)
+        try:
+            self._home = validate_segment(name or _UNNAMED)
+        except InvalidNameError as error:
+            raise InvalidArgumentError(f"{error.message}, to be persisted", argument="name", value=name) from error
+        if name.startswith("."):
+            raise InvalidArgumentError("a name must not begin with a dot", argument="name", value=name)
+        self._opening = threading.Lock()
+        self._opened: DurableStore | None = None
+        self._run: str | None = None
+        self._held: AbstractContextManager[None] | None = None
+        self._readers: OrderedDict[tuple[str, int, str], PackReader] = OrderedDict()
+        self._readers_lock = threading.Lock()
+        self._told: set[str] = set()
+
+    @abstractmethod
+    def open_store(self) -> DurableStore:
+        """Returns the store; called once, when it is first needed."""
+
+    @property
+    def home(self) -> str:
+        """The folder of this name, in the store."""
+        return self._home
+
+    @property
+    def store(self) -> DurableStore:
+        """The store."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = self.open_store()
+            return self._opened
+
+    # -- runs
+
+    def begin_run(self, run_id: str, *, restored: PersistedCheckpoint | None = None) -> None:
+        """See `CheckpointPersister.begin_run`. Waits for a dying owner of the name for `FLASHPOINT_LOCK_DEADLINE_S`.
+
+        Also removes what runs left that never completed a checkpoint.
+        """
+        check_run_id(run_id)
+        self._take_lock()
+        runs = self._runs()
+        lineage = () if restored is None else self._continued(restored)
+        if run_id in runs:
+            if runs[run_id].lineage[:1] != lineage[:1]:
+                raise InvalidArgumentError(
+                    "this run began with another checkpoint restored", argument="restored", value=restored
+                )
+        elif restored is not None and restored.run == run_id:
+            raise InvalidArgumentError("a restore begins a new run", argument="run_id", value=run_id)
+        else:
+            sequence = 1 + max((run.sequence for run in runs.values()), default=0)
+            content = {"run": run_id, "sequence": sequence, "lineage": lineage}
+            self.store.write(f"{self._folder(run_id)}/{_RUN_RECORD}", [encode_record(_RUN_KIND, content)])
+        self._run = run_id
+        if self._held is not None:
+            lineages = [lineage, *(run.lineage for run in runs.values())]
+            needed = {run_id, *(ancestor for ancestor, _ in itertools.chain(*lineages))}
+            for other in self._run_ids():
+                if other not in needed and not self._marked(other):
+                    self._try_to_remove(self._folder(other))
+
+    def join_run(self, run_id: str) -> None:
+        """See `CheckpointPersister.join_run`."""
+        self._run = check_run_id(run_id)
+
+    def _take_lock(self) -> None:
+        if self._held is None:
+            try:
+                self._held = self.store.lock(f"{self._home}/{_LOCK}", knobs.lock_deadline_s())
+            except JobInUseError as error:
+                raise JobInUseError(
+                    f"another live dictionary persists under the name {self.name!r} here",
+                    path=error.path,
+                    hint="give each dictionary a name, or a persist_path, of its own",
+                ) from error
+
+    def _current_run(self) -> str:
+        if self._run is None:
+            raise DDictPersistError("no run has begun", hint="call begin_run or join_run first")
+        return self._run
+
+    def _folder(self, run: str, checkpoint_id: int | None = None) -> str:
+        folder = f"{self._home}/{RUN_PREFIX}{run}"
+        if checkpoint_id is None:
+            return folder
+        return f"{folder}/{CheckpointContainerId.format_version_container(checkpoint_id)}"
+
+    def _run_ids(self) -> list[str]:
+        found = []
+        for name in self.store.list(self._home):
+            if name.startswith(RUN_PREFIX):
+                try:
+                    found.append(check_run_id(name[len(RUN_PREFIX) :]))
+                except InvalidArgumentError:
+                    continue  # nothing of ours
+        return found
+
+    def _runs(self) -> dict[str, _Run]:
+        found = {}
+        for run in self._run_ids():
+            record = self._record(run)
+            if record is not None:
+                found[run] = record
+        return found
+
+    def _record(self, run: str) -> _Run | None:
+        name = f"{self._folder(run)}/{_RUN_RECORD}"
+        try:
+            content = decode_record(_RUN_KIND, self.store.read(name, limit=MAX_RECORD_BYTES), self.store.path_of(name))
+            return _parse_run(run, content, self.store.path_of(name))
+        except ObjectNotFoundError:
+            return None
+        except DamagedError as error:
+            self._tell("the history of this run is not known, which another version may have written: %s", error)
+            return _Run(run, 0)
+
+    # -- writing
+
+    def write_part(self, checkpoint_id: int, manager: int, index: Buffer, items: Sequence[tuple[str, Buffer]]) -> str:
+        """See `CheckpointPersister.write_part`."""
+        run = self._current_run()
+        version = CheckpointContainerId.format_version_container(check_checkpoint_id(checkpoint_id))
+        receipt = write_pack(
+            self.store,
+            self._folder(run, checkpoint_id),
+            version=version,
+            rank=manager,
+            world_size=self.managers,
+            attempt=f"{time.time_ns():016x}-{os.urandom(4).hex()}",
+            node=os.uname().nodename or "unknown",
+            index=index,
+            items=items,
+            labels={_RUN_LABEL: run},
+        )
+        return str(receipt)
+
+    def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> PersistedCheckpoint:
+        """See `CheckpointPersister.complete`."""
+        run = self._current_run()
+        if len(receipts) != self.managers:
+            raise InvalidArgumentError(
+                f"there must be a receipt of each of {self.managers} managers", argument="receipts", value=receipts
+            )
+        checkpoint = PersistedCheckpoint(checkpoint_id, run, self.managers, tuple(receipts))
+        self._check_parts(checkpoint)
+        folder = self._folder(run, checkpoint_id)
+        self.store.write(f"{folder}/{MARKER}", [encode_record(MARKER_KIND, checkpoint.to_fields())])
+        wanted = {MARKER}
+        for receipt in map(PackReceipt.parse, receipts):
+            wanted |= set(receipt.files)
+        for name in set(self.store.list(folder)) - wanted:
+            try:
+                self.store.remove(f"{folder}/{name}")
+            except FlashpointError as error:
+                _log.warning("what an earlier attempt left cannot be removed: %s", error)
+        return checkpoint
+
+    def _check_parts(self, checkpoint: PersistedCheckpoint) -> None:
+        folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
+        for manager, receipt in enumerate(checkpoint.parts):
+            manifest = check_pack(self.store, folder, PackReceipt.parse(receipt))
+            self._check_manifest(checkpoint, manager, manifest, self.store.path_of(folder))
+
+    @staticmethod
+    def _check_manifest(checkpoint: PersistedCheckpoint, part: int, manifest: Any, path: str) -> None:
+        found = (manifest.step, manifest.rank, manifest.world_size, manifest.labels.get(_RUN_LABEL))
+        if found != (checkpoint.checkpoint_id, part, checkpoint.managers, checkpoint.run):
+            raise ManifestError(
+                f"this is checkpoint {found[0]}, part {found[1]} of {found[2]}, run {found[3]}, and not"
+                f" checkpoint {checkpoint.checkpoint_id}, part {part} of {checkpoint.managers}, run {checkpoint.run}",
+                path=path,
+            )
+
+    # -- what there is
+
+    def ids(self) -> list[int]:
+        """See `CheckpointPersister.ids`."""
+        return sorted(self._visible())
+
+    def locate(self, checkpoint_id: int) -> PersistedCheckpoint:
+        """See `CheckpointPersister.locate`."""
+        found = self._visible()
+        if checkpoint_id not in found:
+            there = ", ".join(map(str, sorted(found))) or "none"
+            raise DDictPersistError(
+                f"there is no such persisted checkpoint; there are: {there}",
+                checkpoint_id=checkpoint_id,
+                path=self.store.path_of(self._home),
+            )
+        return found[checkpoint_id]
+
+    def _visible(self) -> dict[int, PersistedCheckpoint]:
+        """The checkpoints of the run, or, before it has any history, of the newest run that has some."""
+        if self._run is not None and (self._marked(self._run) or self._lineage(self._run)):
+            return dict(self._history(self._run))
+        for run in sorted(self._runs().values(), key=lambda run: (run.sequence, run.run), reverse=True):
+            if run.run != self._run and any(self._valid(run.run, i) for i in self._marked(run.run)):
+                return dict(self._history(run.run))
+        return {}
+
+    def _history(self, run: str) -> Iterator[tuple[int, PersistedCheckpoint]]:
+        """Valid checkpoints of a run and of those that it continues; of two with one id, the latter's is left out."""
+        found: set[int] = set()
+        for ancestor, limit in [(run, MAX_CHECKPOINT_ID), *self._lineage(run)]:
+            for checkpoint_id in self._marked(ancestor):
+                if checkpoint_id not in found and checkpoint_id <= limit:
+                    checkpoint = self._valid(ancestor, checkpoint_id)
+                    if checkpoint is not None:
+                        found.add(checkpoint_id)
+                        yield checkpoint_id, checkpoint
+
+    def _lineage(self, run: str) -> tuple[tuple[str, int], ...]:
+        record = self._record(run)
+        return () if record is None else record.lineage
+
+    def _continued(self, restored: PersistedCheckpoint) -> tuple[tuple[str, int], ...]:
+        """The lineage of a run that begins with a checkpoint."""
+        limit = restored.checkpoint_id
+        before = ((run, min(limit, highest)) for run, highest in self._lineage(restored.run))
+        return ((restored.run, limit), *before)
+
+    def _steps(self, run: str) -> list[int]:
+        parsed = map(CheckpointContainerId.parse_version_container, self.store.list(self._folder(run)))
+        return sorted(step for step in parsed if step is not None)
+
+    def _marked(self, run: str) -> list[int]:
+        return [i for i in self._steps(run) if MARKER in self.store.list(self._folder(run, i))]
+
+    def _valid(self, run: str, checkpoint_id: int) -> PersistedCheckpoint | None:
+        name = f"{self._folder(run, checkpoint_id)}/{MARKER}"
+        path = self.store.path_of(name)
+        try:
+            content = decode_record(MARKER_KIND, self.store.read(name, limit=MAX_RECORD_BYTES), path)
+            checkpoint = PersistedCheckpoint.from_fields(content)
+            if (checkpoint.run, checkpoint.checkpoint_id) != (run, checkpoint_id):
+                raise DamagedError("this is of another checkpoint", path=path)
+            self._check_parts(checkpoint)
+        except (DamagedError, ObjectNotFoundError, InvalidArgumentError) as error:
+            self._tell("a persisted checkpoint cannot be used: %s", error)
+            return None
+        return checkpoint
+
+    def _tell(self, message: str, error: FlashpointError) -> None:
+        """Logs a warning, once: `ids` may be called often."""
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            _log.warning(message, error)
+
+    # -- reading
+
+    def read_index(self, checkpoint: PersistedCheckpoint, part: int) -> bytes:
+        """See `CheckpointPersister.read_index`."""
+        return self._reader(checkpoint, part).index()
+
+    def read_item(
+        self, checkpoint: PersistedCheckpoint, part: int, name: str, into: Buffer | None = None
+    ) -> bytes | memoryview:
+        """See `CheckpointPersister.read_item`."""
+        return self._reader(checkpoint, part).item(name, into)
+
+    def _reader(self, checkpoint: PersistedCheckpoint, part: int) -> PackReader:
+        if type(part) is not int or not 0 <= part < checkpoint.managers:
+            raise InvalidArgumentError(f"must be from 0 to {checkpoint.managers - 1}", argument="part", value=part)
+        key = (checkpoint.run, checkpoint.checkpoint_id, checkpoint.parts[part])
+        with self._readers_lock:
+            reader = self._readers.get(key)
+        if reader is None:
+            # Outside the lock: one part that takes long must not hold up the others.
+            folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
+            reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
+            self._check_manifest(checkpoint, part, reader.manifest, reader.path)
+        with self._readers_lock:
+            self._readers[key] = reader
+            self._readers.move_to_end(key)
+            while len(self._readers) > _OPEN_READERS:
+                self._readers.popitem(last=False)
+        return reader
+
+    # -- removing
+
+    def remove(self, checkpoint_id: int) -> None:
+        """See `CheckpointPersister.remove`."""
+        checkpoint = self._visible().get(checkpoint_id)
+        if checkpoint is not None:
+            self._remove(checkpoint.run, checkpoint_id)
+
+    def keep(self, count: int) -> None:
+        """See `CheckpointPersister.keep`.
+
+        Acts on the history of this run only. Of this run, also removes older ones that are incomplete or damaged; of
+        those that it continues, also the folder, once nothing complete is left in it.
+        """
+        if type(count) is not int or count < -1:
+            raise InvalidArgumentError("count must be an integer from -1", argument="count", value=count)
+        run = self._current_run()
+        if count < 1:
+            return
+        history = dict(self._history(run))
+        kept = sorted(history)[-count:]
+        if not kept:
+            return
+        for checkpoint_id in sorted(history.keys() - set(kept)):
+            self._remove(history[checkpoint_id].run, checkpoint_id)
+        for checkpoint_id in self._steps(run):
+            if checkpoint_id < kept[0]:
+                self._remove(run, checkpoint_id)
+        for ancestor, _ in self._lineage(run):
+            if not self._marked(ancestor):
+                self._try_to_remove(self._folder(ancestor))
+
+    def _remove(self, run: str, checkpoint_id: int) -> None:
+        folder = self._folder(run, checkpoint_id)
+        # The marker first: a checkpoint that is half gone must not look complete.
+        self.store.remove(f"{folder}/{MARKER}")
+        self.store.remove_folder(folder)
+
+    def _try_to_remove(self, folder: str) -> None:
+        try:
+            self.store.remove_folder(folder)
+        except FlashpointError as error:
+            _log.warning("the remains of an earlier run cannot be removed: %s", error)
+
+    def close(self) -> None:
+        """Gives the name up. May be called twice."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(None, None, None)
+        with self._readers_lock:
+            self._readers.clear()
+
+
+def _parse_run(run: str, content: dict[str, Any], path: str) -> _Run:
+    try:
+        lineage = tuple((check_run_id(each), check_checkpoint_id(highest)) for each, highest in content["lineage"])
+        record = _Run(content["run"], content["sequence"], lineage)
+    except (KeyError, TypeError, ValueError, InvalidArgumentError) as error:
+        raise DamagedError(f"the record of the run is not valid: {error}", path=path) from error
+    if record.run != run or type(record.sequence) is not int or not 0 <= record.sequence <= _MAX_SEQUENCE:
+        raise DamagedError("this is the record of another run", path=path)
+    return record

@@ -1,0 +1,1 @@
+"""Where managers run: child processes of the creator, or actors of Ray."""

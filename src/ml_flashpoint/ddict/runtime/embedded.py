@@ -1,0 +1,166 @@
+"""Managers as child processes of the creator: the runtime for one machine.
+
+Owns the managers of one dictionary as seen from its creator: their folder, their start, which processes they are at the
+moment, and their end. Starting them, and again when they die, is the `supervisor`'s; what they do is the `manager`'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.manager.requests import rebuild_error
+from ml_flashpoint.ddict.runtime.folder import make_folder, remove_unused, runtime_root, sweep
+from ml_flashpoint.ddict.runtime.fork_server import END_GRACE_S, MANAGER_ENTRY
+from ml_flashpoint.ddict.runtime.supervisor import Supervised, fork_server
+from ml_flashpoint.format.errors import FlashpointError
+
+_log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+
+
+class EmbeddedRuntime:
+    """The managers of one dictionary. Thread-safe.
+
+    Making one makes the dictionary's folder, removes those of dictionaries that nobody uses any more, and begins to
+    import the managers' code in the fork server. Managers that die are started again; when this process ends, in
+    whatever way, they end too and the folder goes.
+
+    Args:
+        entry: ``module:function`` that a manager process runs, see `fork_server.Entry`.
+        root: folder to make the dictionary's folder in; by default `folder.runtime_root`.
+
+    Raises:
+        DDictError: the folder cannot be made.
+        OSError: nor can the fork server.
+    """
+
+    def __init__(self, *, entry: str = MANAGER_ENTRY, root: Path | None = None) -> None:
+        root = runtime_root() if root is None else root
+        sweep(root)
+        self._entry = entry
+        self._hold = make_folder(root)
+        self.base = self._hold.folder
+        self._changed = threading.Condition()
+        self._managers: list[Supervised] = []
+        self._stopped = False
+        self._stop_lock = threading.Lock()
+        try:
+            fork_server()
+        except BaseException:
+            self.stop()
+            raise
+        _runtimes.add(self)
+
+    def start(self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start a manager for each configuration, and wait until all are ready. To be called once.
+
+        Args:
+            configs: one JSON-able dictionary a manager, by number. Each manager gets its own with ``incarnation``
+                (16 hex characters, another one for every process) and ``restarted`` (bool) added. They travel by
+                socket, so they may hold secrets.
+
+        Raises:
+            FlashpointError: a manager could not start, for this reason. All have ended then.
+            DDictError: likewise, for another reason; ``manager`` says which, the message why.
+            DDictTimeoutError: not all were ready in time. All have ended then.
+        """
+        if self._stopped:
+            raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
+        told = {
+            "entry": self._entry,
+            "folder": str(self.base),
+            "env": {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")},
+            "cwd": os.getcwd(),
+        }
+
+        def is_settled() -> bool:
+            return all(one.ready_pid for one in self._managers) or any(one.failure for one in self._managers)
+
+        try:
+            for number, config in enumerate(configs):
+                self._managers.append(Supervised(number, told, config, self._changed))
+            with self._changed:
+                self._await(is_settled, "no start of all managers", timeout_s)
+                failed = next((one for one in self._managers if one.failure), None)
+            if failed is not None:
+                raise _error_of(failed.failure.strip(), failed.number)
+        except BaseException:
+            self.stop()
+            raise
+
+    def pids(self) -> dict[int, int]:
+        """Process ids of the managers that run, by number."""
+        with self._changed:
+            return {one.number: one.pid for one in self._managers if one.pid is not None}
+
+    def stop(self, timeout_s: float = END_GRACE_S) -> None:
+        """End all managers and remove the folder. Nothing happens the second time, or in a forked child.
+
+        Args:
+            timeout_s: seconds that managers get to end by themselves; then they are killed.
+        """
+        with self._stop_lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            _runtimes.discard(self)
+            try:
+                for one in self._managers:
+                    one.stop()
+                give_up = time.monotonic() + timeout_s
+                for one in self._managers:
+                    one.join(give_up)
+            finally:
+                self._hold.close()
+                if not remove_unused(self.base):
+                    _log.error("a manager did not end; its folder stays: %s", self.base)
+
+    def _await(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        if not self._changed.wait_for(condition, timeout_s):
+            raise DDictTimeoutError(f"{what} within {timeout_s} s", hint="managers write their errors to stderr")
+
+    def _abandon(self) -> None:
+        """In a forked child: nothing of this is the child's."""
+        self._stopped = True
+        self._changed, self._stop_lock = threading.Condition(), threading.Lock()
+        self._hold.close()
+        for one in self._managers:
+            one.abandon()
+        self._managers = []
+
+
+_runtimes: set[EmbeddedRuntime] = set()
+"""Until they are stopped, also those that nobody refers to any more."""
+
+
+def _stop_all() -> None:
+    for runtime in list(_runtimes):
+        runtime.stop()
+
+
+def _abandon_all() -> None:
+    for runtime in list(_runtimes):
+        runtime._abandon()
+    _runtimes.clear()
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _error_of(text: str, manager: int) -> FlashpointError:
+    """The error that a manager's stack trace ends with, if it is one of ours."""
+    name, _, message = text.splitlines()[-1].partition(": ") if text else ("", "", "")
+    error = rebuild_error({"error": name.rpartition(".")[2], "message": message})
+    if type(error).__name__ == name.rpartition(".")[2]:
+        return error
+    return DDictError(f"a manager did not start: {text}", manager=manager)

@@ -1,0 +1,191 @@
+"""The folder of one dictionary on this machine, and who still needs it.
+
+Owns where these folders are, the lock by which every process of a dictionary says that it is there, and the sweep of
+folders that nobody needs any more. What is in them belongs to the managers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.ddict.runtime.reaper import LOCK, is_file, remove_now
+from ml_flashpoint.format.errors import UnsafePathError
+from ml_flashpoint.format.private_folders import check_way, open_own
+
+BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
+"""Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""
+
+_SHM = Path("/dev/shm")
+_NAME = re.compile(r"[0-9a-f]{12}")
+_UNFINISHED = re.compile(r"\.new-[0-9a-f]{12}")
+_UNFINISHED_AGE_S = 60.0
+_LOOK_EVERY_S = 0.005
+_JOIN_S = 10.0
+
+LAST_WORDS_S = 0.5
+"""For `remove_unused` by a process that was told of the end of another by a socket."""
+
+
+class FolderHold:
+    """A process's shared lock on the folder of a dictionary: while there is one, nobody removes the folder.
+
+    Each process takes its own; one that is inherited by fork is the same lock, which lives until all of them close it.
+
+    Args:
+        folder: of the dictionary.
+
+    Raises:
+        DDictError: the folder is gone, or is being removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = open_own(folder / LOCK, os.O_RDWR)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (OSError, UnsafePathError) as error:
+            self.close()
+            raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
+
+    def is_there(self) -> bool:
+        """Whether the folder is still the one that is held."""
+        return self._descriptor is not None and is_file(self.folder / LOCK, self._descriptor)
+
+    def close(self) -> None:
+        """Let go. A second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def runtime_root() -> Path:
+    """The folder that holds the folders of dictionaries, made if need be.
+
+    Raises:
+        DDictError: it cannot be made, or belongs to somebody else.
+    """
+    chosen = os.environ.get(BASE_VARIABLE)
+    root = Path(chosen).absolute() if chosen else _default_root()
+    try:
+        check_way(root)
+    except UnsafePathError as error:
+        raise DDictError(
+            f"no safe folder for dictionaries: {error.message}",
+            path=error.path,
+            hint=f"set {BASE_VARIABLE} to a folder of your own in memory, such as /dev/shm/<user>/ddict",
+        ) from error
+    try:
+        root.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise DDictError(f"no folder for dictionaries: {error}", path=root, hint=f"set {BASE_VARIABLE}") from error
+    # The default is in a folder that everybody may write to: somebody else may have been there first.
+    if not chosen and (
+        not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise DDictError("is not a private folder of this user", path=root, hint=f"set {BASE_VARIABLE}")
+    return root
+
+
+def _default_root() -> Path:
+    parent = _SHM if os.access(_SHM, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return parent / f"mlf-ddict-{os.geteuid()}"
+
+
+def make_folder(root: Path) -> FolderHold:
+    """Make a fresh folder in `root`, held by this process.
+
+    Raises:
+        DDictError: it cannot be made.
+    """
+    name = secrets.token_hex(6)
+    unfinished = root / f".new-{name}"
+    try:
+        try:
+            unfinished.mkdir(mode=0o700)
+        except FileNotFoundError:
+            _default_root().mkdir(mode=0o700, exist_ok=True)  # the last one that had a folder there took it away
+            unfinished.mkdir(mode=0o700)
+        (unfinished / LOCK).touch(mode=0o600)
+        hold = FolderHold(unfinished)
+        # It has its name only once it is held, so no sweep ever sees it free.
+        os.rename(unfinished, root / name)
+    except OSError as error:
+        raise DDictError(f"no folder for the dictionary: {error}", path=root) from error
+    hold.folder = root / name
+    return hold
+
+
+def join_folder(folder: Path, timeout_s: float = _JOIN_S) -> FolderHold:
+    """Make a folder of this name if there is none, which others may do at the same time, and hold it.
+
+    Raises:
+        DDictError: it cannot be made.
+    """
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            hold = FolderHold(folder)
+        except DDictError:
+            if time.monotonic() >= give_up:
+                raise
+        else:
+            if hold.is_there():
+                return hold
+            hold.close()
+        made = make_folder(folder.parent)
+        try:
+            os.rename(made.folder, folder)
+        except OSError:  # somebody else was first, or is removing it
+            made.close()
+            remove_now(made.folder)
+            time.sleep(_LOOK_EVERY_S)
+            continue
+        made.folder = folder
+        return made
+
+
+def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
+    """Remove a dictionary's folder if no process holds it, and with the last one the folder of them all, if that is not
+    one of the user's choice; whether it is gone.
+
+    Args:
+        folder: of the dictionary.
+        wait_s: seconds to go on asking. The end of a process shows on its sockets a moment before its locks are free.
+    """
+    give_up = time.monotonic() + wait_s
+    while not (gone := remove_now(folder)) and time.monotonic() < give_up:
+        time.sleep(_LOOK_EVERY_S)  # nothing tells of the end of a lock but asking for it
+    if gone and folder.parent == _default_root():
+        with contextlib.suppress(OSError):  # others have theirs there
+            folder.parent.rmdir()
+    return gone
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove the folders in `root` whose processes are all gone, and return them."""
+    swept = []
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(root)):
+            if not entry.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid != os.geteuid():
+                    continue
+                old = time.time() - status.st_mtime > _UNFINISHED_AGE_S
+                ours = _NAME.fullmatch(entry.name) or (old and _UNFINISHED.fullmatch(entry.name))
+                # An empty folder by such a name may be anybody's; ours have the lock, or are being removed.
+                if ours and remove_unused(Path(entry.path)):
+                    swept.append(Path(entry.path))
+    return swept

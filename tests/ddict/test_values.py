@@ -419,9 +419,27 @@ def test_truncated_small_values_are_told(value: object) -> None:
         from_inline(data + b"x")
 
 
+def _single(tag: bytes, text: bytes, raw: bytes, count: int = 1) -> bytes:
+    head = struct.pack(">cQH", tag, len(raw), len(text))
+    return b"P" + struct.pack(">II", count, 0) + count * head + count * text + count * raw
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"x", b"T\0\x03abc", b"A\0\x03O 1" + bytes(8), b"T\0\x0dfloat32 99,99", b"A\0\x04<f4 "]
+    "data",
+    [
+        b"",
+        b"x",
+        b"T\0\x03abc",
+        _single(b"T", b"abc", b""),
+        _single(b"A", b"O 1", bytes(8)),
+        _single(b"T", b"float32 99,99", b""),
+        _single(b"A", b"<f4 ", b""),
+        _single(b"x", b"float32 1", bytes(4)),
+        _single(b"T", b"float32 1", bytes(4), 0),
+        _single(b"T", b"float32 1", bytes(4), 2),
+    ],
 )
 def test_what_is_no_small_value_is_refused(data: bytes) -> None:
+    assert torch.equal(from_inline(_single(b"T", b"float32 1", bytes(4))), torch.zeros(1))  # type: ignore[arg-type]
     with pytest.raises(DamagedError):
         from_inline(data)

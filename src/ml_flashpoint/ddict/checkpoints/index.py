@@ -19,9 +19,9 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID, check_checkpoint_id
@@ -30,6 +30,7 @@ from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidAr
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE, Manifest, object_name
 from ml_flashpoint.format.object_format import encode_header, parse_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
+from ml_flashpoint.net.messages import Fields, integer, list_of
 
 KIND_LABEL: Final = "ddict"
 """Label of a part that says what it is: `SNAPSHOT` or `VALUE`."""
@@ -164,7 +165,7 @@ GONE: Final = 0
 INLINE: Final = 1
 STORED: Final = 2
 
-_MAGIC: Final = b"MLFDDIX2"
+_MAGIC: Final = b"MLFDDIX3"
 _PREFIX: Final = struct.Struct("<8sI")
 # Length of the key, flags, kind of the value, writer, part, checkpoint, offset and length of the value.
 _RECORD: Final = struct.Struct("<IBBxxIIQQQ")
@@ -356,10 +357,10 @@ def _decode(data: memoryview, own: PartRef) -> Index:
         raise ValueError("it is of another checkpoint")
     managers = _natural(head, "managers", MAX_WORLD_SIZE)
     manager = _natural(head, "manager", managers - 1)
-    chain, parts = ([part_ref(*each) for each in _list(head, name)] for name in ("chain", "parts"))
+    chain, parts = ([part_ref(*each) for each in list_of(head, name)] for name in ("chain", "parts"))
     if len(chain) > LONGEST_CHAIN:
         raise ValueError("the chain is too long")
-    writers = _list(head, "writers")
+    writers = list_of(head, "writers")
     if not all(isinstance(writer, str) and len(writer) <= _MAX_WRITER_CHARACTERS for writer in writers):
         raise ValueError("a writer is no text")
     keys_at = begin + _RECORD.size * _natural(head, "entries", 2**32)
@@ -388,15 +389,8 @@ def _decode_entries(
     return entries
 
 
-def _natural(head: Mapping[str, Any], name: str, highest: int) -> int:
-    value = head[name]
-    if type(value) is not int or not 0 <= value <= highest:
-        raise ValueError(f"{name} must be an integer from 0 to {highest}")
-    return value
-
-
-def _list(head: Mapping[str, Any], name: str) -> list[Any]:
-    value = head[name]
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list")
+def _natural(head: Fields, name: str, highest: int) -> int:
+    value = integer(head, name)
+    if value > highest:
+        raise ValueError(f"{name} must not be more than {highest}")
     return value

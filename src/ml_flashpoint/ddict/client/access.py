@@ -141,7 +141,7 @@ class Access:
         once = self.only is None
 
         def ask() -> int:
-            return sum(int(self.ask(each, "length", until=until, once=once).fields["n"]) for each in managers)
+            return sum(int(self.ask(each, "keys", until=until, once=once, count=True).fields["n"]) for each in managers)
 
         return self.handle.in_one_epoch(ask, until)
 

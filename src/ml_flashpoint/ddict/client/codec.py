@@ -14,9 +14,8 @@ A small value is one of::
     i decimal digits                                      an integer, unless it is huge
     f a double, big-endian                                a float
     p pickle
-    T, A  length of a type (2), type, bytes               one tensor, one array
-    P     number of tensors (4), length of the pickle (4), for each its tag, its length (8) and that of its type (2),
-          then all types, the pickle, and all bytes
+    P     number of tensors (4), length of the pickle (4), for each its tag (T, or A for an array), its length (8) and
+          that of its type (2), then all types, the pickle, and all bytes; without a pickle, it is the only one of them
 
 Large ones are `objects`'.
 """
@@ -50,7 +49,6 @@ INLINE_LIMIT: Final = 256 << 10
 
 Kind = Literal["tensor", "array", "bytes", "number", "plain", "pickle"]
 _PLAIN: Final = frozenset((bytes, str, int, float, bool, type(None)))
-_TYPE: Final = struct.Struct(">H")
 _MANY: Final = struct.Struct(">II")
 _PART: Final = struct.Struct(">cQH")
 
@@ -313,9 +311,6 @@ def to_inline(encoded: Encoded) -> bytes:
         return encoded.pickled
     if not tensors:
         return b"p" + encoded.pickled
-    if encoded.kind in ("tensor", "array"):
-        tag, text = _type_of(encoded, 0)
-        return b"".join((tag, _TYPE.pack(len(text)), text, _raw(tensors[0])))
     if encoded.kind == "bytes":
         return b"p" + pickle.dumps(_raw(tensors[0]), 5)
     types = [_type_of(encoded, index) for index in range(len(tensors))]
@@ -348,9 +343,6 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
             return _Unpickler(io.BytesIO(octets[1:]), ()).load()
         if tag in (b"i", b"f"):
             return decode_number(octets)
-        if tag in (b"T", b"A"):
-            (length,) = _TYPE.unpack_from(octets, 1)
-            return _part(tag, octets[3 : 3 + length], octets[3 + length :], copy)
         if tag == b"P":
             return _from_many(octets, copy)
         raise ValueError(f"there is no tag {tag!r}")
@@ -393,6 +385,6 @@ def _from_many(octets: bytes, copy: bool) -> object:
     for (tag, nbytes, _), text in zip(heads, texts, strict=True):
         parts.append(_part(tag, text, octets[at : at + nbytes], copy))
         at += nbytes
-    if at != len(octets):
+    if at != len(octets) or not (pickled or count == 1):
         raise ValueError("of the wrong length")
-    return assemble("pickle", parts, pickled)
+    return assemble("pickle" if pickled else "tensor", parts, pickled)

@@ -21,6 +21,7 @@ from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.client.links import Links, Locate
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, StaleEpochError
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, is_unused
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Fields, Result, until_of
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard, StoredValue, Value
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
@@ -31,7 +32,7 @@ from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.server import Peer
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,6 @@ class Manager:
     """See the module. Thread-safe.
 
     Args:
-        operations: what requests mean, by name: functions of the manager, the session, fields and blobs.
         incarnation: of this process, 16 hexadecimal digits.
         restarted: whether there was one of this number before, whose values it is to have.
         host: address to serve other nodes on.
@@ -72,7 +72,6 @@ class Manager:
         configuration: Configuration,
         number: int,
         locate: Locate,
-        operations: Mapping[str, Callable[..., tuple[dict[str, Any], Sequence[Buffer]]]],
         *,
         incarnation: str,
         restarted: bool = False,
@@ -82,7 +81,6 @@ class Manager:
         self.configuration = configuration
         self.number = number
         self.place = place or str(configuration.options.nodes[number])
-        self._operations = operations
         self.rules = configuration.options
         self.incarnation = incarnation
         self.changed = threading.Condition(threading.RLock())
@@ -202,13 +200,13 @@ class Manager:
         """See `RequestHandler`."""
         return Session(peer)
 
-    def handle(
-        self, session: Session, operation: str, fields: dict[str, Any], blobs: list[bytes]
-    ) -> tuple[dict[str, Any], Sequence[Buffer]]:
+    def handle(self, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
         """See `RequestHandler`."""
-        found = self._operations.get(operation)
+        found = OPERATIONS.get(operation)
         if found is None:
             raise ProtocolError(f"there is no operation {operation!a}")
+        if operation not in AT_ONCE:
+            self.wait_until_ready(until_of(fields))
         return found(self, session, fields, blobs)
 
     def closed(self, session: Session) -> None:

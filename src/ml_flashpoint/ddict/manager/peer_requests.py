@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.ddict.checkpoints.index import part_ref
 from ml_flashpoint.ddict.errors import DDictTimeoutError
-from ml_flashpoint.ddict.manager.requests import Fields, Result, integer, integers, list_of, operation, text, until_of
+from ml_flashpoint.ddict.manager.requests import (
+    Fields,
+    Result,
+    integer,
+    integers,
+    list_of,
+    operation,
+    operation_at_once,
+    text,
+    until_of,
+)
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 
 if TYPE_CHECKING:
@@ -19,13 +29,13 @@ if TYPE_CHECKING:
 # ---- the manager itself -----------------------------------------------------------------------------------
 
 
-@operation
+@operation_at_once
 def _hello(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Who this is. Answered at once, also while the manager recovers."""
     return {"manager": manager.number, "transfers": manager.snapshots.address}, ()
 
 
-@operation
+@operation_at_once
 def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
         return {
@@ -46,12 +56,11 @@ def _stats(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _replicate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """A holder came back, perhaps without its copies. The answer does not wait for them."""
-    manager.wait_until_ready(until_of(fields))
     threading.Thread(target=manager.replicate, name="ddict-replicate", daemon=True).start()
     return {}, ()
 
 
-@operation
+@operation_at_once
 def _drop_copies(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     keep = [str(each) for each in list_of(fields, "keep")]
     manager.snapshots.drop_copies(integer(fields, "of"), keep, text(fields, "before"))
@@ -68,7 +77,7 @@ def _check(manager: Manager, fields: Fields) -> None:
         manager.check_epoch(integer(fields, "e"))
 
 
-@operation
+@operation_at_once
 def _begin(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """See `Manager.begin`."""
     run, restored = fields["run"], fields.get("restored")
@@ -81,7 +90,7 @@ def _begin(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     return {"incarnation": manager.incarnation}, ()
 
 
-@operation
+@operation_at_once
 def _discard(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """See `Manager.discard`. A manager that was lost has nothing to discard, but whatever comes yet."""
     to, number = integer(fields, "to", -1), integer(fields, "n")
@@ -89,20 +98,20 @@ def _discard(manager: Manager, session: Session, fields: Fields, blobs: list[byt
     return {}, ()
 
 
-@operation
+@operation_at_once
 def _prepare(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     _check(manager, fields)
     manager.prepare(integer(fields, "checkpoint_id"), integer(fields, "committed", -1))
     return {}, ()
 
 
-@operation
+@operation_at_once
 def _seal(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     _check(manager, fields)
     return {"attempt": manager.seal(integer(fields, "checkpoint_id"), until_of(fields))}, ()
 
 
-@operation
+@operation_at_once
 def _settle(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     _check(manager, fields)
     keep, pinned = integers(fields, "keep"), integers(fields, "pinned")
@@ -113,9 +122,7 @@ def _settle(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @operation
 def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Wait until all keys of a checkpoint are written again at a later one."""
-    until = until_of(fields)
-    manager.wait_until_ready(until)
-    checkpoint_id = integer(fields, "checkpoint_id")
+    until, checkpoint_id = until_of(fields), integer(fields, "checkpoint_id")
     with manager.changed:
         if not manager.wait_for(
             lambda: manager.shard.missing_after(checkpoint_id) is None, until, session.peer.is_gone
@@ -132,13 +139,11 @@ def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[by
 
 @operation
 def _persist(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    manager.wait_until_ready(until_of(fields))
     return {"receipt": manager.persist(integer(fields, "checkpoint_id"))}, ()
 
 
 @operation
 def _restore_prepare(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    manager.wait_until_ready(until_of(fields))
     manager.parts.prepare(PersistedCheckpoint.from_fields(fields["checkpoint"]))
     return {}, ()
 

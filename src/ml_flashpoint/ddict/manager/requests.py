@@ -56,6 +56,9 @@ Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result
 OPERATIONS: dict[str, Operation] = {}
 """By name; filled by the modules that define them."""
 
+AT_ONCE: set[str] = set()
+"""Those that are answered also while the manager recovers; all others wait until it has."""
+
 PERSISTENT, BROADCAST = 1, 2
 """Flags of a put, field ``f``."""
 
@@ -67,6 +70,12 @@ def operation(function: Operation) -> Operation:
     """Enter a function under its name, without the underscore."""
     OPERATIONS[function.__name__.lstrip("_")] = function
     return function
+
+
+def operation_at_once(function: Operation) -> Operation:
+    """The same, for one of `AT_ONCE`."""
+    AT_ONCE.add(function.__name__.lstrip("_"))
+    return operation(function)
 
 
 def left_of(fields: Fields) -> float:
@@ -101,7 +110,6 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
     """
     until = until_of(fields)
-    manager.wait_until_ready(until)
     key, flags = _key(blobs), integer(fields, "f") if "f" in fields else 0
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     value_id = fields.get("v")
@@ -137,7 +145,6 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Add ``amount`` to a number, which is ``default`` where there is none."""
     until = until_of(fields)
-    manager.wait_until_ready(until)
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
@@ -158,7 +165,6 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 @operation
 def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Delete a key; ``x`` as for a put."""
-    manager.wait_until_ready(until_of(fields))
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
         _check_writable(manager, fields)
@@ -175,7 +181,6 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Room for a value of ``n`` bytes, for the client to fill."""
     until = until_of(fields)
-    manager.wait_until_ready(until)
     size = integer(fields, "n")
     with manager.changed:
         _check_writable(manager, fields)
@@ -190,7 +195,7 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
     return {"v": room.value_id, "path": room.path, "size": room.size}, ()
 
 
-@operation
+@operation_at_once
 def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """The client does not need this room."""
     if fields.get("v") in session.allocated:
@@ -206,7 +211,6 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     With ``wait``, and a dictionary that waits for keys, it waits for the key to be written at this checkpoint.
     """
     until = until_of(fields)
-    manager.wait_until_ready(until)
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
         manager.check_epoch(fields.get("e"))
@@ -231,7 +235,6 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
 @operation
 def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    manager.wait_until_ready(until_of(fields))
     with manager.changed:
         manager.check_epoch(fields.get("e"))
         entry = manager.shard.find(_key(blobs), integer(fields, "c"))
@@ -242,7 +245,6 @@ def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[by
 def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Wait until a key has an entry other than the one with sequence number ``s``. Returns whether it has."""
     until = until_of(fields)
-    manager.wait_until_ready(until)
     key, checkpoint_id, seen = _key(blobs), integer(fields, "c"), integer(fields, "s")
 
     def has_changed() -> bool:
@@ -256,27 +258,23 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
 
 @operation
 def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """All keys at a checkpoint: each with its length before it. With ``once``, what `bput` wrote only at one
-    manager."""
-    manager.wait_until_ready(until_of(fields))
+    """All keys at a checkpoint: each with its length before it; with ``count``, only how many. With ``once``, what
+    `bput` wrote only at one manager."""
+    count, once = manager.configuration.managers, bool(fields.get("once"))
     with manager.changed:
         manager.check_epoch(fields.get("e"))
-        keys = _visible_keys(manager, fields)
-    return {"n": len(keys)}, (b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
-
-
-@operation
-def _length(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    manager.wait_until_ready(until_of(fields))
-    with manager.changed:
-        manager.check_epoch(fields.get("e"))
-        return {"n": len(_visible_keys(manager, fields))}, ()
+        keys = [
+            entry.key
+            for entry in manager.shard.entries(integer(fields, "c"))
+            if not (once and entry.broadcast and place(entry.key, count) != manager.number)
+        ]
+    told = b"" if fields.get("count") else b"".join(_LENGTH.pack(len(key)) + key for key in keys)
+    return {"n": len(keys)}, (told,)
 
 
 @operation
 def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Delete all keys."""
-    manager.wait_until_ready(until_of(fields))
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     with manager.changed:
         _check_writable(manager, fields)
@@ -314,7 +312,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
     return {"outcomes": outcomes}, answers
 
 
-@operation
+@operation_at_once
 def _freeze(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
         manager.frozen = bool(fields.get("frozen"))
@@ -362,13 +360,3 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
             f"the key was not written at checkpoint {checkpoint_id} in time", checkpoint_id=checkpoint_id
         )
     raise DDictKeyError("no such key, and none came in time", checkpoint_id=checkpoint_id)
-
-
-def _visible_keys(manager: Manager, fields: Fields) -> list[bytes]:
-    count = manager.configuration.managers
-    once = bool(fields.get("once"))
-    return [
-        entry.key
-        for entry in manager.shard.entries(integer(fields, "c"))
-        if not (once and entry.broadcast and place(entry.key, count) != manager.number)
-    ]

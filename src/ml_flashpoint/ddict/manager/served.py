@@ -14,7 +14,7 @@ from ml_flashpoint.ddict.client.links import locator
 from ml_flashpoint.ddict.manager import peer_requests  # noqa: F401 (it fills OPERATIONS)
 from ml_flashpoint.ddict.manager.arenas import allow_many_files
 from ml_flashpoint.ddict.manager.manager import Manager
-from ml_flashpoint.ddict.manager.requests import OPERATIONS, REQUESTS
+from ml_flashpoint.ddict.manager.requests import REQUESTS
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.net.server import RequestServer
 
@@ -36,7 +36,6 @@ class ServedManager:
             configuration,
             number,
             locator(configuration),
-            OPERATIONS,
             incarnation=str(config["incarnation"]),
             restarted=config.get("restarted") is True,
             host=host or "127.0.0.1",

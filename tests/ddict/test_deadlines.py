@@ -70,12 +70,12 @@ def test_a_call_has_one_deadline(name: str, tmp_path: Path, monkeypatch: pytest.
     deadlines: list[float] = []
     attempt = Links.attempt
 
-    def noting(links: Links, *args: Any, until: float, **named: Any) -> Any:
+    def noting(links: Links, *args: Any, deadline: float, **named: Any) -> Any:
         if links is not handle._handle.client.links:
-            return attempt(links, *args, until=until, **named)  # the coordinator's
-        if until > time.monotonic() + timeout_s / 2:  # not those of this process's own threads
-            deadlines.append(until)
-        return attempt(links, *args, until=until, **named)
+            return attempt(links, *args, deadline=deadline, **named)  # the coordinator's
+        if deadline > time.monotonic() + timeout_s / 2:  # not those of this process's own threads
+            deadlines.append(deadline)
+        return attempt(links, *args, deadline=deadline, **named)
 
     with DDict(
         2,

@@ -37,7 +37,7 @@ class Process:
 
     def ask(self, operation: str, **fields: int) -> None:
         self.links.call(
-            COORDINATOR, operation, {**self.standing.fields(), **fields}, until=time.monotonic() + DEADLINE_S
+            COORDINATOR, operation, {**self.standing.fields(), **fields}, deadline=time.monotonic() + DEADLINE_S
         )
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def links_to(place: Place) -> Iterator[Links]:
 
 
 def ask(links: Links, manager: int, timeout_s: float = TIMEOUT_S) -> int:
-    return int(links.call(manager, "who", {}, until=time.monotonic() + timeout_s).fields["manager"])
+    return int(links.call(manager, "who", {}, deadline=time.monotonic() + timeout_s).fields["manager"])
 
 
 @pytest.mark.parametrize("what", ["another manager", "another dictionary", "nobody"])

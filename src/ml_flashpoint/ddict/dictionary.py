@@ -82,9 +82,9 @@ class DDict(Mapped):
     @checkpoint_id.setter
     def checkpoint_id(self, checkpoint_id: int) -> None:
         check_checkpoint_id(checkpoint_id)
-        until = self._handle.until()
-        self._flush(until)
-        self._handle.move(checkpoint_id, until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
+        self._handle.move(checkpoint_id, deadline)
 
     def checkpoint(self) -> int:
         """Go on to the next checkpoint; returns its id. What was written stays readable there. A handle that began to
@@ -95,9 +95,9 @@ class DDict(Mapped):
                 `replication` or a persister, one that is older than the working set is still being committed.
             DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
         """
-        until = self._handle.until()
-        self._flush(until)
-        self._handle.move(self.checkpoint_id + 1, until, onwards=True)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
+        self._handle.move(self.checkpoint_id + 1, deadline, onwards=True)
         return self.checkpoint_id
 
     def rollback(self, to: int | None = None, *, discard: bool = True) -> int:
@@ -116,15 +116,15 @@ class DDict(Mapped):
             )
         if self._batch is not None:
             self._batch.drop()
-        self._handle.rollback(to, discard=discard, until=self._handle.until())
+        self._handle.rollback(to, discard=discard, deadline=self._handle.deadline())
         return self.checkpoint_id
 
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
         none)."""
-        until = self._handle.until()
-        self._flush(until)
-        self._handle.sync(until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
+        self._handle.sync(deadline)
         return self.checkpoint_id
 
     def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
@@ -145,8 +145,8 @@ class DDict(Mapped):
         wanted = self.checkpoint_id - 1 if checkpoint_id is None else checkpoint_id
         if checkpoint_id is not None:
             check_checkpoint_id(checkpoint_id)
-        until = self._handle.until(None if timeout is None else checked_timeout(timeout))
-        return self._handle.await_commit(wanted, until, if_written=checkpoint_id is None)
+        deadline = self._handle.deadline(None if timeout is None else checked_timeout(timeout))
+        return self._handle.await_commit(wanted, deadline, if_written=checkpoint_id is None)
 
     @property
     def committed_checkpoint_id(self) -> int:
@@ -161,16 +161,16 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: there is no persister, or it failed.
         """
-        until = self._handle.until()
-        self._flush(until)
-        return int(self._access.ask_main("persist_newest", until=until)["checkpoint_id"])
+        deadline = self._handle.deadline()
+        self._flush(deadline)
+        return int(self._access.ask_main("persist_newest", deadline=deadline)["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
-        return self._persisted_ids(self._handle.until())
+        return self._persisted_ids(self._handle.deadline())
 
-    def _persisted_ids(self, until: float) -> list[int]:
-        return [int(each) for each in self._access.ask_main("persisted_ids", until=until)["ids"]]
+    def _persisted_ids(self, deadline: float) -> list[int]:
+        return [int(each) for each in self._access.ask_main("persisted_ids", deadline=deadline)["ids"]]
 
     def restore(self, checkpoint_id: int) -> None:
         """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
@@ -184,12 +184,12 @@ class DDict(Mapped):
             DamagedError: it is not what was written.
         """
         check_checkpoint_id(checkpoint_id)
-        self._restore(checkpoint_id, self._handle.until())
+        self._restore(checkpoint_id, self._handle.deadline())
 
-    def _restore(self, checkpoint_id: int, until: float) -> None:
+    def _restore(self, checkpoint_id: int, deadline: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        state = self._access.ask_main("restore", until=until, checkpoint_id=checkpoint_id, w=self._handle.id)
+        state = self._access.ask_main("restore", deadline=deadline, checkpoint_id=checkpoint_id, w=self._handle.id)
         self._handle.restored(checkpoint_id, state)
 
     def advance(self) -> int:
@@ -198,11 +198,11 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: this is the last.
         """
-        until = self._handle.until()
-        later = [each for each in self._persisted_ids(until) if each > self.checkpoint_id]
+        deadline = self._handle.deadline()
+        later = [each for each in self._persisted_ids(deadline) if each > self.checkpoint_id]
         if not later:
             raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
-        self._restore(later[0], until)
+        self._restore(later[0], deadline)
         return later[0]
 
     # ---- managers -----------------------------------------------------------------------------------------
@@ -237,10 +237,10 @@ class DDict(Mapped):
 
     def stats(self) -> list[ManagerStats]:
         """What each manager has."""
-        until = self._handle.until()
+        deadline = self._handle.deadline()
         call = self._access.client.links.call
-        answers = [call(each, "stats", {}, until=until).fields for each in range(self._configuration.managers)]
-        return stats_of(answers, self._access.ask_main("state", until=until))
+        answers = [call(each, "stats", {}, deadline=deadline).fields for each in range(self._configuration.managers)]
+        return stats_of(answers, self._access.ask_main("state", deadline=deadline))
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""
@@ -310,12 +310,12 @@ class DDict(Mapped):
         """Let this handle be of no more use; the dictionary stays. Idempotent."""
         if self._handle.closed:
             return
-        until = self._handle.until()
+        deadline = self._handle.deadline()
         try:
-            self._flush(until)
+            self._flush(deadline)
         finally:
             self._batch = None
-            self._handle.detach(until)
+            self._handle.detach(deadline)
 
     def destroy(self) -> None:
         """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.

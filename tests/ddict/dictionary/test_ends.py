@@ -97,9 +97,9 @@ def test_a_value_of_every_manager_is_read_from_one_that_answers(make: Make, monk
     left: list[tuple[int, float]] = []
     get = impatient._access.get
 
-    def noting(manager: int, key: bytes, *, until: float, **named: Any) -> Found:
-        left.append((manager, until - time.monotonic()))
-        return get(manager, key, until=until, **named)
+    def noting(manager: int, key: bytes, *, deadline: float, **named: Any) -> Found:
+        left.append((manager, deadline - time.monotonic()))
+        return get(manager, key, deadline=deadline, **named)
 
     monkeypatch.setattr(impatient._access, "get", noting)
     first = iter([1, 0])  # the numbers of both managers are drawn in their order: manager 1 is asked first

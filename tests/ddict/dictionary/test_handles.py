@@ -176,7 +176,7 @@ def test_a_handle_whose_batch_cannot_be_sent_is_detached_all_the_same(make: Make
 
 
 def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
-    links, until = d._access.client.links, d._handle.until()
+    links, deadline = d._access.client.links, d._handle.deadline()
 
     def send(exchange: Exchange) -> None:
         room = exchange.request("allocate", {"n": 1 << 20, "c": d.checkpoint_id, "e": d._handle.epoch})
@@ -187,7 +187,7 @@ def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
     # What the fixture left behind retires a little later.
     await_that(lambda: d.stats()[0].oldest == d.checkpoint_id - WORKING_SET + 1)
     before = d.stats()[0].used_bytes
-    links.attempt(0, send, until=until)
+    links.attempt(0, send, deadline=deadline)
 
     assert d.stats()[0].used_bytes == before
 

@@ -378,14 +378,14 @@ class Committer:
         return [str(answer["receipt"]) for answer in written]
 
     @contextlib.contextmanager
-    def _no_commits(self, until: float) -> Iterator[None]:
+    def _no_commits(self, deadline: float) -> Iterator[None]:
         """Wait until no commit is under way, and let none begin."""
         with self._changed:
             self._held_up += 1
         try:
             with self._changed:
                 while self._busy:
-                    left = until - time.monotonic()
+                    left = deadline - time.monotonic()
                     if left <= 0:
                         raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
                     self._changed.wait(left)

@@ -79,7 +79,7 @@ class Coordinator(Committer):
             DDictWritesLostError: told once: what a handle had written that is gone was lost.
             DDictTimeoutError: others did not do their part in time: commits, or writers, or keys, are behind.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch, handle)
             if self._writers.has_left(handle):
@@ -92,7 +92,7 @@ class Coordinator(Committer):
         retires = position - self._rules.working_set_size
         if position > self._writers.newest and retires >= 0:
             try:
-                self._wait_to_retire(handle, position, retires, epoch, until)
+                self._wait_to_retire(handle, position, retires, epoch, deadline)
             except BaseException:
                 with self._changed:
                     writer.moving_to = -1
@@ -108,30 +108,30 @@ class Coordinator(Committer):
             self._changed.notify_all()
             return {**self.state(), "fixed": fixed, "position": position}
 
-    def _wait_to_retire(self, handle: str, position: int, retires: int, epoch: int, until: float) -> None:
+    def _wait_to_retire(self, handle: str, position: int, retires: int, epoch: int, deadline: float) -> None:
         """Wait until a checkpoint may leave the working set."""
         with self._changed:
             if self._rules.whole_steps:
                 while behind := self._writers.behind(retires, but=handle):
                     why = f"checkpoint {retires} cannot retire: {'; '.join(behind)}"
-                    self._wait(epoch, handle, until, retires, why)
+                    self._wait(epoch, handle, deadline, retires, why)
             # What is not committed stays in memory, which would fill up with it.
             while self._rules.snapshots and self._committed < min(
                 self._target(), position - self._rules.working_set_size - 2
             ):
-                self._wait_for(epoch, handle, until, self._committed + 1)
+                self._wait_for(epoch, handle, deadline, self._committed + 1)
         if self._rules.wait_for_keys and position > self._writers.newest:
-            self._managers.ask_at_length("complete", {"checkpoint_id": retires}, max(0.05, until - time.monotonic()))
+            self._managers.ask_at_length("complete", {"checkpoint_id": retires}, max(0.05, deadline - time.monotonic()))
 
-    def _wait(self, epoch: int, handle: str, until: float, checkpoint_id: int, why: str) -> None:
-        left = until - time.monotonic()
+    def _wait(self, epoch: int, handle: str, deadline: float, checkpoint_id: int, why: str) -> None:
+        left = deadline - time.monotonic()
         if left <= 0:
             raise self._too_late(why, checkpoint_id)
         self._changed.wait(min(left, RETRY_S))
         self._check_epoch(epoch, handle)
 
-    def _wait_for(self, epoch: int, handle: str, until: float, checkpoint_id: int) -> None:
-        self._wait(epoch, handle, until, checkpoint_id, self._why_not(checkpoint_id))
+    def _wait_for(self, epoch: int, handle: str, deadline: float, checkpoint_id: int) -> None:
+        self._wait(epoch, handle, deadline, checkpoint_id, self._why_not(checkpoint_id))
 
     def leave(self, handle: str, need: int, epoch: int) -> None:
         """A handle writes no more. What it wrote counts, and can be lost like all the rest."""
@@ -159,7 +159,7 @@ class Coordinator(Committer):
             DDictCheckpointRetiredError: nobody can go back there.
             DDictTimeoutError: not all managers could be reached; the same call again finishes it.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch)
             self._check_there(to)
@@ -181,8 +181,8 @@ class Coordinator(Committer):
             self._changed.notify_all()
         if to >= taken:
             fields = {"w": handle, "to": to, "n": numbered, "dead": False}
-            self._managers.ask_at_length("discard", fields, max(0.05, until - time.monotonic()))
-        self._await_open(until)
+            self._managers.ask_at_length("discard", fields, max(0.05, deadline - time.monotonic()))
+        self._await_open(deadline)
         with contextlib.suppress(FlashpointError):  # whoever persists next tries again
             self._persisting.remove_rolled_back()
         return self.state()
@@ -246,10 +246,10 @@ class Coordinator(Committer):
                 "taken": taken,
             }
 
-    def _await_open(self, until: float) -> None:
+    def _await_open(self, deadline: float) -> None:
         with self._changed:
             while not self._epochs.is_open:
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._too_late(f"not all managers have begun epoch {self.epoch} yet")
                 if self._closing:
@@ -270,7 +270,7 @@ class Coordinator(Committer):
             DDictWritesLostError: told once: what a handle had written that is gone was lost.
             DDictTimeoutError: commits did not end in time.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             epoch = self.epoch if epoch is None else epoch
             self._check_epoch(epoch)
@@ -278,7 +278,7 @@ class Coordinator(Committer):
             for session, holder in self._writers.gone_sessions():
                 self.session_ended(session, holder)
             # Processes that live hear of an epoch by themselves, and say where they are then.
-            unheard = min(until, time.monotonic() + _HEAR_S)
+            unheard = min(deadline, time.monotonic() + _HEAR_S)
             while self._writers.unheard(epoch) and (left := unheard - time.monotonic()) > 0:
                 self._changed.wait(left)
                 self._check_epoch(epoch)
@@ -289,7 +289,7 @@ class Coordinator(Committer):
                     return self.state()
                 if tells:
                     self._raise_orphaned()
-                self._wait_for(epoch, "", until, wanted)
+                self._wait_for(epoch, "", deadline, wanted)
             if not self._writers.live:
                 if self._writers.lost_at:
                     why = f"processes were killed, and all go on from checkpoint {self._committed}"
@@ -299,7 +299,7 @@ class Coordinator(Committer):
                     if tells:
                         self._raise_orphaned()
                 self._writers.newest = self._committed + 1
-        self._await_open(until)
+        self._await_open(deadline)
         return self.state()
 
     def await_commit(
@@ -320,7 +320,7 @@ class Coordinator(Committer):
             StaleEpochError, DDictWritesLostError: as :meth:`move`.
             DDictTimeoutError: it was not in time.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch, handle)
             while self._committed < checkpoint_id and not is_gone():
@@ -328,7 +328,7 @@ class Coordinator(Committer):
                     self._raise_orphaned()
                 if if_written and not self._writers.live and self._committed >= self._target():
                     break
-                self._wait_for(epoch, handle, until, checkpoint_id)
+                self._wait_for(epoch, handle, deadline, checkpoint_id)
             return self.state()
 
     def _raise_orphaned(self) -> None:
@@ -336,11 +336,11 @@ class Coordinator(Committer):
             orphaned, self._orphaned = self._orphaned, None
             raise orphaned
 
-    def await_epoch(self, other_than: int, until: float, is_gone: IsGone) -> int:
+    def await_epoch(self, other_than: int, deadline: float, is_gone: IsGone) -> int:
         """Wait for another epoch than this one; returns the one that it is."""
         with self._opened:  # not with those who wait for commits: there is one here for each process that writes
             while (self.epoch == other_than or not self._epochs.is_open) and not self._closing and not is_gone():
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._opened.wait(min(left, _LOOK_S))
@@ -352,11 +352,11 @@ class Coordinator(Committer):
         Raises:
             FlashpointError: it could not be persisted.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            self._await_open(until)
+            self._await_open(deadline)
             try:
-                self.newest(None, max(0.0, until - time.monotonic()), is_gone, tells=False)
+                self.newest(None, max(0.0, deadline - time.monotonic()), is_gone, tells=False)
                 break
             except StaleEpochError:
                 continue  # an epoch has begun meanwhile: what is committed in that one is as good
@@ -365,7 +365,7 @@ class Coordinator(Committer):
             if checkpoint_id >= 0:
                 self._persisting.add(checkpoint_id)
         if checkpoint_id >= 0:
-            self._persisting.await_persisted(checkpoint_id, until)
+            self._persisting.await_persisted(checkpoint_id, deadline)
         return checkpoint_id
 
     def restore(
@@ -382,11 +382,11 @@ class Coordinator(Committer):
             FlashpointError: a manager cannot read it; all is as before.
             DDictTimeoutError: it was not done in time; or it was, but for the copies.
         """
-        until = time.monotonic() + timeout_s
-        with self._no_commits(until):
-            self._persisting.await_idle(until)
+        deadline = time.monotonic() + timeout_s
+        with self._no_commits(deadline):
+            self._persisting.await_idle(deadline)
             try:
-                left = max(0.1, until - time.monotonic())
+                left = max(0.1, deadline - time.monotonic())
                 self._managers.ask_at_length("restore_prepare", {"checkpoint": checkpoint}, left)
                 begin_run()
             except FlashpointError:
@@ -403,11 +403,11 @@ class Coordinator(Committer):
                 self._restored = (checkpoint_id, checkpoint)
                 self._sealed, self._oldest_told, self._orphaned = {}, checkpoint_id, None
                 self._persisting.restored(checkpoint_id)
-        self._await_open(until)
+        self._await_open(deadline)
         # It was committed before it was persisted, so it is again: at once, which makes the copies there are none of.
         with self._changed:
             while self._committed < checkpoint_id and not self._closing:
                 why = f"it is restored, but has no copies yet: {self._why_not(checkpoint_id)}"
                 with contextlib.suppress(StaleEpochError):  # a manager was lost: all go on from what is restored
-                    self._wait(self.epoch, "", until, checkpoint_id, why)
+                    self._wait(self.epoch, "", deadline, checkpoint_id, why)
             return self.state()

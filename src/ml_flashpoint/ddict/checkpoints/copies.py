@@ -108,7 +108,7 @@ class Copies:
         self._closed = False
         self.pushed_bytes = 0
 
-    def push(self, groups: Sequence[Collection[PartRef]], until: float) -> None:
+    def push(self, groups: Sequence[Collection[PartRef]], deadline: float) -> None:
         """Have every holder have every part, group by group.
 
         A part of a group other than the last that is damaged or was dropped meanwhile is left out: what it belongs to
@@ -121,19 +121,19 @@ class Copies:
             DeadlineError: it took too long.
             FlashpointError: a holder is not there or refuses. Others may have everything.
         """
-        push_to_all(list(self._holders), lambda holder: self._push_to(holder, groups, until))
+        push_to_all(list(self._holders), lambda holder: self._push_to(holder, groups, deadline))
 
-    def _push_to(self, number: int, groups: Sequence[Collection[PartRef]], until: float) -> None:
+    def _push_to(self, number: int, groups: Sequence[Collection[PartRef]], deadline: float) -> None:
         holder = self._holders[number]
         left_out: set[str] = set()
         may_retry = holder.connection is not None
 
         def cancelled() -> bool:
-            return self._closed or time.monotonic() > until
+            return self._closed or time.monotonic() > deadline
 
         while True:
             try:
-                self._connect(number, holder, until, cancelled)
+                self._connect(number, holder, deadline, cancelled)
                 for group in groups:
                     self._push_group(holder, group, left_out, cancelled, tolerant=group is not groups[-1])
                 return
@@ -154,13 +154,13 @@ class Copies:
                 self._disconnect(holder)
                 raise
 
-    def _connect(self, number: int, holder: _Holder, until: float, cancelled: Cancelled) -> None:
+    def _connect(self, number: int, holder: _Holder, deadline: float, cancelled: Cancelled) -> None:
         """Have a connection that is known to be alive."""
         if holder.connection is not None:
             # It may lead to a process that is gone, and nothing may be left to push that would show it.
             holder.connection.ping(cancelled=cancelled)
             return
-        within_s = until - time.monotonic()
+        within_s = deadline - time.monotonic()
         if within_s <= 0:
             raise DeadlineError("a copy was not verified in time", node=self._peers.nodes[number])
         connection = self._peers.connect(number, within_s)

@@ -17,7 +17,7 @@ from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.arenas import allow_many_files
-from ml_flashpoint.ddict.manager.requests import REQUESTS, Fields, Result, integer, left_of, text, until_of
+from ml_flashpoint.ddict.manager.requests import REQUESTS, Fields, Result, deadline_of, integer, left_of, text
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
@@ -81,7 +81,7 @@ class CoordinatorServer:
         self.run.persister.close()
 
     def _call(self, manager: int, operation: str, fields: Fields, timeout_s: float) -> Fields:
-        return self.links.call(manager, operation, dict(fields), until=time.monotonic() + timeout_s).fields
+        return self.links.call(manager, operation, dict(fields), deadline=time.monotonic() + timeout_s).fields
 
     # ---- requests -----------------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ def _attach(server: CoordinatorServer, session: _Session, fields: Fields) -> Fie
 @_operation
 def _watch(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
-    until = time.monotonic() + integer(fields, "s")
-    return {"epoch": server.coordinator.await_epoch(integer(fields, "e"), until, session.peer.is_gone)}
+    deadline = time.monotonic() + integer(fields, "s")
+    return {"epoch": server.coordinator.await_epoch(integer(fields, "e"), deadline, session.peer.is_gone)}
 
 
 @_operation
@@ -186,10 +186,10 @@ def _returned(server: CoordinatorServer, session: _Session, fields: Fields) -> F
 @_operation
 def _freeze(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Have all managers refuse writes, or take them again."""
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     frozen = server.frozen = bool(fields.get("frozen"))
     for manager in range(server.configuration.managers):
-        server.links.call(manager, "freeze", {"frozen": frozen}, until=until)
+        server.links.call(manager, "freeze", {"frozen": frozen}, deadline=deadline)
     return {}
 
 
@@ -208,11 +208,11 @@ def _persisted_ids(server: CoordinatorServer, session: _Session, fields: Fields)
 @_operation
 def _restore(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
-    until, checkpoint_id, by = until_of(fields), integer(fields, "checkpoint_id"), text(fields, "w")
+    deadline, checkpoint_id, by = deadline_of(fields), integer(fields, "checkpoint_id"), text(fields, "w")
     checkpoint, run_id = server.run.persister.locate(checkpoint_id), new_run_id()
 
     def begin_run() -> None:
         server.run.begin(run_id, checkpoint)
 
-    left = max(0.1, until - time.monotonic())
+    left = max(0.1, deadline - time.monotonic())
     return server.coordinator.restore(checkpoint_id, checkpoint.to_fields(), left, begin_run, by)

@@ -206,24 +206,24 @@ class Snapshots:
             FlashpointError: a holder is not there or refuses; a value is not what was sealed before.
         """
         check_checkpoint_id(checkpoint_id)
-        until = time.monotonic() + deadline_s
-        with self.pin(entries), self._turn(until):
+        deadline = time.monotonic() + deadline_s
+        with self.pin(entries), self._turn(deadline):
             with self._building:
-                built = self._build(checkpoint_id, list(entries), until)
-            self._push(until)
+                built = self._build(checkpoint_id, list(entries), deadline)
+            self._push(deadline)
         return built.ref
 
     @contextlib.contextmanager
-    def _turn(self, until: float) -> Iterator[None]:
+    def _turn(self, deadline: float) -> Iterator[None]:
         """Wait until no other seal is under way."""
-        if not self._sealing.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._sealing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DeadlineError("another seal is still under way", rank=self._manager)
         try:
             yield
         finally:
             self._sealing.release()
 
-    def _build(self, checkpoint_id: int, entries: list[Entry], until: float) -> BuiltSnapshot:
+    def _build(self, checkpoint_id: int, entries: list[Entry], deadline: float) -> BuiltSnapshot:
         newest = max(self._snapshots, default=-1)
         before = self._snapshots.get(newest)
         if checkpoint_id < newest:
@@ -239,7 +239,7 @@ class Snapshots:
         def check() -> None:
             if self._closed.is_set():
                 raise ReplicationError("the snapshots were closed", rank=self._manager)
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise DeadlineError("not sealed in time", step=checkpoint_id, rank=self._manager)
 
         check()
@@ -251,10 +251,10 @@ class Snapshots:
             self._snapshots[checkpoint_id] = built
         return built
 
-    def _push(self, until: float) -> None:
+    def _push(self, deadline: float) -> None:
         with self._lock:
             groups = [self._snapshots[checkpoint_id].needs for checkpoint_id in sorted(self._snapshots)]
-        self._copies.push(groups, until)
+        self._copies.push(groups, deadline)
 
     def _next_stamp(self) -> str:
         with self._lock:
@@ -267,9 +267,9 @@ class Snapshots:
         Raises:
             FlashpointError: as :meth:`seal`.
         """
-        until = time.monotonic() + deadline_s
-        with self._turn(until):
-            self._push(until)
+        deadline = time.monotonic() + deadline_s
+        with self._turn(deadline):
+            self._push(deadline)
 
     def sealed(self) -> dict[int, PartRef]:
         """The snapshots in this store, by checkpoint. Not only those whose copies are verified."""

@@ -52,19 +52,19 @@ class Access:
     # ---- one key ------------------------------------------------------------------------------------------
 
     def get(
-        self, manager: int, key: bytes, *, until: float | None = None, copy: bool = False, wait: bool = False
+        self, manager: int, key: bytes, *, deadline: float | None = None, copy: bool = False, wait: bool = False
     ) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
         handle = self.handle
-        until = handle.until() if until is None else until
+        deadline = handle.deadline() if deadline is None else deadline
 
         def send(epoch: int) -> Found:
             fields: dict[str, Any] = {"c": handle.checkpoint_id, "e": epoch}
             if wait:
                 fields["wait"] = True
-            return self.client.get(manager, key, fields, until=until, copy=copy)
+            return self.client.get(manager, key, fields, deadline=deadline, copy=copy)
 
-        return handle.in_epoch(send, until)
+        return handle.in_epoch(send, deadline)
 
     def write(
         self,
@@ -74,7 +74,7 @@ class Access:
         flags: int = 0,
         *,
         sequence: int | None = None,
-        until: float,
+        deadline: float,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
         handle = self.handle
@@ -85,12 +85,12 @@ class Access:
                 fields["f"] = flags
             if sequence is not None:
                 fields["x"] = sequence
-            return self.client.put(manager, key, encoded, fields, until=until)
+            return self.client.put(manager, key, encoded, fields, deadline=deadline)
 
-        return handle.write(send, until, lasting=bool(flags & PERSISTENT))
+        return handle.write(send, deadline, lasting=bool(flags & PERSISTENT))
 
     def change(
-        self, manager: int, operation: str, *key: bytes, again: bool = False, until: float, **fields: Any
+        self, manager: int, operation: str, *key: bytes, again: bool = False, deadline: float, **fields: Any
     ) -> dict[str, Any]:
         """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
         A key that was deleted would not be there the second time."""
@@ -98,37 +98,39 @@ class Access:
 
         def send(epoch: int) -> dict[str, Any]:
             told = {**fields, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            return self.client.links.call(manager, operation, told, key, until=until, again=again).fields
+            return self.client.links.call(manager, operation, told, key, deadline=deadline, again=again).fields
 
-        return handle.write(send, until)
+        return handle.write(send, deadline)
 
-    def ask(self, manager: int, operation: str, *key: bytes, until: float, **fields: Any) -> Reply:
+    def ask(self, manager: int, operation: str, *key: bytes, deadline: float, **fields: Any) -> Reply:
         """Ask one manager something about a key, or all of its keys."""
         handle = self.handle
 
         def send(epoch: int) -> Reply:
             told = {**fields, "c": handle.checkpoint_id, "e": epoch}
-            return self.client.links.call(manager, operation, told, key, until=until)
+            return self.client.links.call(manager, operation, told, key, deadline=deadline)
 
-        return handle.in_epoch(send, until)
+        return handle.in_epoch(send, deadline)
 
-    def ask_main(self, operation: str, *, until: float | None = None, **fields: Any) -> dict[str, Any]:
+    def ask_main(self, operation: str, *, deadline: float | None = None, **fields: Any) -> dict[str, Any]:
         """Ask the coordinator something, in whichever epoch."""
-        until = self.handle.until() if until is None else until
-        return self.client.links.call(COORDINATOR, operation, fields, until=until).fields
+        deadline = self.handle.deadline() if deadline is None else deadline
+        return self.client.links.call(COORDINATOR, operation, fields, deadline=deadline).fields
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
-    def keys(self, managers: Iterable[int], until: float) -> Iterator[Any]:
+    def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
-        for key in [key for _, keys in self.handle.in_one_epoch(self._keys_of(managers, until), until) for key in keys]:
+        for key in [
+            key for _, keys in self.handle.in_one_epoch(self._keys_of(managers, deadline), deadline) for key in keys
+        ]:
             yield decode_key(key)
 
-    def _keys_of(self, managers: Iterable[int], until: float) -> Callable[[], list[tuple[int, list[bytes]]]]:
-        return lambda: [(manager, self._encoded_keys(manager, until)) for manager in managers]
+    def _keys_of(self, managers: Iterable[int], deadline: float) -> Callable[[], list[tuple[int, list[bytes]]]]:
+        return lambda: [(manager, self._encoded_keys(manager, deadline)) for manager in managers]
 
-    def _encoded_keys(self, manager: int, until: float) -> list[bytes]:
-        data = self.ask(manager, "keys", until=until, once=self.only is None).blobs[0]
+    def _encoded_keys(self, manager: int, deadline: float) -> list[bytes]:
+        data = self.ask(manager, "keys", deadline=deadline, once=self.only is None).blobs[0]
         found, at = [], 0
         while at < len(data):
             end = at + 4 + int.from_bytes(data[at : at + 4], "big")
@@ -136,23 +138,25 @@ class Access:
             at = end
         return found
 
-    def count(self, managers: Iterable[int], until: float) -> int:
+    def count(self, managers: Iterable[int], deadline: float) -> int:
         """Number of keys of these managers."""
         once = self.only is None
 
         def ask() -> int:
-            return sum(int(self.ask(each, "keys", until=until, once=once, count=True).fields["n"]) for each in managers)
+            return sum(
+                int(self.ask(each, "keys", deadline=deadline, once=once, count=True).fields["n"]) for each in managers
+            )
 
-        return self.handle.in_one_epoch(ask, until)
+        return self.handle.in_one_epoch(ask, deadline)
 
-    def items(self, managers: Iterable[int], until: float) -> list[tuple[Any, Any]]:
+    def items(self, managers: Iterable[int], deadline: float) -> list[tuple[Any, Any]]:
         """Keys and values of these managers, all of one epoch."""
 
         def ask() -> list[tuple[Any, Any]]:
-            keys = self._keys_of(managers, until)()
-            return [item for some in self._items(keys, lambda: until) for item in some]
+            keys = self._keys_of(managers, deadline)()
+            return [item for some in self._items(keys, lambda: deadline) for item in some]
 
-        return self.handle.in_one_epoch(ask, until)
+        return self.handle.in_one_epoch(ask, deadline)
 
     def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
         """The same, some hundred at a time.
@@ -160,9 +164,9 @@ class Access:
         Raises:
             DDictError: another epoch has begun meanwhile.
         """
-        handle, until = self.handle, self.handle.until()
-        epoch, keys = handle.in_one_epoch(lambda: (handle.epoch, self._keys_of(managers, until)()), until)
-        for some in self._items(keys, handle.until):
+        handle, deadline = self.handle, self.handle.deadline()
+        epoch, keys = handle.in_one_epoch(lambda: (handle.epoch, self._keys_of(managers, deadline)()), deadline)
+        for some in self._items(keys, handle.deadline):
             if handle.epoch != epoch:
                 error = DDictError("an epoch has begun meanwhile: what is left is not of one cut", hint="begin anew")
                 error.retryable = True
@@ -170,13 +174,13 @@ class Access:
             yield from some
 
     def _items(
-        self, keys: list[tuple[int, list[bytes]]], until: Callable[[], float]
+        self, keys: list[tuple[int, list[bytes]]], deadline: Callable[[], float]
     ) -> Iterator[list[tuple[Any, Any]]]:
         for manager, its in keys:
             for at in range(0, len(its), _AT_ONCE):
                 some = its[at : at + _AT_ONCE]
                 items = []
-                for key, found in zip(some, self._get_many(manager, some, until()), strict=True):
+                for key, found in zip(some, self._get_many(manager, some, deadline()), strict=True):
                     if isinstance(found, DDictKeyError):
                         continue  # deleted in between
                     if isinstance(found, FlashpointError):
@@ -184,12 +188,12 @@ class Access:
                     items.append((decode_key(key), found.value))
                 yield items
 
-    def _get_many(self, manager: int, keys: list[bytes], until: float) -> list[Found | FlashpointError]:
+    def _get_many(self, manager: int, keys: list[bytes], deadline: float) -> list[Found | FlashpointError]:
         def send(epoch: int) -> list[Found | FlashpointError]:
             fields = {"c": self.handle.checkpoint_id, "e": epoch}
-            return self.client.get_many(manager, keys, fields, until=until, copy=False)
+            return self.client.get_many(manager, keys, fields, deadline=deadline, copy=False)
 
-        return self.handle.in_epoch(send, until)
+        return self.handle.in_epoch(send, deadline)
 
 
 _MOST = 1024
@@ -204,7 +208,7 @@ class Batch:
         self._items: dict[int, dict[bytes, bytes]] = {}
         self._bytes: dict[int, int] = {}
 
-    def add(self, manager: int, key: bytes, inline: bytes, until: float) -> None:
+    def add(self, manager: int, key: bytes, inline: bytes, deadline: float) -> None:
         """Collect a write; sends what there is for this manager if that is much.
 
         Args:
@@ -217,27 +221,27 @@ class Batch:
         items[key] = inline
         self._bytes[manager] = self._bytes.get(manager, 0) + len(key) + len(inline)
         if len(items) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
-            self._send(manager, until)
+            self._send(manager, deadline)
 
     def discard(self, manager: int, key: bytes) -> None:
         """Forget a write that a later one, which does not wait, has overtaken."""
         self._items.get(manager, {}).pop(key, None)
 
-    def flush(self, until: float) -> None:
+    def flush(self, deadline: float) -> None:
         """Send everything.
 
         Raises:
             FlashpointError: some of it could not be written. That stays, to be sent again.
         """
         for manager in list(self._items):
-            self._send(manager, until)
+            self._send(manager, deadline)
 
     def drop(self) -> None:
         """Forget what was collected."""
         self._items.clear()
         self._bytes.clear()
 
-    def _send(self, manager: int, until: float) -> None:
+    def _send(self, manager: int, deadline: float) -> None:
         items = list(self._items.get(manager, {}).items())
         if not items:
             return
@@ -245,9 +249,9 @@ class Batch:
 
         def send(epoch: int) -> None:
             fields = {"c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            handle.client.put_many(manager, items, fields, until=until)
+            handle.client.put_many(manager, items, fields, deadline=deadline)
 
-        handle.write(send, until)
+        handle.write(send, deadline)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)

@@ -70,7 +70,7 @@ class Handle:
         self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self._standing)
         self._finalizer.atexit = False
 
-    def until(self, timeout_s: float | None = None) -> float:
+    def deadline(self, timeout_s: float | None = None) -> float:
         """When a call that begins now must end.
 
         Raises:
@@ -82,7 +82,7 @@ class Handle:
 
     # ---- epochs -------------------------------------------------------------------------------------------
 
-    def in_epoch(self, send: Callable[[int], _Result], until: float) -> _Result:
+    def in_epoch(self, send: Callable[[int], _Result], deadline: float) -> _Result:
         """Make a request in the epoch of this handle, and again in the next one if that is over.
 
         Raises:
@@ -97,9 +97,9 @@ class Handle:
             try:
                 return send(epoch)
             except StaleEpochError as error:
-                self._catch_up(epoch, until, error)
+                self._catch_up(epoch, deadline, error)
 
-    def in_one_epoch(self, make: Callable[[], _Result], until: float) -> _Result:
+    def in_one_epoch(self, make: Callable[[], _Result], deadline: float) -> _Result:
         """Make several requests, all in one epoch: what they find is of one cut.
 
         Args:
@@ -113,27 +113,27 @@ class Handle:
             found = make()
             if self.epoch == epoch:
                 return found
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise DDictTimeoutError("epochs begin faster than all managers can be asked")
 
-    def _catch_up(self, epoch: int, until: float, error: StaleEpochError) -> None:
+    def _catch_up(self, epoch: int, deadline: float, error: StaleEpochError) -> None:
         standing = self._standing
         if standing.epoch != epoch:
             return  # another thread has
         fields = standing.fields()
-        standing.adopt(self.client.links.call(COORDINATOR, "catch_up", fields, until=until).fields, fields)
+        standing.adopt(self.client.links.call(COORDINATOR, "catch_up", fields, deadline=deadline).fields, fields)
         if standing.epoch == epoch and standing.untold is None:
-            if time.monotonic() + _PAUSE_S > until:
+            if time.monotonic() + _PAUSE_S > deadline:
                 raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
             time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
-    def ask(self, operation: str, fields: dict[str, Any], until: float) -> dict[str, Any]:
+    def ask(self, operation: str, fields: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Ask the coordinator something, in the epoch of this handle."""
 
         def send(epoch: int) -> dict[str, Any]:
-            return self.client.links.call(COORDINATOR, operation, {**fields, "e": epoch}, until=until).fields
+            return self.client.links.call(COORDINATOR, operation, {**fields, "e": epoch}, deadline=deadline).fields
 
-        return self.in_epoch(send, until)
+        return self.in_epoch(send, deadline)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Handle:
         if self.read_only:
             raise DDictReadOnlyError("this handle was made with read_only=True")
 
-    def write(self, send: Callable[[int], _Result], until: float, *, lasting: bool = False) -> _Result:
+    def write(self, send: Callable[[int], _Result], deadline: float, *, lasting: bool = False) -> _Result:
         """Write at one manager.
 
         Args:
@@ -156,17 +156,17 @@ class Handle:
         standing = self._standing
         standing.check_whole()
         if not lasting and not standing.joined:
-            self._join(until)
+            self._join(deadline)
         if self._going_back is not None:
-            with self._turn(until):
-                self._finish_rollback(until)
+            with self._turn(deadline):
+                self._finish_rollback(deadline)
         at = standing.checkpoint_id
 
         def write(epoch: int) -> _Result:
             try:
                 result = send(epoch)
                 if not standing.joined:  # no commit waits for it, so this may be too late for one already
-                    self._note_state(epoch, until)
+                    self._note_state(epoch, deadline)
             except StaleEpochError:
                 raise
             except BaseException:
@@ -175,79 +175,79 @@ class Handle:
             standing.wrote(at, epoch)
             return result
 
-        result = self.in_epoch(write, until)
+        result = self.in_epoch(write, deadline)
         standing.has_written = True
         return result
 
-    def _note_state(self, epoch: int, until: float) -> None:
-        state = self.client.links.call(COORDINATOR, "state", {}, until=until).fields
+    def _note_state(self, epoch: int, deadline: float) -> None:
+        state = self.client.links.call(COORDINATOR, "state", {}, deadline=deadline).fields
         if state["epoch"] != epoch:
             raise StaleEpochError("another epoch has begun")
         self._standing.note(state)
 
-    def _join(self, until: float) -> None:
-        with self._turn(until):
+    def _join(self, deadline: float) -> None:
+        with self._turn(deadline):
             if not self._standing.joined:
                 # The session must not keep the handle: when it is forgotten, it has left.
-                self.client.keepalive.begin(until)
+                self.client.keepalive.begin(deadline)
                 fields = self._standing.fields()
-                self._standing.note(self.ask("join", fields, until))
+                self._standing.note(self.ask("join", fields, deadline))
                 self._standing.joined = True
                 self.client.keepalive.add(self._standing)
                 _leave_at_exit()
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def move(self, checkpoint_id: int, until: float, *, onwards: bool = False) -> None:
+    def move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
         """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
 
         Raises:
             DDictWritesLostError: what this handle wrote is lost, and it has not gone back yet.
             DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
         """
-        with self._turn(until):
+        with self._turn(deadline):
             self._standing.check_whole()
-            self._finish_rollback(until)
-            self._move(checkpoint_id, until, onwards=onwards)
+            self._finish_rollback(deadline)
+            self._move(checkpoint_id, deadline, onwards=onwards)
 
-    def _move(self, checkpoint_id: int, until: float, *, onwards: bool = False) -> None:
+    def _move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
         standing = self._standing
         if standing.joined:
-            state = self.ask("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, until)
+            state = self.ask("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, deadline)
             standing.note(state)
             checkpoint_id = int(state["position"])
         elif standing.untold is not None:
             standing.tell()
         standing.checkpoint_id = checkpoint_id
 
-    def rollback(self, to: int, *, discard: bool, until: float) -> None:
+    def rollback(self, to: int, *, discard: bool, deadline: float) -> None:
         """Go back to a checkpoint, and discard what this handle wrote above it.
 
         If a manager cannot be reached, whatever the handle does next begins with finishing this.
         """
-        with self._turn(until):
-            self._finish_rollback(until)
+        with self._turn(deadline):
+            self._finish_rollback(deadline)
             if to <= self.checkpoint_id:
                 if discard or self._standing.lost is not None:
-                    self._go_back(to, until)
+                    self._go_back(to, deadline)
                 else:
-                    self._move(to, until)
+                    self._move(to, deadline)
 
-    def _finish_rollback(self, until: float) -> None:
+    def _finish_rollback(self, deadline: float) -> None:
         if self._going_back is not None:
-            self._go_back(self._going_back, until)
+            self._go_back(self._going_back, deadline)
 
-    def _go_back(self, to: int, until: float) -> None:
+    def _go_back(self, to: int, deadline: float) -> None:
         standing = self._standing
         if not (standing.joined or standing.uncommitted or standing.has_written):
-            self._move(to, until)
+            self._move(to, deadline)
             return
         fields = {**standing.fields(), "c": to}
         if not standing.joined:
             fields["session"] = None
         self._going_back = to
         try:
-            state = self.ask("go_back", fields, until)
+            state = self.ask("go_back", fields, deadline)
         except (DDictCheckpointRetiredError, DDictDestroyedError):
             self._going_back = None
             raise
@@ -260,7 +260,7 @@ class Handle:
         self._going_back = None
         standing.went_back(to, state)
 
-    def await_commit(self, checkpoint_id: int, until: float, *, if_written: bool = False) -> int:
+    def await_commit(self, checkpoint_id: int, deadline: float, *, if_written: bool = False) -> int:
         """Wait until a checkpoint is committed. Returns the newest that is.
 
         Args:
@@ -271,9 +271,9 @@ class Handle:
             DDictWritesLostError: what this handle wrote is lost, so it will not be.
             DDictTimeoutError: it was not in time.
         """
-        with self._turn(until):  # to the end: what is heard is of where the handle is now
+        with self._turn(deadline):  # to the end: what is heard is of where the handle is now
             self._standing.check_whole()
-            self._finish_rollback(until)
+            self._finish_rollback(deadline)
             wanted = self._standing.covers(checkpoint_id)
             if self._standing.joined and wanted >= self.checkpoint_id:
                 late = f": what it wrote there late is committed with {wanted}" if wanted > checkpoint_id else ""
@@ -284,21 +284,21 @@ class Handle:
                     hint="checkpoint() first",
                 )
             fields = {"w": self.id, "checkpoint_id": wanted, "if_written": if_written}
-            state = self.ask("await_commit", fields, until)
+            state = self.ask("await_commit", fields, deadline)
             self._standing.note(state)
             return int(state["committed"])
 
-    def sync(self, until: float) -> None:
+    def sync(self, deadline: float) -> None:
         """Go to the newest committed checkpoint."""
-        with self._turn(until):
+        with self._turn(deadline):
             standing = self._standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
-            state = self.ask("newest", {}, until)
+            state = self.ask("newest", {}, deadline)
             to = max(0, int(state["committed"]))
             if is_answer or self._going_back is not None:
-                self._go_back(to, until)
+                self._go_back(to, deadline)
             else:
-                self._move(to, until)
+                self._move(to, deadline)
 
     def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
         """All managers hold what was persisted as this checkpoint, and nothing else."""
@@ -306,9 +306,9 @@ class Handle:
         self._standing.went_back(checkpoint_id, state, restored=True)
 
     @contextlib.contextmanager
-    def _turn(self, until: float) -> Iterator[None]:
+    def _turn(self, deadline: float) -> Iterator[None]:
         """One thread moves this handle at a time."""
-        if not self._moving.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._moving.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DDictTimeoutError("another thread is moving this handle")
         try:
             yield
@@ -322,7 +322,7 @@ class Handle:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def detach(self, until: float) -> None:
+    def detach(self, deadline: float) -> None:
         """Be of no more use. Idempotent."""
         if self._closed:
             return
@@ -330,10 +330,10 @@ class Handle:
         self._finalizer.detach()
         with contextlib.suppress(FlashpointError):
             now = time.monotonic()
-            self._finish_rollback(now + max(0.0, until - now) / 2)  # and the other half for what follows
+            self._finish_rollback(now + max(0.0, deadline - now) / 2)  # and the other half for what follows
         if self._standing.is_known:
             try:
-                self.client.links.call(COORDINATOR, "leave", self._standing.fields(), until=until)
+                self.client.links.call(COORDINATOR, "leave", self._standing.fields(), deadline=deadline)
                 self.client.keepalive.remove(self._standing)
             except FlashpointError:
                 self.client.keepalive.forget(self._standing)
@@ -363,12 +363,12 @@ def _leave_at_exit() -> None:
 def _leave_all() -> None:
     if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
         return  # it ends by an error, in the middle of something
-    until = time.monotonic() + _LEAVE_S
+    deadline = time.monotonic() + _LEAVE_S
     for handle in list(_handles):
         if not handle.closed and handle._standing.joined:
             with contextlib.suppress(Exception):  # whatever it says, the process ends
-                handle.detach(until)
-    await_leaves(until)
+                handle.detach(deadline)
+    await_leaves(deadline)
 
 
 def _after_fork() -> None:

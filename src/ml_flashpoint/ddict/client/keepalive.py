@@ -167,14 +167,14 @@ class Keepalive:
         self._threads: list[threading.Thread] = []
         _keepalives.add(self)
 
-    def begin(self, until: float) -> None:
+    def begin(self, deadline: float) -> None:
         """Have a session.
 
         Raises:
             DDictManagerLostError: the coordinator is not there, or has as many as it can take.
         """
         self._start()
-        if not self._attached.wait(max(0.0, until - time.monotonic())):
+        if not self._attached.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError(
                 f"the coordinator does not take this process as one that writes: {self._failure}",
                 manager=COORDINATOR,
@@ -211,7 +211,7 @@ class Keepalive:
         while (standing := self._gone.get()) is not None:
             while not self._closed.is_set():
                 try:
-                    self._links.call(COORDINATOR, "leave", standing.fields(), until=time.monotonic() + _LEAVE_S)
+                    self._links.call(COORDINATOR, "leave", standing.fields(), deadline=time.monotonic() + _LEAVE_S)
                     break
                 except FlashpointError:
                     self._closed.wait(_LONGEST_PAUSE_S)
@@ -228,12 +228,12 @@ class Keepalive:
         else:
             self.close()
 
-    def await_end(self, until: float) -> None:
+    def await_end(self, deadline: float) -> None:
         """Wait until those that were forgotten have left, if that is all that there is to be done."""
         if not self._standings or not self._gone.empty():
             self._gone.put(None)
             for thread in self._threads[1:]:
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         pause = 0.01
@@ -277,13 +277,13 @@ class Keepalive:
     def _catch_up(self, standing: Standing) -> None:
         fields = standing.fields()
         standing.adopt(
-            self._links.call(COORDINATOR, "catch_up", fields, until=time.monotonic() + _CATCH_UP_S).fields, fields
+            self._links.call(COORDINATOR, "catch_up", fields, deadline=time.monotonic() + _CATCH_UP_S).fields, fields
         )
 
     def _join_again(self, standing: Standing) -> None:
         """After the connection broke, although this process lives: the coordinator took it for killed."""
         try:
-            self._links.call(COORDINATOR, "join", standing.fields(), until=time.monotonic() + _LEAVE_S)
+            self._links.call(COORDINATOR, "join", standing.fields(), deadline=time.monotonic() + _LEAVE_S)
         except StaleEpochError:
             self._catch_up(standing)
 
@@ -298,10 +298,10 @@ class Keepalive:
 _keepalives: weakref.WeakSet[Keepalive] = weakref.WeakSet()
 
 
-def await_leaves(until: float) -> None:
+def await_leaves(deadline: float) -> None:
     """At the end of a process: wait until the handles that it had, and forgot, have left."""
     for keepalive in list(_keepalives):
-        keepalive.await_end(until)
+        keepalive.await_end(deadline)
 
 
 os.register_at_fork(after_in_child=_keepalives.clear)

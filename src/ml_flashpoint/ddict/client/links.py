@@ -81,17 +81,17 @@ _CONNECT_S = 10.0
 
 
 class Exchange:
-    """Requests over one connection, all of which must be done by ``until``."""
+    """Requests over one connection, all of which must be done by ``deadline``."""
 
-    def __init__(self, connection: Connection, until: float) -> None:
+    def __init__(self, connection: Connection, deadline: float) -> None:
         self._connection = connection
-        self._until = until
+        self._deadline = deadline
         self.local = connection.local
         """Whether the manager is on this node, so that its memory can be mapped."""
 
     def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
         """One request; see `Connection.request`."""
-        left = max(round(self._until - time.monotonic(), 3), 0.0)
+        left = max(round(self._deadline - time.monotonic(), 3), 0.0)
         return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
 
 
@@ -114,22 +114,22 @@ class Links:
         fields: dict[str, Any],
         blobs: Sequence[Buffer] = (),
         *,
-        until: float,
+        deadline: float,
         again: bool = True,
     ) -> Reply:
         """Ask a manager one thing; see :meth:`attempt`."""
         return self.attempt(
-            manager, lambda exchange: exchange.request(operation, fields, blobs), until=until, again=again
+            manager, lambda exchange: exchange.request(operation, fields, blobs), deadline=deadline, again=again
         )
 
     def attempt(
-        self, manager: int, action: Callable[[Exchange], _Found], *, until: float, again: bool = True
+        self, manager: int, action: Callable[[Exchange], _Found], *, deadline: float, again: bool = True
     ) -> _Found:
         """What ``action`` returns, with one connection to a manager for its requests. Begins anew while the manager is
         away.
 
         Args:
-            until: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
+            deadline: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
             again: whether requests may be carried out twice: the connection can break after the manager has.
 
         Raises:
@@ -142,15 +142,15 @@ class Links:
             if self._closed:
                 raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
             try:
-                link = self._take(manager, max(until - time.monotonic(), 0.05))
+                link = self._take(manager, max(deadline - time.monotonic(), 0.05))
                 try:
-                    return action(Exchange(link, until))
+                    return action(Exchange(link, deadline))
                 finally:
                     # After an error of the manager's own, too: the connection is as good as before then.
                     self._give_back(manager, link)
             except ConnectionLostError as error:
                 self._drop_idle(manager)
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= pause or (isinstance(error, RequestLostError) and not again):
                     raise DDictManagerLostError(
                         f"{'the coordinator' if manager < 0 else f'manager {manager}'} is not there: {error.message}",
@@ -180,24 +180,24 @@ class Links:
             ConnectionLostError: nobody is there.
             DDictTimeoutError: no answer in time.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         doubtful = manager in self._doubtful
         address = self._locate(manager, timeout_s, anew=doubtful)
         self._doubtful.add(manager)  # until it answers
         if address is None:
             raise ConnectionLostError(f"manager {manager} is not anywhere")
-        left = max(until - time.monotonic(), 0.05)
+        left = max(deadline - time.monotonic(), 0.05)
         try:
             connection = Connection(address, self._secret, REQUESTS, connect_timeout_s=min(left, _CONNECT_S))
         except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
-            if (address[0] == "tcp" or isinstance(error, DDictTimeoutError)) and time.monotonic() < until:
+            if (address[0] == "tcp" or isinstance(error, DDictTimeoutError)) and time.monotonic() < deadline:
                 # It may be stopped for a while; the machine may be gone, or the port somebody else's by now.
                 raise ConnectionLostError(f"manager {manager} is not at its address any more: {error}") from error
             if isinstance(error, AuthenticationError):
                 raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error
             raise
         try:
-            reply = connection.request("hello", {}, timeout_s=max(until - time.monotonic(), 0.05))
+            reply = connection.request("hello", {}, timeout_s=max(deadline - time.monotonic(), 0.05))
             if reply.fields["manager"] != manager:
                 raise ConnectionLostError(f"manager {manager} is not at its address any more")
             self._doubtful.discard(manager)

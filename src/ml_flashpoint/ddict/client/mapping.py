@@ -73,25 +73,25 @@ class Mapped(MutableMapping[Any, Any]):
 
     def bput(self, key: Any, value: Any) -> None:
         """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
-        until = self._handle.until()
-        self._flush(until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
         encoded_key, encoded = encode_key(key), codec.encode(value)
         for manager in self._access.managers:
-            self._access.write(manager, encoded_key, encoded, BROADCAST, until=until)
+            self._access.write(manager, encoded_key, encoded, BROADCAST, deadline=deadline)
 
     def bget(self, key: Any, *, copy: bool = False) -> Any:
         """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
         encoded = encode_key(key)
-        until = self._handle.until()
+        deadline = self._handle.deadline()
         local = set(self._access.local)
         candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
         lost: DDictManagerLostError | DDictTimeoutError | None = None
         for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
             try:
                 # Each gets a fair part of what is left of the time, and what it may be late is part of that.
-                share = (until - time.monotonic()) / left
+                share = (deadline - time.monotonic()) / left
                 share -= min(GRACE_S, share / 2) if left > 1 else 0.0
-                found = self._access.get(manager, encoded, until=time.monotonic() + share, copy=copy, wait=True)
+                found = self._access.get(manager, encoded, deadline=time.monotonic() + share, copy=copy, wait=True)
                 return found.value
             except (DDictManagerLostError, DDictTimeoutError) as error:
                 lost = error
@@ -100,24 +100,24 @@ class Mapped(MutableMapping[Any, Any]):
         assert lost is not None
         raise lost
 
-    def _put(self, key: Any, value: Any, flags: int = 0, *, until: float | None = None) -> None:
-        until = self._handle.until() if until is None else until
+    def _put(self, key: Any, value: Any, flags: int = 0, *, deadline: float | None = None) -> None:
+        deadline = self._handle.deadline() if deadline is None else deadline
         encoded_key, encoded = encode_key(key), codec.encode(value)
         manager = self._access.manager_of(encoded_key)
         if self._batch is not None:
             if encoded.inline and not flags:
                 self._handle.check_writable()
-                self._batch.add(manager, encoded_key, codec.to_inline(encoded), until)
+                self._batch.add(manager, encoded_key, codec.to_inline(encoded), deadline)
                 return
             self._batch.discard(manager, encoded_key)
-        self._access.write(manager, encoded_key, encoded, flags, until=until)
+        self._access.write(manager, encoded_key, encoded, flags, deadline=deadline)
 
     def __delitem__(self, key: Any) -> None:
-        until = self._handle.until()
-        self._flush(until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
         encoded = encode_key(key)
         try:
-            self._access.change(self._access.manager_of(encoded), "delete", encoded, until=until)
+            self._access.change(self._access.manager_of(encoded), "delete", encoded, deadline=deadline)
         except DDictKeyError as error:
             raise _key_error(key, error) from None
 
@@ -127,21 +127,21 @@ class Mapped(MutableMapping[Any, Any]):
         except InvalidArgumentError:
             return False
         manager = self._access.manager_of(encoded)
-        return bool(self._access.ask(manager, "contains", encoded, until=self._handle.until()).fields["found"])
+        return bool(self._access.ask(manager, "contains", encoded, deadline=self._handle.deadline()).fields["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
-        until = self._handle.until()
-        self._flush(until)
-        return self._pop(key, default, until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
+        return self._pop(key, default, deadline)
 
-    def _pop(self, key: Any, default: Any, until: float) -> Any:
+    def _pop(self, key: Any, default: Any, deadline: float) -> Any:
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
         try:
             while True:
-                found = self._access.get(manager, encoded, copy=True, until=until)
-                if self._access.change(manager, "delete", encoded, until=until, x=found.sequence)["ok"]:
+                found = self._access.get(manager, encoded, copy=True, deadline=deadline)
+                if self._access.change(manager, "delete", encoded, deadline=deadline, x=found.sequence)["ok"]:
                     return found.value
         except DDictKeyError as error:
             if default is _MISSING:
@@ -155,29 +155,29 @@ class Mapped(MutableMapping[Any, Any]):
             DDictKeyError: there is none.
         """
         none: Any = object()
-        until = self._handle.until()
-        self._flush(until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
         while True:
-            for key in self._access.keys(self._access.managers, until):
-                value = self._pop(key, none, until)
+            for key in self._access.keys(self._access.managers, deadline):
+                value = self._pop(key, none, deadline)
                 if value is not none:
                     return key, value
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     raise DDictTimeoutError("others were always faster")
-            if not self._access.count(self._access.managers, until):
+            if not self._access.count(self._access.managers, deadline):
                 raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
         encoded_key = encode_key(key)
         manager = self._access.manager_of(encoded_key)
-        until = self._handle.until()
-        self._flush(until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
         while True:
             try:
-                return self._access.get(manager, encoded_key, until=until).value
+                return self._access.get(manager, encoded_key, deadline=deadline).value
             except DDictKeyError:
-                if self._access.write(manager, encoded_key, codec.encode(default), sequence=0, until=until):
+                if self._access.write(manager, encoded_key, codec.encode(default), sequence=0, deadline=deadline):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
@@ -191,11 +191,11 @@ class Mapped(MutableMapping[Any, Any]):
         for argument, number in (("amount", amount), ("default", default)):
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
-        until = self._handle.until()
-        self._flush(until)
+        deadline = self._handle.deadline()
+        self._flush(deadline)
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
-        added = self._access.change(manager, "add", encoded, until=until, amount=amount, default=default)
+        added = self._access.change(manager, "add", encoded, deadline=deadline, amount=amount, default=default)
         before: float = added["before"]
         return before
 
@@ -212,13 +212,13 @@ class Mapped(MutableMapping[Any, Any]):
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
         # 0: only if it is there.
-        until = self._handle.until(checked_timeout(timeout) if timeout else timeout)
+        deadline = self._handle.deadline(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
-            if not self._access.ask(manager, "wait_for", encoded, until=until, s=seen).fields["ok"]:
+            if not self._access.ask(manager, "wait_for", encoded, deadline=deadline, s=seen).fields["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
-                found = self._access.get(manager, encoded, until=until)
+                found = self._access.get(manager, encoded, deadline=deadline)
             except DDictKeyError:
                 continue
             seen = found.sequence
@@ -229,22 +229,22 @@ class Mapped(MutableMapping[Any, Any]):
 
     def update(self, other: Any = (), /, **named: Any) -> None:
         """Write many keys; small values travel together."""
-        until = self._handle.until()
+        deadline = self._handle.deadline()
         items = other.items() if isinstance(other, Mapping) else other
         nested = self._batch is not None
         self.start_batch_put()
         try:
             began = time.monotonic()
             for key, value in itertools.chain(items, named.items()):
-                until += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
-                self._put(key, value, until=until)
+                deadline += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
+                self._put(key, value, deadline=deadline)
                 began = time.monotonic()
         except BaseException:
             if not nested:
                 self._batch = None
             raise
         if not nested:
-            self._end_batch(until)
+            self._end_batch(deadline)
 
     def start_batch_put(self) -> None:
         """Collect small values from now on, and send them together: when there are many, and at `end_batch_put`.
@@ -260,18 +260,18 @@ class Mapped(MutableMapping[Any, Any]):
         Raises:
             FlashpointError: some of it could not be written.
         """
-        self._end_batch(self._handle.until())
+        self._end_batch(self._handle.deadline())
 
-    def _end_batch(self, until: float) -> None:
+    def _end_batch(self, deadline: float) -> None:
         batch, self._batch = self._batch, None
         if batch is not None:
-            batch.flush(until)
+            batch.flush(deadline)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._access.keys(self._access.managers, self._handle.until())
+        yield from self._access.keys(self._access.managers, self._handle.deadline())
 
     def __len__(self) -> int:
-        return self._access.count(self._access.managers, self._handle.until())
+        return self._access.count(self._access.managers, self._handle.deadline())
 
     def keys(self) -> list[Any]:  # type: ignore[override]
         """All keys at the checkpoint of this handle."""
@@ -283,7 +283,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
         """All keys with their values at the checkpoint of this handle."""
-        return self._access.items(self._access.managers, self._handle.until())
+        return self._access.items(self._access.managers, self._handle.deadline())
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
         """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers.
@@ -297,13 +297,13 @@ class Mapped(MutableMapping[Any, Any]):
         """Delete all keys at the checkpoint of this handle."""
         if self._batch is not None:
             self._batch.drop()
-        until = self._handle.until()
+        deadline = self._handle.deadline()
         for manager in self._access.managers:
-            self._access.change(manager, "clear", until=until, again=True)
+            self._access.change(manager, "clear", deadline=deadline, again=True)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
-        return list(self._access.keys(self._access.local, self._handle.until()))
+        return list(self._access.keys(self._access.local, self._handle.deadline()))
 
     def local_values(self) -> list[Any]:
         """Values that managers on this node have."""
@@ -311,15 +311,15 @@ class Mapped(MutableMapping[Any, Any]):
 
     def local_items(self) -> list[tuple[Any, Any]]:
         """Keys and values that managers on this node have."""
-        return self._access.items(self._access.local, self._handle.until())
+        return self._access.items(self._access.local, self._handle.deadline())
 
     def local_length(self) -> int:
         """Number of keys that managers on this node have."""
-        return self._access.count(self._access.local, self._handle.until())
+        return self._access.count(self._access.local, self._handle.deadline())
 
-    def _flush(self, until: float) -> None:
+    def _flush(self, deadline: float) -> None:
         if self._batch is not None:
-            self._batch.flush(until)
+            self._batch.flush(deadline)
 
 
 def _key_error(key: Any, error: DDictKeyError) -> DDictKeyError:

@@ -51,7 +51,7 @@ class Client:
 
     # ---- one value ----------------------------------------------------------------------------------------
 
-    def put(self, manager: int, key: bytes, encoded: Encoded, fields: dict[str, Any], *, until: float) -> bool:
+    def put(self, manager: int, key: bytes, encoded: Encoded, fields: dict[str, Any], *, deadline: float) -> bool:
         """Write a key at one manager. Returns false if it was not as expected.
 
         Args:
@@ -60,7 +60,7 @@ class Client:
         again = "x" not in fields  # a conditional write that was done would fail the second time
         if encoded.inline:
             blobs = (key, codec.to_inline(encoded))
-            return bool(self.links.call(manager, "put", fields, blobs, until=until, again=again).fields["ok"])
+            return bool(self.links.call(manager, "put", fields, blobs, deadline=deadline, again=again).fields["ok"])
 
         def send(exchange: Exchange) -> dict[str, Any]:
             write = self._put_mapped if exchange.local else self._put_streamed
@@ -68,35 +68,38 @@ class Client:
 
         while True:
             try:
-                return bool(self.links.attempt(manager, send, until=until, again=again)["ok"])
+                return bool(self.links.attempt(manager, send, deadline=deadline, again=again)["ok"])
             except StaleValueError:
-                # The manager was replaced after it had given the room.
-                if time.monotonic() >= until:
+                # The manager was replaced after it had given the reservation.
+                if time.monotonic() >= deadline:
                     raise DDictTimeoutError("the manager changes all the time", manager=manager) from None
 
     def _put_mapped(self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]) -> dict[str, Any]:
-        with _room_for(exchange, encoded, fields) as room, self._writer.writing(room["path"], room["v"]) as slot:
+        with (
+            _reserved(exchange, encoded, fields) as reservation,
+            self._writer.writing(reservation["path"], reservation["v"]) as slot,
+        ):
             slot.write(encoded)
-            return exchange.request("put", {**fields, "v": room["v"]}, (key,)).fields
+            return exchange.request("put", {**fields, "v": reservation["v"]}, (key,)).fields
 
     def _put_streamed(self, exchange: Exchange, key: bytes, encoded: Encoded, fields: dict[str, Any]) -> dict[str, Any]:
-        with _room_for(exchange, encoded, fields) as room:
-            blobs = objects.object_blobs(encoded, room["size"], room["v"])
-            return exchange.request("put", {**fields, "v": room["v"]}, (key, *blobs)).fields
+        with _reserved(exchange, encoded, fields) as reservation:
+            blobs = objects.object_blobs(encoded, reservation["size"], reservation["v"])
+            return exchange.request("put", {**fields, "v": reservation["v"]}, (key, *blobs)).fields
 
-    def get(self, manager: int, key: bytes, fields: dict[str, Any], *, until: float, copy: bool) -> Found:
+    def get(self, manager: int, key: bytes, fields: dict[str, Any], *, deadline: float, copy: bool) -> Found:
         """Read a key at one manager."""
 
         def ask(exchange: Exchange) -> Reply:
             return exchange.request("get", _fields_of_get(exchange, fields), (key,))
 
         while True:
-            answer = self.links.attempt(manager, ask, until=until)
+            answer = self.links.attempt(manager, ask, deadline=deadline)
             try:
                 return Found(self._decode(answer.fields, answer.blobs, copy), answer.fields["s"])
             except StaleValueError:
                 # It was written anew between the answer and the look at it.
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     raise DDictTimeoutError("the value changes faster than it can be read", manager=manager) from None
 
     def _decode(self, fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Any:
@@ -109,7 +112,7 @@ class Client:
     # ---- many ---------------------------------------------------------------------------------------------
 
     def get_many(
-        self, manager: int, keys: Sequence[bytes], fields: dict[str, Any], *, until: float, copy: bool
+        self, manager: int, keys: Sequence[bytes], fields: dict[str, Any], *, deadline: float, copy: bool
     ) -> list[Found | FlashpointError]:
         """Read keys of one manager, each with its own outcome."""
 
@@ -117,7 +120,7 @@ class Client:
             one = ["get", _fields_of_get(exchange, fields), 1]
             return exchange.request("many", {"ops": [one] * len(keys), "e": fields["e"]}, list(keys))
 
-        answer = self.links.attempt(manager, ask, until=until)
+        answer = self.links.attempt(manager, ask, deadline=deadline)
         found: list[Found | FlashpointError] = []
         at = 0
         for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
@@ -129,11 +132,11 @@ class Client:
             try:
                 found.append(Found(self._decode(own, blobs, copy), own["s"]))
             except StaleValueError:
-                found.append(self.get(manager, key, fields, until=until, copy=copy))
+                found.append(self.get(manager, key, fields, deadline=deadline, copy=copy))
         return found
 
     def put_many(
-        self, manager: int, items: Sequence[tuple[bytes, bytes]], fields: dict[str, Any], *, until: float
+        self, manager: int, items: Sequence[tuple[bytes, bytes]], fields: dict[str, Any], *, deadline: float
     ) -> None:
         """Write small values (their inline forms) at one manager.
 
@@ -142,7 +145,7 @@ class Client:
         """
         blobs: list[Buffer] = [part for item in items for part in item]
         ops = {"ops": [["put", fields, 2] for _ in items], "e": fields["e"]}
-        answer = self.links.call(manager, "many", ops, blobs, until=until)
+        answer = self.links.call(manager, "many", ops, blobs, deadline=deadline)
         for error, _, _ in answer.fields["outcomes"]:
             if error is not None:
                 raise rebuild_error(error)
@@ -154,15 +157,15 @@ class Client:
 
 
 @contextlib.contextmanager
-def _room_for(exchange: Exchange, encoded: Encoded, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Room for a large value, which the manager gets back if it is not put."""
+def _reserved(exchange: Exchange, encoded: Encoded, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A reservation for a large value, which the manager gets back if it is not put."""
     size = objects.object_size(encoded)
-    room = exchange.request("allocate", {"n": size, "c": fields["c"], "e": fields["e"]}).fields
+    reservation = exchange.request("allocate", {"n": size, "c": fields["c"], "e": fields["e"]}).fields
     try:
-        yield room
+        yield reservation
     except BaseException:
         with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
-            exchange.request("abandon", {"v": room["v"]})
+            exchange.request("abandon", {"v": reservation["v"]})
         raise
 
 

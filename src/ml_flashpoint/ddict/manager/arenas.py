@@ -138,7 +138,7 @@ _CLEARED: Final = bytes(64)
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class Reservation:
     """Room for one value, for its writer alone.
 
     Attributes:
@@ -178,7 +178,7 @@ class ValueArenas:
         """Bytes of arenas that hold values, or are promised to some."""
         return self._used_bytes
 
-    def allocate(self, nbytes: int) -> Allocation:
+    def allocate(self, nbytes: int) -> Reservation:
         """Room for a value of so many bytes (`objects.object_size`), until `adopt` or `abandon`.
 
         Raises:
@@ -195,7 +195,7 @@ class ValueArenas:
             self._promised[value_id] = arena
             self._used_bytes += arena.size
         write_token(arena, value_id)
-        return Allocation(value_id, str(arena.path), arena.size)
+        return Reservation(value_id, str(arena.path), arena.size)
 
     def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
         """Write what a client on another node sent (`objects.object_blobs`) into the arena promised to it.
@@ -207,7 +207,7 @@ class ValueArenas:
         with self._lock:
             arena = self._promised.get(value_id)
         if arena is None:
-            raise StaleValueError(f"there is no room kept for value {value_id}")
+            raise StaleValueError(f"there is no reservation for value {value_id}")
         with contextlib.ExitStack() as held:
             views = [held.enter_context(held.enter_context(memoryview(blob)).cast("B")) for blob in blobs]
             total = sum(view.nbytes for view in views)
@@ -233,11 +233,11 @@ class ValueArenas:
         with self._lock:
             arena = self._promised.get(value_id)
         if arena is None:
-            raise StaleValueError(f"there is no room kept for value {value_id}")
+            raise StaleValueError(f"there is no reservation for value {value_id}")
         layout, _ = check_header(arena.buffer, value_id)
         with self._lock:
             if self._promised.pop(value_id, None) is None:
-                raise StaleValueError(f"there is no room kept for value {value_id}")
+                raise StaleValueError(f"there is no reservation for value {value_id}")
         return StoredValue(value_id, arena, layout.size)
 
     def count(self, value: StoredValue) -> None:

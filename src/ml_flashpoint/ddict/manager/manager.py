@@ -21,7 +21,7 @@ from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.client.links import Links, Locate
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, StaleEpochError
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, is_unused
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Fields, Result, until_of
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Fields, Result, deadline_of
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard, StoredValue, Value
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
@@ -50,11 +50,11 @@ class Session:
     """One connection of a client or another manager.
 
     Attributes:
-        allocated: values that it has room for and has not put yet.
+        reserved: values that it has a reservation for and has not put yet.
     """
 
     peer: Peer
-    allocated: set[str] = field(default_factory=set)
+    reserved: set[str] = field(default_factory=set)
 
 
 class Manager:
@@ -134,14 +134,14 @@ class Manager:
     def _return(self) -> None:
         """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death
         has cost some: its own at those who hold them, if they were away too, and here those of others."""
-        me, until = {"manager": self.number, "incarnation": self.incarnation}, time.monotonic() + _RETURN_S
+        me, deadline = {"manager": self.number, "incarnation": self.incarnation}, time.monotonic() + _RETURN_S
         try:
             if not self.rules.replicated:
                 raise DDictManagerLostError("without replication its values are gone")
             with self._begun:
-                sealed = self.links.call(COORDINATOR, "sealed", me, until=until).fields["sealed"]
+                sealed = self.links.call(COORDINATOR, "sealed", me, deadline=deadline).fields["sealed"]
                 self._recover([part_ref(*each) for each in sealed])
-            self.links.call(COORDINATOR, "returned", me, until=time.monotonic() + _RETURN_S)
+            self.links.call(COORDINATOR, "returned", me, deadline=time.monotonic() + _RETURN_S)
         except Exception as error:  # lost with its thread, it would leave every client waiting
             _log.exception("manager %d cannot go on from where the one before it was", self.number)
             self._give_up(error.message if isinstance(error, FlashpointError) else repr(error))
@@ -151,7 +151,7 @@ class Manager:
             self.replicate()
             for owner in self.snapshots.held:
                 try:
-                    self.links.call(owner, "replicate", {}, until=time.monotonic() + _PEER_S)
+                    self.links.call(owner, "replicate", {}, deadline=time.monotonic() + _PEER_S)
                 except FlashpointError as error:
                     _log.warning("manager %d was not asked for new copies: %s", owner, error)
 
@@ -176,13 +176,13 @@ class Manager:
         self.persister.close()
         self.store.close()
 
-    def wait_until_ready(self, until: float) -> None:
+    def wait_until_ready(self, deadline: float) -> None:
         """Wait until this manager has begun, and has what it is to have.
 
         Raises:
             DDictManagerLostError: not in time; or that is lost.
         """
-        if not self._ready.wait(max(0.0, until - time.monotonic())):
+        if not self._ready.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
         if self._lost is not None:
             raise self._lost
@@ -206,23 +206,23 @@ class Manager:
         if found is None:
             raise ProtocolError(f"there is no operation {operation!a}")
         if operation not in AT_ONCE:
-            self.wait_until_ready(until_of(fields))
+            self.wait_until_ready(deadline_of(fields))
         return found(self, session, fields, blobs)
 
     def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
-        self.arenas.abandon(session.allocated)
+        self.arenas.abandon(session.reserved)
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:
         try:
-            found = self.links.call(manager, "hello", {}, until=time.monotonic() + _PEER_S).fields["transfers"]
+            found = self.links.call(manager, "hello", {}, deadline=time.monotonic() + _PEER_S).fields["transfers"]
         except FlashpointError:
             return None
         return None if found is None else (str(found[0]), int(found[1]))
 
     def _tell_holder(self, holder: int, keep: list[str], before: str) -> None:
         fields = {"of": self.number, "keep": keep, "before": before}
-        self.links.call(holder, "drop_copies", fields, until=time.monotonic() + _PEER_S)
+        self.links.call(holder, "drop_copies", fields, deadline=time.monotonic() + _PEER_S)
 
     # ---- values -------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Manager:
         if self.waiting:
             self.changed.notify_all()
 
-    def make_room(self, nbytes: int, until: float) -> None:
+    def make_room(self, nbytes: int, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
         of meanwhile: look at the shard after this, not before.
 
@@ -278,7 +278,7 @@ class Manager:
         nbytes += _ENTRY_BYTES
         if self.used_bytes + nbytes <= limit:
             return
-        self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(until, time.monotonic() + _ROOM_S))
+        self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(deadline, time.monotonic() + _ROOM_S))
         if self.used_bytes + nbytes > limit:
             raise DDictFullError(
                 f"manager {self.number} has {limit} bytes for values, of which {self.used_bytes} are in use",
@@ -288,7 +288,7 @@ class Manager:
                 hint="make the dictionary with a larger total_mem, or keep fewer checkpoints (working_set_size)",
             )
 
-    def wait_for(self, holds: Callable[[], bool], until: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
+    def wait_for(self, holds: Callable[[], bool], deadline: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
         """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does.
 
         Args:
@@ -302,7 +302,7 @@ class Manager:
         try:
             while not holds():
                 self.check_epoch(epoch)
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0 or self.ended.is_set() or is_gone():
                     return False
                 self.changed.wait(min(left, _LOOK_S))
@@ -408,14 +408,14 @@ class Manager:
         ):
             self.snapshots.forget_after(committed)
 
-    def seal(self, checkpoint_id: int, until: float) -> str:
+    def seal(self, checkpoint_id: int, deadline: float) -> str:
         """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part.
 
         Raises:
             FlashpointError: not now.
         """
         with self._kept.using(checkpoint_id) as entries:
-            return self.snapshots.seal(checkpoint_id, entries, max(0.1, until - time.monotonic())).attempt
+            return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
 
     def settle(self, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""

@@ -13,13 +13,13 @@ from ml_flashpoint.ddict.errors import DDictTimeoutError
 from ml_flashpoint.ddict.manager.requests import (
     Fields,
     Result,
+    deadline_of,
     integer,
     integers,
     list_of,
     operation,
     operation_at_once,
     text,
-    until_of,
 )
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 
@@ -108,7 +108,7 @@ def _prepare(manager: Manager, session: Session, fields: Fields, blobs: list[byt
 @operation_at_once
 def _seal(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     _check(manager, fields)
-    return {"attempt": manager.seal(integer(fields, "checkpoint_id"), until_of(fields))}, ()
+    return {"attempt": manager.seal(integer(fields, "checkpoint_id"), deadline_of(fields))}, ()
 
 
 @operation_at_once
@@ -122,10 +122,10 @@ def _settle(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @operation
 def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Wait until all keys of a checkpoint are written again at a later one."""
-    until, checkpoint_id = until_of(fields), integer(fields, "checkpoint_id")
+    deadline, checkpoint_id = deadline_of(fields), integer(fields, "checkpoint_id")
     with manager.changed:
         if not manager.wait_for(
-            lambda: manager.shard.missing_after(checkpoint_id) is None, until, session.peer.is_gone
+            lambda: manager.shard.missing_after(checkpoint_id) is None, deadline, session.peer.is_gone
         ):
             raise DDictTimeoutError(
                 f"checkpoint {checkpoint_id} cannot retire: not all of its keys are written at a later one, "

@@ -86,7 +86,7 @@ def left_of(fields: Fields) -> float:
     return float(left)
 
 
-def until_of(fields: Fields) -> float:
+def deadline_of(fields: Fields) -> float:
     """When its time is up, by ``time.monotonic()``."""
     return time.monotonic() + left_of(fields)
 
@@ -109,7 +109,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
     With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
     """
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     key, flags = _key(blobs), integer(fields, "f") if "f" in fields else 0
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     value_id = fields.get("v")
@@ -118,7 +118,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         if len(blobs) > 1:
             manager.arenas.fill(value_id, blobs[1:])
         value: Value | None = manager.arenas.adopt(value_id)
-        session.allocated.discard(value_id)
+        session.reserved.discard(value_id)
     else:
         if len(blobs) < 2:
             raise ProtocolError("a put needs a value")
@@ -129,7 +129,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     with manager.changed:
         try:
             if isinstance(value, InlineValue):
-                manager.make_room(value.nbytes, until)
+                manager.make_room(value.nbytes, deadline)
             _check_writable(manager, fields)
             if not _is_as_expected(manager, key, fields):
                 _release(manager, value)
@@ -144,11 +144,11 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 @operation
 def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Add ``amount`` to a number, which is ``default`` where there is none."""
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
-        manager.make_room(_NUMBER_BYTES, until)
+        manager.make_room(_NUMBER_BYTES, deadline)
         _check_writable(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
@@ -180,26 +180,26 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
 @operation
 def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Room for a value of ``n`` bytes, for the client to fill."""
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     size = integer(fields, "n")
     with manager.changed:
         _check_writable(manager, fields)
         manager.shard.check_readable(integer(fields, "c"))
-        manager.make_room(size, until)
+        manager.make_room(size, deadline)
         try:
-            room = manager.arenas.allocate(size)
+            reservation = manager.arenas.allocate(size)
         except CapacityError as error:  # of the filesystem, although it is within the manager's share
             told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
             raise DDictFullError(error.message, manager=manager.number, **told) from error
-    session.allocated.add(room.value_id)
-    return {"v": room.value_id, "path": room.path, "size": room.size}, ()
+    session.reserved.add(reservation.value_id)
+    return {"v": reservation.value_id, "path": reservation.path, "size": reservation.size}, ()
 
 
 @operation_at_once
 def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """The client does not need this room."""
-    if fields.get("v") in session.allocated:
-        session.allocated.discard(fields["v"])
+    """The client does not need this reservation."""
+    if fields.get("v") in session.reserved:
+        session.reserved.discard(fields["v"])
         manager.arenas.abandon([fields["v"]])
     return {}, ()
 
@@ -210,12 +210,12 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
     With ``wait``, and a dictionary that waits for keys, it waits for the key to be written at this checkpoint.
     """
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
         manager.check_epoch(fields.get("e"))
         if manager.rules.wait_for_keys and fields.get("wait"):
-            _wait_for_key(manager, session, key, checkpoint_id, until)
+            _wait_for_key(manager, session, key, checkpoint_id, deadline)
         entry = manager.shard.find(key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
@@ -244,7 +244,7 @@ def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[by
 @operation
 def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Wait until a key has an entry other than the one with sequence number ``s``. Returns whether it has."""
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     key, checkpoint_id, seen = _key(blobs), integer(fields, "c"), integer(fields, "s")
 
     def has_changed() -> bool:
@@ -253,7 +253,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
 
     with manager.changed:
         manager.check_epoch(fields.get("e"))
-        return {"ok": manager.wait_for(has_changed, until, session.peer.is_gone)}, ()
+        return {"ok": manager.wait_for(has_changed, deadline, session.peer.is_gone)}, ()
 
 
 @operation
@@ -286,7 +286,7 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 @operation
 def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Several operations on data, ``[[operation, fields, number of blobs], ...]``, each with its own outcome."""
-    until = until_of(fields)
+    deadline = deadline_of(fields)
     outcomes: list[list[Any]] = []
     is_full = False
     answers: list[Buffer] = []
@@ -298,7 +298,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
         if not isinstance(own, dict) or type(count) is not int or not 0 <= count <= len(blobs) - at:
             raise ProtocolError("not the fields of an operation")
         own["e"] = fields.get("e")
-        own["t"] = 0.0 if is_full else max(0.0, until - time.monotonic())
+        own["t"] = 0.0 if is_full else max(0.0, deadline - time.monotonic())
         try:
             found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
             outcomes.append([None, found, len(data)])
@@ -326,8 +326,8 @@ def _key(blobs: list[bytes]) -> bytes:
 
 
 def _check_own(session: Session, value_id: object) -> None:
-    if value_id not in session.allocated:
-        raise ProtocolError(f"this connection has no room called {value_id!a}")
+    if value_id not in session.reserved:
+        raise ProtocolError(f"this connection has no reservation called {value_id!a}")
 
 
 def _release(manager: Manager, value: Value | None) -> None:
@@ -352,8 +352,8 @@ def _is_as_expected(manager: Manager, key: bytes, fields: Fields) -> bool:
     return (0 if entry is None else entry.sequence) == integer(fields, "x")
 
 
-def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id: int, until: float) -> None:
-    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), until, session.peer.is_gone):
+def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id: int, deadline: float) -> None:
+    if manager.wait_for(lambda: manager.shard.is_written(key, checkpoint_id), deadline, session.peer.is_gone):
         return
     if manager.shard.find(key, checkpoint_id) is not None:
         raise DDictTimeoutError(

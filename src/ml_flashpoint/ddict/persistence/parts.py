@@ -149,16 +149,16 @@ class PartReader:
         return number == self._store.rank
 
     def _read_object(self, checkpoint: PersistedCheckpoint, part: int, name: str, size: int) -> StoredValue:
-        room = self._arenas.allocate(size)
+        reservation = self._arenas.allocate(size)
         try:
-            buffer = self._store.arena_by_path(Path(room.path)).buffer[:size]
+            buffer = self._store.arena_by_path(Path(reservation.path)).buffer[:size]
             read = self._persister.read_item(checkpoint, part, name, into=buffer)
             if len(read) != size:
                 raise DamagedError(f"a persisted value has {len(read)} bytes instead of {size}")
             # It was written under another id, and in an arena of another size.
-            header = header_anew(buffer, name, room.value_id, room.size)
+            header = header_anew(buffer, name, reservation.value_id, reservation.size)
             buffer[: len(header)] = header
-            return self._arenas.adopt(room.value_id)
+            return self._arenas.adopt(reservation.value_id)
         except BaseException:
-            self._arenas.abandon([room.value_id])
+            self._arenas.abandon([reservation.value_id])
             raise

@@ -121,7 +121,7 @@ class Persisting:
             if self._rolled_back_above == above:
                 self._rolled_back_above = None
 
-    def await_persisted(self, checkpoint_id: int, until: float) -> None:
+    def await_persisted(self, checkpoint_id: int, deadline: float) -> None:
         """Wait until a checkpoint that was added is persisted.
 
         Raises:
@@ -130,14 +130,14 @@ class Persisting:
         """
         with self._changed:
             while checkpoint_id in self._waiting and checkpoint_id != self._failed:
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
                 self._changed.wait(left)
             if checkpoint_id not in self._done:
                 raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
 
-    def await_idle(self, until: float) -> None:
+    def await_idle(self, deadline: float) -> None:
         """Wait until nothing is to be persisted. What could not be is given up.
 
         Raises:
@@ -146,7 +146,7 @@ class Persisting:
         with self._changed:
             while self._waiting or self._current >= 0:
                 self._give_up()
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     raise DDictTimeoutError("checkpoints are still being persisted")
                 if self._waiting or self._current >= 0:

@@ -104,13 +104,13 @@ class RayLocations:
         """Have a thread ask Ray, whose own calls have no deadline, or not ours."""
         if not _may_ask():
             return None
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._known.pop(manager, None)
             if manager not in self._asking:
                 self._asking.add(manager)
                 threading.Thread(target=self._run, args=(manager,), name="ddict-locate", daemon=True).start()
-            self._changed.wait_for(lambda: manager not in self._asking, max(0.0, until - time.monotonic()))
+            self._changed.wait_for(lambda: manager not in self._asking, max(0.0, deadline - time.monotonic()))
             if self._failure is not None:
                 raise self._failure
             return self._known.get(manager)

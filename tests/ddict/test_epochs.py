@@ -165,6 +165,29 @@ def test_what_is_put_for_all_checkpoints_late_is_lost_with_a_word(make: Callable
     assert keys[1] not in other
 
 
+def test_what_was_committed_before_a_restore_is_not_lost_by_what_comes_after(
+    make: Callable[..., DDict], tmp_path: Path
+) -> None:
+    stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "persist_count": -1}
+    d = make(**stored)
+    key, other = key_of(d, 0), copy.copy(d)
+    for number in range(3):
+        d["mine"] = other["theirs"] = number
+        d.checkpoint()
+        other.checkpoint()
+        assert d.wait_for_commit() == number  # the other one does not hear of it
+        d.persist()
+    d.restore(0)
+    assert other.sync_to_newest_checkpoint() == 0
+    epoch = d._access.ask_main("state")["epoch"]
+
+    kill_manager(d, 0)
+    await_that(lambda: d._access.ask_main("state")["epoch"] > epoch)
+
+    assert other.get(key) is None
+    assert (other["theirs"], other.checkpoint()) == (0, 1)
+
+
 def test_late_writes_are_lost_with_the_rest(make: Callable[..., DDict]) -> None:
     d = make()
     keys = keys_of_all(d)

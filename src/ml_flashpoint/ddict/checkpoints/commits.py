@@ -54,29 +54,24 @@ class AllManagers:
 
     def ask(self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S) -> list[dict[str, Any]]:
         """Their answers, or the first error once all have answered, or that of asking."""
-        return _answers(self._ask(self._pool, range(self._count), operation, lambda _: dict(fields), timeout_s))
+        return _answers(self.ask_some(range(self._count), operation, lambda _: dict(fields), timeout_s))
 
     def ask_at_length(self, operation: str, fields: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         """The same for what takes long, with threads of its own: commits must not wait for one."""
         with self._threads(operation) as pool:
             within_s = max(0.05, timeout_s)
-            return _answers(self._ask(pool, range(self._count), operation, lambda _: dict(fields), within_s))
+            return _answers(self.ask_some(range(self._count), operation, lambda _: dict(fields), within_s, pool))
 
     def ask_some(
-        self, managers: Iterable[int], operation: str, fields: Callable[[int], dict[str, Any]], timeout_s: float
-    ) -> Found:
-        """The answers and errors of these, each with fields of its own."""
-        return self._ask(self._pool, managers, operation, fields, timeout_s)
-
-    def _ask(
         self,
-        pool: ThreadPoolExecutor,
         managers: Iterable[int],
         operation: str,
         fields: Callable[[int], dict[str, Any]],
         timeout_s: float,
+        pool: ThreadPoolExecutor | None = None,
     ) -> Found:
-        call = self._call_and_note if pool is self._pool else self._call
+        """The answers and errors of these, each with fields of its own; with a pool, not for commits."""
+        call, pool = (self._call_and_note, self._pool) if pool is None else (self._call, pool)
         try:
             asked = [(each, pool.submit(call, each, operation, fields(each), timeout_s)) for each in managers]
         except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
@@ -384,11 +379,8 @@ class Committer:
             self._held_up += 1
         try:
             with self._changed:
-                while self._busy:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
-                    self._changed.wait(left)
+                if not self._changed.wait_for(lambda: not self._busy, max(0.0, deadline - time.monotonic())):
+                    raise DDictTimeoutError("a commit is under way", checkpoint_id=self._committing)
             yield
         finally:
             with self._changed:

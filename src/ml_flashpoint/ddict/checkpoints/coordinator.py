@@ -248,13 +248,11 @@ class Coordinator(Committer):
 
     def _await_open(self, deadline: float) -> None:
         with self._changed:
-            while not self._epochs.is_open:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._too_late(f"not all managers have begun epoch {self.epoch} yet")
-                if self._closing:
-                    raise DDictDestroyedError("the dictionary was destroyed")
-                self._changed.wait(left)
+            left = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: self._epochs.is_open or self._closing, left):
+                raise self._too_late(f"not all managers have begun epoch {self.epoch} yet")
+            if not self._epochs.is_open:
+                raise DDictDestroyedError("the dictionary was destroyed")
 
     def newest(
         self, epoch: int | None, timeout_s: float, is_gone: IsGone = lambda: False, *, tells: bool = True

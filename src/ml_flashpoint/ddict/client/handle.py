@@ -120,8 +120,7 @@ class Handle:
         standing = self._standing
         if standing.epoch != epoch:
             return  # another thread has
-        fields = standing.fields()
-        standing.adopt(self.client.links.call(COORDINATOR, "catch_up", fields, deadline=deadline).fields, fields)
+        standing.catch_up(self.client.links, deadline)
         if standing.epoch == epoch and standing.untold is None:
             if time.monotonic() + _PAUSE_S > deadline:
                 raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error

@@ -111,8 +111,10 @@ class Standing:
             self._fixed = int(state["fixed"])
             self._forget_committed(int(state["committed"]))
 
-    def adopt(self, answer: dict[str, Any], asked: dict[str, Any]) -> None:
-        """It heard what has begun; see `Coordinator.catch_up`. ``asked``: the fields that it was asked with."""
+    def catch_up(self, links: Links, deadline: float) -> None:
+        """Hear what has begun; see `Coordinator.catch_up`."""
+        asked = self.fields()
+        answer = links.call(COORDINATOR, "catch_up", asked, deadline=deadline).fields
         with self._lock:
             if asked["e"] != self.epoch or (int(answer["epoch"]) == self.epoch and answer["lost"] is None):
                 return
@@ -121,7 +123,8 @@ class Standing:
                 if self.lost is None or self.lost[0] != answer["lost"]:
                     self._lose(str(answer["lost"]), self._base, answer["manager"])
                 return
-            self._forget_committed(self._base)
+            # What it had written and is not lost was committed by then, at whatever checkpoint this epoch begins.
+            self._forget_committed(max(self._base, int(asked["need"])))
             if answer["taken"] and self.untold is None:
                 self.untold = DDictCheckpointRetiredError(
                     f"what was committed at or below checkpoint {self.checkpoint_id} was taken back to {self._base}",
@@ -272,20 +275,14 @@ class Keepalive:
         """Have handles that do nothing at the moment hear of an epoch: others may wait for them to."""
         for standing in self._all():
             if standing.epoch < epoch:
-                self._catch_up(standing)
-
-    def _catch_up(self, standing: Standing) -> None:
-        fields = standing.fields()
-        standing.adopt(
-            self._links.call(COORDINATOR, "catch_up", fields, deadline=time.monotonic() + _CATCH_UP_S).fields, fields
-        )
+                standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
 
     def _join_again(self, standing: Standing) -> None:
         """After the connection broke, although this process lives: the coordinator took it for killed."""
         try:
             self._links.call(COORDINATOR, "join", standing.fields(), deadline=time.monotonic() + _LEAVE_S)
         except StaleEpochError:
-            self._catch_up(standing)
+            standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
 
     def close(self) -> None:
         """Detach all, and close the connections. Does not wait."""

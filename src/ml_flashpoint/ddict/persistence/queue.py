@@ -129,11 +129,7 @@ class Persisting:
             FlashpointError: it could not be persisted.
         """
         with self._changed:
-            while checkpoint_id in self._waiting and checkpoint_id != self._failed:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise DDictTimeoutError("checkpoints are still being persisted", checkpoint_id=checkpoint_id)
-                self._changed.wait(left)
+            self._await(lambda: checkpoint_id not in self._waiting or checkpoint_id == self._failed, deadline)
             if checkpoint_id not in self._done:
                 raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
 
@@ -143,14 +139,17 @@ class Persisting:
         Raises:
             DDictTimeoutError: not in time.
         """
+
+        def is_idle() -> bool:
+            self._give_up()
+            return not self._waiting and self._current < 0
+
         with self._changed:
-            while self._waiting or self._current >= 0:
-                self._give_up()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise DDictTimeoutError("checkpoints are still being persisted")
-                if self._waiting or self._current >= 0:
-                    self._changed.wait(left)
+            self._await(is_idle, deadline)
+
+    def _await(self, holds: Callable[[], bool], deadline: float) -> None:
+        if not self._changed.wait_for(holds, max(0.0, deadline - time.monotonic())):
+            raise DDictTimeoutError("checkpoints are still being persisted")
 
     def close(self) -> None:
         """Begin nothing more."""

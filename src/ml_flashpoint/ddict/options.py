@@ -33,6 +33,10 @@ _STRATEGIES: dict[str, Any] = {
 }
 
 
+COORDINATOR = -1
+"""In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
+
+
 @dataclass(frozen=True, slots=True)
 class Imported:
     """A class by its name, or an instance of it by its fields: not every process needs it, or can import it."""
@@ -278,10 +282,6 @@ def checked_timeout(timeout: float | None) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
         raise InvalidArgumentError("must be a positive number of seconds, or None", argument="timeout", value=timeout)
     return float(timeout)
-
-
-COORDINATOR = -1
-"""In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,11 @@ Found: TypeAlias = "list[tuple[int, dict[str, Any] | FlashpointError]]"
 """For each manager, its answer, or why there is none."""
 
 
+_log = logging.getLogger(__name__)
+_BEGIN_S = 10.0
+RETRY_S = 0.2
+
+
 class AllManagers:
     """See the module. Thread-safe."""
 
@@ -101,12 +106,6 @@ def _answers(found: Found) -> list[dict[str, Any]]:
         if isinstance(answer, FlashpointError):
             raise answer
     return [answer for _, answer in found if not isinstance(answer, FlashpointError)]
-
-
-_log = logging.getLogger(__name__)
-
-_BEGIN_S = 10.0
-RETRY_S = 0.2
 
 
 class Committer:

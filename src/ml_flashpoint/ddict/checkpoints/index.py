@@ -46,6 +46,21 @@ _SNAPSHOT_ATTEMPT: Final = re.compile(r"s-([0-9]{20})-[0-9A-Za-z]{1,64}")
 _STAMP: Final = re.compile(r"[0-9]{20}")
 
 
+GONE: Final = 0
+INLINE: Final = 1
+STORED: Final = 2
+_MAGIC: Final = b"MLFDDIX3"
+_PREFIX: Final = struct.Struct("<8sI")
+# Length of the key, flags, kind of the value, writer, part, checkpoint, offset and length of the value.
+_RECORD: Final = struct.Struct("<IBBxxIIQQQ")
+_PERSISTENT: Final = 1
+_BROADCAST: Final = 2
+_HEAD_FIELDS: Final = frozenset(("checkpoint", "manager", "managers", "chain", "parts", "writers", "entries", "keys"))
+_MAX_WRITER_CHARACTERS: Final = 1024
+LONGEST_CHAIN: Final = 8
+"""Most indices that one is read from: after so many changes, there is a full one."""
+
+
 class PartRef(NamedTuple):
     """Names a part of this manager.
 
@@ -159,23 +174,6 @@ def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryvie
             raise DamagedError(f"a snapshot without its {key}", path=path)
         found.append(data[entry.begin : entry.end])
     return found[0], found[1]
-
-
-GONE: Final = 0
-INLINE: Final = 1
-STORED: Final = 2
-
-_MAGIC: Final = b"MLFDDIX3"
-_PREFIX: Final = struct.Struct("<8sI")
-# Length of the key, flags, kind of the value, writer, part, checkpoint, offset and length of the value.
-_RECORD: Final = struct.Struct("<IBBxxIIQQQ")
-_PERSISTENT: Final = 1
-_BROADCAST: Final = 2
-_HEAD_FIELDS: Final = frozenset(("checkpoint", "manager", "managers", "chain", "parts", "writers", "entries", "keys"))
-_MAX_WRITER_CHARACTERS: Final = 1024
-
-LONGEST_CHAIN: Final = 8
-"""Most indices that one is read from: after so many changes, there is a full one."""
 
 
 class IndexEntry(NamedTuple):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
 from ml_flashpoint.ddict.options import Options
 
+_MOST_GONE = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
@@ -92,9 +94,6 @@ class Epochs:
         taken = [each for each in since if each.base < min(position, each.taken)]  # who stands above is sent back
         lost = [each for each in since if need > each.kept or (writes and each in taken)]
         return lost[-1] if lost else None, bool(taken)
-
-
-_MOST_GONE = 10_000
 
 
 @dataclass(slots=True)

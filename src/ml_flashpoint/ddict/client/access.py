@@ -22,6 +22,10 @@ from ml_flashpoint.net.client import Reply
 _AT_ONCE = 256
 
 
+_MOST = 1024
+_MOST_BYTES = 4 << 20
+
+
 class Access:
     """See the module. As thread-safe as its handle. ``only``: the one manager to use, whatever the key, if any."""
 
@@ -194,10 +198,6 @@ class Access:
             return self.client.get_many(manager, keys, fields, deadline=deadline, copy=False)
 
         return self.handle.in_epoch(send, deadline)
-
-
-_MOST = 1024
-_MOST_BYTES = 4 << 20
 
 
 class Batch:

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+_Found = TypeVar("_Found")
+GRACE_S = 0.5
+"""What a request may take more than the manager is told, so that its own error comes first."""
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.25
+_KEPT_IDLE = 8
+_CONNECT_S = 10.0
+
+
 def locator(configuration: Configuration) -> Locate:
     """Finds the managers of a dictionary.
 
@@ -67,17 +77,6 @@ class Locate(Protocol):
         Raises:
             DDictDestroyedError: the dictionary is gone.
         """
-
-
-_Found = TypeVar("_Found")
-
-GRACE_S = 0.5
-"""What a request may take more than the manager is told, so that its own error comes first."""
-
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.25
-_KEPT_IDLE = 8
-_CONNECT_S = 10.0
 
 
 class Exchange:

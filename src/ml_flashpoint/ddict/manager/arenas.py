@@ -45,6 +45,12 @@ _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
 
 
+_log = logging.getLogger(__name__)
+_INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
+_TOKEN_AT: Final = 8
+_CLEARED: Final = bytes(64)
+
+
 @lru_cache(maxsize=128)
 def _parse_again(header: bytes, file_size: int) -> ParsedHeader:
     # The same values are read again and again.
@@ -128,13 +134,6 @@ def inline_number(data: bytes) -> int | float | None:
         return decode_number(data)
     except (ValueError, struct.error) as error:
         raise DamagedError(f"not an encoded number: {error}") from error
-
-
-_log = logging.getLogger(__name__)
-
-_INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
-_TOKEN_AT: Final = 8
-_CLEARED: Final = bytes(64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,10 @@ LONGEST_S = 1e6
 """Longest time that a client may say it has."""
 
 
+_NUMBER_BYTES = 100
+_LENGTH = struct.Struct(">I")
+
+
 def operation(function: Operation) -> Operation:
     """Enter a function under its name, without the underscore."""
     OPERATIONS[function.__name__.lstrip("_")] = function
@@ -97,10 +101,6 @@ def integers(fields: Fields, name: str) -> list[int]:
     if not all(type(each) is int for each in value):
         raise ProtocolError(f"field {name!r} must be a list of integers")
     return value
-
-
-_NUMBER_BYTES = 100
-_LENGTH = struct.Struct(">I")
 
 
 @operation

@@ -23,6 +23,10 @@ from typing import TypeAlias
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, never_committed
 
+Value: TypeAlias = "InlineValue | StoredValue"
+_MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
+_id_of = attrgetter("checkpoint_id")
+
 
 @dataclass(frozen=True, slots=True)
 class InlineValue:
@@ -55,9 +59,6 @@ class StoredValue:
         return self.arena.size
 
 
-Value: TypeAlias = "InlineValue | StoredValue"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """One state of one key.
@@ -79,11 +80,6 @@ class Entry:
     persistent: bool = False
     broadcast: bool = False
     sequence: int = 0
-
-
-_MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
-
-_id_of = attrgetter("checkpoint_id")
 
 
 class Shard:

@@ -44,6 +44,13 @@ BARRIERS: Final = Dialect(
 leaves in order."""
 
 
+_REPLY_S = 30.0
+_NO_END_S = 1e6
+_MOST_REASON = 1000
+_travelling: ContextVar[list[Barrier] | None] = ContextVar("_travelling", default=None)
+_farewell_of: int | None = None
+
+
 @dataclass(eq=False, slots=True)
 class _Session:
     channel: Channel
@@ -193,13 +200,6 @@ class BarrierServer:
                 session.channel.send(None, {"index": index})
         except FlashpointError as error:
             _log.debug("a process could not be told of a barrier: %s", error)
-
-
-_REPLY_S = 30.0
-_NO_END_S = 1e6
-_MOST_REASON = 1000
-
-_travelling: ContextVar[list[Barrier] | None] = ContextVar("_travelling", default=None)
 
 
 class Barrier:
@@ -397,7 +397,6 @@ def _gone() -> Iterator[None]:
 
 
 _all: weakref.WeakSet[_Lines] = weakref.WeakSet()
-_farewell_of: int | None = None
 
 
 def _ensure_farewell() -> None:

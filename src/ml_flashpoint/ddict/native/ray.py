@@ -29,6 +29,14 @@ _LOWEST = 20_000  # `ray start` gives its workers 10002 to 19999
 _TRIES = 20
 
 
+_log = logging.getLogger(__name__)
+_START_TIMEOUT_S = 120.0
+_LOOK_EVERY_S = 1.0
+_MOST_REPORT_CHARACTERS = 20_000
+DIED = 255
+"""Exit code of a member whose end Ray tells, but not how it came."""
+
+
 def free_port(host: str = "") -> int:
     """A port that nothing listens at now, and that the system hands out to nobody: a process that starts before it is
     used could get it otherwise.
@@ -50,15 +58,6 @@ def _first_ephemeral() -> int:
         return int(_EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-_log = logging.getLogger(__name__)
-
-_START_TIMEOUT_S = 120.0
-_LOOK_EVERY_S = 1.0
-_MOST_REPORT_CHARACTERS = 20_000
-DIED = 255
-"""Exit code of a member whose end Ray tells, but not how it came."""
 
 
 def is_on_ray() -> bool:

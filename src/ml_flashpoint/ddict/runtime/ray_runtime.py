@@ -40,6 +40,15 @@ from ml_flashpoint.format.knobs import NODE_ID_VARIABLE
 _COORDINATOR_STOP_S: Final = 5.0
 
 
+_log = logging.getLogger(__name__)
+MANAGER_BYTES: Final = 384 << 20
+"""Memory that Ray reserves for a manager's process, its values not included."""
+
+START_TIMEOUT_S: Final = 120.0
+_STOP_S: Final = 20.0
+_CALLS_AT_ONCE: Final = 8
+
+
 class RayCoordinator:
     """An actor with the coordinator. It ends with the process that made it, and is not restarted."""
 
@@ -83,15 +92,6 @@ def start_coordinator(
     except RayError as error:
         stop()
         raise DDictError(f"the coordinator did not start: {error}") from error
-
-
-_log = logging.getLogger(__name__)
-
-MANAGER_BYTES: Final = 384 << 20
-"""Memory that Ray reserves for a manager's process, its values not included."""
-START_TIMEOUT_S: Final = 120.0
-_STOP_S: Final = 20.0
-_CALLS_AT_ONCE: Final = 8
 
 
 class RayRuntime:

@@ -11,7 +11,7 @@
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 #   make bench-peers   others' packages beside ours, each in an environment of its own in build/bench-peers, which it makes
 #                (4 GB, some minutes): writes build/bench-peers/results.json, and plots into docs/
-#   make docs    the pages of docs/ as a site in build/site (which puts mkdocs-material into .venv, 140 MB)
+#   make docs    the pages of docs/ as a site in build/site; tests build it as strictly, elsewhere
 #   make test-cuda, make bench-cuda   on a machine with a GPU: from the tree as it is, with .venv or else with the python3
 #                there is, and without a network (CUDA_PYTHON=...). Elsewhere they say so, and are done
 
@@ -122,15 +122,8 @@ bench-peers: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.rivals --make
 	$(BIN)/python -m benchmarks.rivals --json build/bench-peers/results.json --plots docs $(BENCH_ARGS)
 
-# No part of setup: the site is for readers, and tests/test_docs.py holds pages and links without it.
-DOCS_STAMP := .venv/.docs-stamp
-
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[docs]"
-	touch $@
-
-docs: $(DOCS_STAMP)
-	$(BIN)/mkdocs build --quiet --strict
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "build/site/index.html"
 
 CUDA_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

@@ -1,15 +1,17 @@
-"""The pages of docs/: links lead somewhere, and the site has all pages."""
+"""The pages of docs/: links lead somewhere, the site has all pages, and is built without a warning."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.support.processes import REPOSITORY
+from tests.support.processes import REPOSITORY, child_environment
 
 _DOCS = REPOSITORY / "docs"
 _PAGES = [*sorted(_DOCS.glob("*.md")), *(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))]
@@ -42,6 +44,17 @@ def test_the_site_has_all_pages() -> None:
     assert sorted(re.findall(r"- ([\w-]+\.md)", nav)) == sorted(
         ["index.md", *(page.name for page in _DOCS.glob("*.md"))]
     )
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """What `make docs` does, elsewhere."""
+    pytest.importorskip("material", reason="mkdocs-material is not installed: environments of the matrix lack it")
+    environment = child_environment() | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    built = {page.stem for page in (tmp_path / "site").glob("*.html")}
+    assert built >= {"index", *(page.stem for page in _DOCS.glob("*.md"))}
 
 
 @pytest.fixture(scope="module")

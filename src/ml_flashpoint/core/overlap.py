@@ -93,6 +93,7 @@ class Overlap:
         updates: Callable[[], Iterable[torch.Tensor]] | None = None,
     ) -> bool:
         """Have an optimizer's steps wait from now on. What it updates may be copied late, if it calls such hooks.
+        Idempotent.
 
         Args:
             announced: whoever has it step calls :meth:`before_update` before it updates anything, and later than a hook
@@ -111,9 +112,11 @@ class Overlap:
         hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks")
         if not self.active or not (announced or hooked):
             return bool(announced or hooked)
-        self._optimizers.append(optimizer)
         if updates is not None and updates not in self._updates:
             self._updates.append(updates)
+        if any(each is optimizer for each in self._optimizers):
+            return True
+        self._optimizers.append(optimizer)
         if announced:
             self._announced = True
             return True
@@ -300,11 +303,12 @@ class Overlap:
         return check
 
     def close(self) -> None:
-        """Wait until nothing is copied any more, and take the hooks away."""
+        """Wait until nothing is copied any more, and take the hooks away. Idempotent."""
         self.before_update()
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
+        for kept in (self._hooks, self._optimizers, self._updates):
+            kept.clear()
         self._thread.close()
 
 
@@ -336,6 +340,10 @@ class OverlappingDoor:
         """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes what an
         optimizer that is watched updates: else the save fails, and from then on saves return when all is copied."""
         self._overlap.before_update()
+
+    def stop_watching(self) -> None:
+        """Wait until nothing is copied any more, and watch nothing from then on. Idempotent."""
+        self._overlap.close()
 
 
 def _can_wait(tensor: torch.Tensor) -> bool:

@@ -453,7 +453,7 @@ class LocalCheckpointManager(OverlappingDoor):
         if self._closed or self._saver.owner.forked:
             return
         self._closed = True
-        self._overlap.close()
+        self.stop_watching()
         if _managers.get(self._key) is self:
             del _managers[self._key]
         self._engine.stop(seal_deadline_s())

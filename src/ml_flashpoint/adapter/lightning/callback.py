@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
+from ml_flashpoint.adapter.trainer_loops import ends_something, updates_by_step
 from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
@@ -223,13 +224,12 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         is_due = self._flashpoint.is_due(step, before) and not passes_multiple(self.skip_every_n_steps, before, step)
         if not is_due and not self._put_off:
             return
-        if self._put_off < _MAX_PUT_OFF and _ends_something(trainer):
+        if self._put_off < _MAX_PUT_OFF and ends_something(trainer):
             self._put_off += 1
             return
         self._put_off = 0
         self.save(trainer)
-        if _ends_something(trainer) or trainer.should_stop or trainer.fit_loop.epoch_loop._is_training_done:
-            # What comes next may change parameters by other means than optimizers, as weight averaging does.
+        if not updates_by_step(trainer):
             self._flashpoint.before_update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -310,16 +310,6 @@ def resume_path(
         tell(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)
         return fallback
     return str(version)
-
-
-def _ends_something(trainer: Trainer) -> bool:
-    """Whether the epoch ends with this batch, or validation follows it."""
-    if trainer.is_last_batch:
-        return True
-    loop = trainer.fit_loop
-    # Validation by time is left alone: clocks differ between ranks, and all must save or none.
-    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
-    return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def _goes_on_from_the_end(trainer: Trainer) -> bool:

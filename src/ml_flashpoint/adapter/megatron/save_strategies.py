@@ -167,6 +167,10 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         watched changes what that updates: else the save fails, and from then on saves return when all is copied."""
         self._writer.before_update()
 
+    def stop_watching(self) -> None:
+        """Wait until nothing is copied any more, and watch nothing from then on. Idempotent."""
+        self._writer.stop_watching()
+
     def can_handle_sharded_objects(self) -> bool:
         """Sharded objects are saved like tensors. (megatron-core asks for the attribute, and calls it nowhere.)"""
         return True

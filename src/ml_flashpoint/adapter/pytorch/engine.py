@@ -92,6 +92,12 @@ class Engine(CheckpointEngine):
         """For ``dcp.async_save(..., async_stager=engine.stager)``, by those who wait for ``staging_completion``."""
         return MemoryStager(self.writer)
 
+    def stop(self, persist_deadline_s: float | None = None) -> None:
+        """As `CheckpointEngine.stop`. Optimizers are not watched from then on."""
+        if "writer" in self.__dict__ and not self.saver.owner.forked:
+            self.writer.stop_watching()
+        super().stop(persist_deadline_s)
+
     def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> MemoryStorageReader:
         """For loading one version."""
         return MemoryStorageReader(version, self.loader, safe_globals=self._safe_globals)

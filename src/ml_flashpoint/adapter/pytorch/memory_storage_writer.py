@@ -286,7 +286,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def close(self) -> None:
         """Let saves under way finish and stop the background work."""
-        self._overlap.close()
+        self.stop_watching()
         if isinstance(self._saver, DefaultMLFlashpointCheckpointSaver):
             self._saver.close()
 

@@ -1,0 +1,22 @@
+"""Where a Lightning trainer is in its loops, for the doors of Lightning and of NeMo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ends_something(trainer: Any) -> bool:
+    """Whether the epoch ends with this batch, or validation follows it."""
+    if trainer.is_last_batch:
+        return True
+    loop = trainer.fit_loop
+    # Validation by time is left alone: clocks differ between ranks, and all must save or none.
+    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+    return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def updates_by_step(trainer: Any) -> bool:
+    """Whether nothing is due after this batch, before the next step of an optimizer, that may change parameters by
+    other means, as weight averaging does."""
+    is_done = trainer.should_stop or trainer.fit_loop.epoch_loop._is_training_done
+    return not is_done and not ends_something(trainer)

@@ -1,0 +1,61 @@
+"""Notes what is staged by any door that plans before it copies, and tells whether that is what was committed.
+
+Owns the copies that it compares with, made when a save begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.object_stages import TensorItem
+from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.core.save import Save
+
+
+class Witness:
+    """From now on, until the patches of ``monkeypatch`` are undone. The thread that copies while training goes on gets
+    no processor time before a step waits for it.
+
+    Attributes:
+        late: of each save, whether it returned before all was copied.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.late: list[bool] = []
+        self._staged: list[tuple[Save, dict[str, torch.Tensor]]] = []
+        stage = DefaultMLFlashpointCheckpointSaver.stage
+
+        def noted(
+            saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
+        ) -> Any:
+            copies = {name: tensor.detach().clone() for name, tensor in tensors}
+            views = stage(saver, save, tensors, **how)
+            self.late.append(save.staged is not None and save.staged.late is not None)
+            self._staged.append((save, copies))
+            return views
+
+        monkeypatch.setattr(DefaultMLFlashpointCheckpointSaver, "stage", noted)
+        monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+
+    def latest_is_in(self, base: Path) -> bool:
+        """Whether the save that was staged last was committed, as it was staged, by this rank alone on this node."""
+        save, copies = self._staged[-1]
+        if save.version is None:
+            return False
+        objects = [each for each in (base / save.version.name).glob("rank-*.safetensors") if save.save_id in each.name]
+        if len(objects) != 1 or not copies:
+            return False
+        found = safetensors.torch.load_file(objects[0])
+        return all(_is_same(found[name], copy) for name, copy in copies.items())
+
+
+def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    octets = [each.contiguous().view(-1).view(torch.uint8) for each in (found, expected)]
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(*octets)

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, transfers
+from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, persist, transfers
 from benchmarks.rivals import running as rivals
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure
@@ -68,6 +68,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from loop.results(folder / "loop", scale)
     if not only or only in "rivals":
         yield from rivals.results(scale)
+    if not only or only in "persist":
+        yield from persist.results(folder / "persist", scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "ddict":
@@ -92,7 +94,8 @@ def main(
         str,
         typer.Option(
             help="Only states whose name contains this"
-            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'lightning', 'ddict')."
+            " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
+            " 'lightning', 'ddict')."
         ),
     ] = "",
 ) -> None:

@@ -37,10 +37,11 @@ from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.sigterm import TerminationGuard
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
-from ml_flashpoint.facade.health import Health, Recovery, health_of
+from ml_flashpoint.facade.health import Recovery
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.notices import size, tell
+from ml_flashpoint.facade.readings import Readings
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.state_loader import StateLoader
 from ml_flashpoint.facade.tracked_state import Reshard, TrackedState, checked_reshard
@@ -61,7 +62,7 @@ _log = logging.getLogger(__name__)
 _IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
 
 
-class Flashpoint(KeptVersions):
+class Flashpoint(KeptVersions, Readings):
     """Saves a training loop's state into memory every few steps, and restores it after a crash.
 
     ::
@@ -401,39 +402,6 @@ class Flashpoint(KeptVersions):
         settled = self._saves.settle(deadline_s)
         self._raise_failure()
         return settled
-
-    # ---- what became of it --------------------------------------------------------------------------------
-
-    @property
-    def steps_done(self) -> int:
-        """Steps counted so far, those before `resume` included."""
-        return self._steps
-
-    @property
-    def last_saved(self) -> int | None:
-        """Step of the newest version that is committed on all ranks: saved, or resumed from. None if there is none."""
-        return self._resumed_from if self._saves.last_saved is None else self._saves.last_saved
-
-    @property
-    def last_replicated(self) -> int | None:
-        """Step of the newest version saved by this object of which every copy that the replication strategy asks for
-        was acknowledged, on all ranks. None if there is none, or nobody holds copies of this rank's parts."""
-        has_copies = self._engine.replication.copies_of(self._ranks.rank)
-        return self._engine.saver.stats.last_verified if has_copies else None
-
-    @property
-    def last_recovery(self) -> Recovery | None:
-        """What the last `resume` did; None before."""
-        return self._last_recovery
-
-    @property
-    def health(self) -> Health:
-        """How saving goes, now."""
-        own = [part.manifest for part in self._engine.store.held() if part.rank == self._ranks.rank]
-        if own and own[-1] is not None:
-            self._part_bytes = own[-1].total_size  # kept, for who asks after closing
-        gave_way = self._engine.store.retained.gave_way
-        return health_of(self._saves, self._engine.saver.stats, self._engine.persist_health, self._part_bytes, gave_way)
 
     # ---- life ---------------------------------------------------------------------------------------------
 

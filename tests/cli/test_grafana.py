@@ -30,7 +30,7 @@ def dashboard() -> dict[str, Any]:
 def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """Labels of all metrics, of a rank that has everything to tell."""
     told = RankStatus(
-        rank=0, node="n", committed=1, replicated=1, verified=1, verified_s=1.0, persisted=1, resumed=1
+        rank=0, node="n", committed=1, replicated=1, verified=1, verified_s=1.0, persisted=1, resumed=1, copied_in_s=1.0
     )  # fmt: skip
     monkeypatch.setattr(metrics, "read_node", lambda base: [RankView(0, 1, told)])
     samples = [sample for family in NodeCollector("/base").collect() for sample in family.samples]

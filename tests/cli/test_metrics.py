@@ -61,9 +61,13 @@ def test_what_a_scrape_gives(tmpfs: Path, job: Flashpoint) -> None:
         assert told["flashpoint_save_failures_total"] == told["flashpoint_degraded"] == 0.0
         assert told["flashpoint_part_bytes"] == part_bytes
         assert told["flashpoint_verified_timestamp_seconds"] > 1.7e9
-        assert "flashpoint_replicated_step" not in told, "there are no copies"
+        assert {"flashpoint_replicated_step", "flashpoint_copies_lag_steps", "flashpoint_persist_lag_steps"}.isdisjoint(
+            told
+        )
+        assert told["flashpoint_arena_bytes"] >= 2 * part_bytes
+        assert told["flashpoint_available_bytes"] > 0
         shutil.rmtree(tmpfs / "job")
-        assert "flashpoint_up" not in _ask(url)
+        assert {"flashpoint_up", "flashpoint_arena_bytes"}.isdisjoint(_ask(url))
         exporter.send_signal(signal.SIGTERM)
         assert exporter.wait(30) == 0
     finally:

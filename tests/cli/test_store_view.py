@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from ml_flashpoint.cli import store_view
+from ml_flashpoint.cli.copy import copy
 from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.format.digest import digest_block
@@ -151,6 +152,33 @@ def test_what_retention_removes_meanwhile_is_no_damage(
     monkeypatch.setattr(store_view, "_check_part", removed_first)
     assert verify_base(str(root), as_json=True) == 0
     assert states(told(capsys)) == [(7, "complete"), (3, "removed")]
+
+
+def test_a_persisted_version_is_copied(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert copy(url, str(tmp_path / "copies"), as_json=True) == 0
+    assert told(capsys)["copy"] == str(tmp_path / "copies" / "step-7_ckpt")
+    assert copy(f"{url}@3", str(tmp_path / "copies")) == 0
+    assert verify_base(str(tmp_path / "copies")) == 0
+    for step in (3, 7):
+        folder = tmp_path / "copies" / f"step-{step}_ckpt"
+        assert sorted(os.listdir(folder)) == sorted(
+            f"rank-{rank:05d}-{save_id(step)}.{kind}" for rank in (0, 1) for kind in ("safetensors", "manifest")
+        )
+        for rank in (0, 1):
+            assert (folder / object_name(rank, save_id(step))).read_bytes() == CONTENT + bytes(8)
+    assert copy(f"{url}@3", str(tmp_path / "copies")) == 1, "there is one already"
+    assert copy(f"{url}@9", str(tmp_path / "copies")) == 2, "it is not complete"
+    assert copy(url, str(tmp_path / "copies"), partial=True) == 2
+    assert sorted(os.listdir(tmp_path / "copies")) == ["step-3_ckpt", "step-7_ckpt"], "nothing is left of what failed"
+
+
+def test_nothing_is_copied_that_is_damaged(store: DurableStore, root: Path, tmp_path: Path) -> None:
+    path = path_of(root, 7, 1)
+    path.write_bytes(path.read_bytes()[:2500] + b"x" + path.read_bytes()[2501:])
+    assert copy(f"{root}@7", str(tmp_path / "copies")) == 1
+    assert os.listdir(tmp_path / "copies") == []
+    assert copy(str(root), str(tmp_path / "copies")) == 0
+    assert os.listdir(tmp_path / "copies") == ["step-3_ckpt"], "an older one is sound"
 
 
 def test_a_typing_error_is_no_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,11 @@ def test_health_in_numbers(base: Path) -> None:
         fp.step()
         assert fp.wait()
         health = fp.health
+        shown = fp.scalars("ckpt/")
     scalars = health.scalars("ckpt/")
+    assert scalars.items() <= shown.items()
+    assert (shown["ckpt/last_saved"], "ckpt/last_replicated" in shown) == (1.0, False)
+    assert shown["ckpt/recovery_s"] > 0
     assert {"ckpt/saves": 1.0, "ckpt/failures": 0.0, "ckpt/degraded": 0.0}.items() <= scalars.items()
     assert scalars["ckpt/bytes"] == health.bytes > 0
     assert all(type(value) is float for value in scalars.values())

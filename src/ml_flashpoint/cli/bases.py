@@ -148,7 +148,10 @@ def _print_table(found: Sequence[BaseSummary]) -> None:
     if not found:
         console.print("no base containers in the memory of this node, as far as this user may look")
         return
-    table = Table("base container", "job", "steps", "whole here", "memory", "last sign of life")
+    table = Table()
+    table.add_column("base container", overflow="fold")  # a path is there to be copied
+    for name in ("job", "steps", "whole here", "memory", "last sign of life"):
+        table.add_column(name, no_wrap=True)
     for each in found:
         job = f"[green]ranks {format_ranks(each.live)} run[/]" if each.live else "[yellow]left over[/]"
         ago = f"{_span(time.time() - each.updated_s)} ago" if each.updated_s else "-"

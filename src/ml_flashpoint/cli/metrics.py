@@ -10,11 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import NotABaseContainerError
 from ml_flashpoint.cli.status import RankView, read_node
+from ml_flashpoint.core.watching import memory_of
 from ml_flashpoint.extras import require
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.status import RankStatus
@@ -37,6 +39,15 @@ _GAUGES: dict[str, tuple[str, Callable[[RankStatus], float | None]]] = {
     "loop_held_seconds": ("For how long the newest save has held the training loop.", lambda told: told.held_s),
     "commit_seconds": ("From the begin of the newest save to its commit.", lambda told: told.committed_after_s),
     "verify_seconds": ("From the begin of a save until it was verified.", lambda told: told.verified_after_s),
+    "copies_lag_steps": (
+        "Steps from the newest one with copies to the newest one.",
+        lambda told: _steps_between(told.replicated, told.committed),
+    ),
+    "copies_seconds": ("That the newest copies of this rank's part took.", lambda told: told.copied_in_s or None),
+    "persist_lag_steps": (
+        "Steps from the newest one that is persisted to the newest verified one.",
+        lambda told: _steps_between(told.persisted, told.verified),
+    ),
     "part_bytes": ("Size of this rank's newest part.", lambda told: told.part_bytes),
     "degraded": (
         "Whether copies are missing, ranks do not agree, or nothing is persisted.",
@@ -48,6 +59,12 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStatus], float]]] = {
     "save_failures": ("Saves of this process that failed.", lambda told: told.failures),
     "step_backs": ("Versions that could not be recovered or loaded.", lambda told: told.stepped_back),
 }
+
+
+_OF_THE_NODE = (
+    ("arena_bytes", "Memory that checkpoints take on this node, own parts and copies."),
+    ("available_bytes", "Memory that is left for more, of filesystem, machine and container."),
+)
 
 
 class NodeCollector(Collector):
@@ -70,6 +87,11 @@ class NodeCollector(Collector):
         for rank in ranks:
             up.add_metric([str(rank.rank)], float(rank.pid is not None))
         yield up
+        for (name, text), count in zip(_OF_THE_NODE, memory_of(Path(self._base)), strict=True):
+            gauge = GaugeMetricFamily(f"flashpoint_{name}", text)
+            if ranks:
+                gauge.add_metric([], float(count))
+            yield gauge
         for name, (text, gauge_of) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"flashpoint_{name}", text, labels=_LABELS)
             for labels, told in _told(ranks):
@@ -81,6 +103,10 @@ class NodeCollector(Collector):
             for labels, told in _told(ranks):
                 counter.add_metric(labels, float(count_of(told)))
             yield counter
+
+
+def _steps_between(older: int | None, newer: int | None) -> int | None:
+    return None if older is None or newer is None else max(0, newer - older)
 
 
 def _told(ranks: Iterable[RankView]) -> list[tuple[list[str], RankStatus]]:

@@ -14,17 +14,21 @@ _PANEL = "Move"
 @app.command(rich_help_panel=_PANEL)
 def copy(
     source: Annotated[
-        str, typer.Argument(metavar="BASE[@STEP]", help="A job's base container; the newest version, or that STEP.")
+        str,
+        typer.Argument(
+            metavar="SOURCE[@STEP]",
+            help="A job's base container, or the URL of persisted versions; the newest version, or that STEP.",
+        ),
     ],
     destination: Annotated[str, typer.Argument(metavar="DEST", help="Folder in which the version gets its own.")],
     json: Json = False,
     partial: Annotated[bool, typer.Option("--partial", help="Also a version that is not whole on this node.")] = False,
 ) -> None:
-    """Copy a version out of BASE, which a running job may be using, to DEST/step-N_ckpt.
+    """Copy a version out of a base container, which a job may be using, or a persisted one, to DEST/step-N_ckpt.
 
-    Never copy these files with other tools while the job runs: their memory is used again for later steps. This
-    has the job keep the version meanwhile, compares what was copied with its digests, and takes the newest version
-    then, if the job had to let go of it. The copy appears whole or not at all.
+    Never copy the files of a base container with other tools while the job runs: their memory is used again for later
+    steps. This has the job keep the version meanwhile, compares what was copied with its digests, and takes the newest
+    version then, if the job had to let go of it. The copy appears whole or not at all.
 
     Exit code: 0 if it was copied, 1 if it could not be, 2 if there is no such version.
     """

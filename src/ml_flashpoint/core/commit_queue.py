@@ -251,6 +251,8 @@ class CommitQueue:
             assert save.store is not None
             seconds = time.monotonic() - save.began
             self._tell(events.PartCommitted, save, bytes=save.part.size, seconds=seconds)
+            if save.held_s is not None:
+                self._tell(events.LoopHeld, save, seconds=save.held_s)
             # A recovery of this process may find it useless meanwhile, and its arena would be the next save's.
             with save.store.pinned(save.part) as held:
                 if held and self._read_back(save) and self._copy(save):

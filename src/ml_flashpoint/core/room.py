@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.capacity import preflight
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
@@ -48,7 +49,7 @@ def check_capacity(
         with_room_for = partial(
             preflight,
             store.base,
-            max(gathered[rank][0] for rank in here),
+            with_headroom(max(gathered[rank][0] for rank in here)),  # what its arenas, and copies of them, have
             copies=max(len(replication.held_by(rank)) for rank in here),
             ranks_on_node=len(here),
             held_bytes=sum(gathered[rank][1] for rank in here),
@@ -68,6 +69,7 @@ def prepare_room(store: RankStore, ranks: RankGroup, size: int, copies: int) -> 
     Raises:
         CapacityError: there is too little even for what must be.
     """
+    size = with_headroom(size)
     _check(store, partial(preflight, store.base, size, copies=copies, held_bytes=store.bytes_to_use()), tell=True)
     here = ranks.topology.ranks_of(ranks.node)
     neighbours = tuple(store.directory_of(rank) for rank in here if rank != store.rank)

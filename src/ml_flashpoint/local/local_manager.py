@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ml_flashpoint import events
 from ml_flashpoint.core.arguments import checked_globals, checked_grace, checked_integer
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import FailedStepError, JointLoad
@@ -298,6 +299,7 @@ class LocalCheckpointManager(OverlappingDoor):
         """
         self._check_open()
         self._engine.check_asked("find_latest()")
+        began = time.perf_counter()
         # An asynchronous save waits for no other rank here: it is numbered by each rank alone.
         save = self._saver.begin(exchanged=not is_async)
         self._under_way = [*(each for each in self._under_way if not each.finished.is_set()), save]
@@ -320,6 +322,7 @@ class LocalCheckpointManager(OverlappingDoor):
                     assert staged is not None
                     names = [name for name, _ in encoded.tensors]
                     tensors = list(zip(names, staged, strict=True))
+                    save.held_s = time.perf_counter() - began
                     return self._go_on(save, version, tensors, encoded.byte_items)
                 self._saver.write(save, version, encoded.tensors, encoded.byte_items)
                 self._log_saved(iteration, self._saver.commit(save))
@@ -332,6 +335,8 @@ class LocalCheckpointManager(OverlappingDoor):
         if is_async:
             return self._request(save, iteration, error)
         self._conclude(save, iteration, error)
+        seconds = time.perf_counter() - began
+        events.emit(events.LoopHeld, self._ranks, self._base, iteration, seconds=seconds)
         return None
 
     def _fail_together(self, save: Save, iteration: int, error: Exception, is_async: bool) -> None:

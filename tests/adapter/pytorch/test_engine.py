@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Engine, events
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
 from tests.support.forked import Report, call_team
@@ -46,6 +47,25 @@ def test_saves_and_loads(tmpfs: Path, process_group: None) -> None:
         assert loaded(engine) == (2, 2.0)
     with Engine.open(tmpfs / "job", discard_existing=True) as engine:
         assert loaded(engine) == (None, -1.0)
+
+
+def test_how_long_saves_hold_the_loop_is_told(tmpfs: Path, process_group: None) -> None:
+    told: list[events.Event] = []
+    with Engine.open(tmpfs / "job") as engine, events.subscribe(told.append):
+        dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+        began = time.perf_counter()
+        future: Any = dcp.async_save(
+            state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer, async_stager=engine.writer
+        )
+        held_s = time.perf_counter() - began
+        future.result()
+        assert engine.saver.wait(30)
+        assert events.flush()
+        assert engine.status.held_s > 0
+    held = [event for event in told if isinstance(event, events.LoopHeld)]
+    assert [event.step for event in held] == [1, 2]
+    assert held[0].seconds > 0
+    assert 0 < held[1].seconds <= held_s, "what the background does counts for nothing"
 
 
 def test_refuses_to_bury_what_nobody_asked_about(tmpfs: Path, process_group: None) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from ml_flashpoint import events
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common, state_to_save
@@ -191,9 +193,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             UnaskedVersionsError: the base container has versions of an earlier run that nobody has asked about. On all
                 ranks.
         """
-        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        began, version = time.perf_counter(), version_of(checkpoint_dir)
+        writing = self._begin(sharded_state_dict, version)
         writing.go_on_in_background()
         self._clock.begun()
+        self._tell_held(version, began)
         return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -201,11 +205,17 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
 
         Args and errors are those of :meth:`async_save`.
         """
-        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        began, version = time.perf_counter(), version_of(checkpoint_dir)
+        writing = self._begin(sharded_state_dict, version)
         self.before_update()  # and helps: nobody could use the time
         writing.complete()
         self._end(writing)
         self._clock.begun()
+        self._tell_held(version, began)
+
+    def _tell_held(self, version: CheckpointContainerId, began: float) -> None:
+        seconds = time.perf_counter() - began
+        events.emit(events.LoopHeld, self._group, version.parent, version.step, seconds=seconds)
 
     @contextmanager
     def carrying(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
 from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, resolve_items, written_plan
@@ -74,6 +76,10 @@ class _Call(threading.local):
     labels: Mapping[str, str] = MappingProxyType({})
     safe_globals: tuple[SafeGlobal, ...] = ()
     save_id: str | None = None
+    began: float = 0.0
+    """When the save began on this thread, by the performance counter."""
+    was_staged: bool = False
+    """Whether what this thread has written was staged before."""
 
 
 class MemoryStorageWriter(OverlappingDoor, StorageWriter):
@@ -186,6 +192,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         if not isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             raise SaveError("a writer in a saving process does not stage")
         self._stager_thread = threading.get_ident()
+        began = time.perf_counter()
         self._overlap.before_update()
         self._await_previous()
         save = saver.begin(exchanged=True)
@@ -213,6 +220,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         for index, staged in zip(needed, copies, strict=True):
             replacements[index] = staged
         self._omission.watch(save, whole=whole)
+        save.held_s = time.perf_counter() - began
         saver.offer(save)
         state = StagedStateDict(leaves.rebuild(replacements), save, self._take_on)
         self._in_flight = save, weakref.ref(state)
@@ -305,6 +313,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         call.staged = call.own_tensors = call.trouble = None
         call.extra, call.labels, call.safe_globals, call.proposals = (), {}, (), ()
         call.save_id = str(uuid.uuid4())
+        call.began = time.perf_counter()
         call.version = None if checkpoint_id is None else CheckpointContainerId(checkpoint_id)
         self._let_others_catch_up()
 
@@ -412,6 +421,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             if not call.is_coordinator and call.use_collectives:
                 self._saver.commit(save, labels={"door": "dcp", **call.labels})
                 call.save = None
+                self._tell_held()
                 listen_for_completion(partial(self._saver.note_complete, save))
         except BaseException as error:
             self._saver.fail(save, error)
@@ -449,14 +459,24 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         except BaseException as error:
             self._saver.fail(save, error)
             raise
+        self._tell_held()
         if call.use_collectives:
             # All others have committed theirs before.
             self._saver.note_complete(save)
             metadata.storage_meta = CompletionRider(**vars(metadata.storage_meta))
 
+    def _tell_held(self) -> None:
+        """Tell of a save that its caller has waited for: one that was staged before is another thread's."""
+        version = self._call.version
+        if version is None or self._call.was_staged:
+            return
+        seconds = time.perf_counter() - self._call.began
+        events.emit(events.LoopHeld, self._saver, version.parent, version.step, seconds=seconds)
+
     def _claimed(self) -> Save:
         saver, call = self._saver, self._call
         staged, call.staged = call.staged, None
+        call.was_staged = staged is not None
         if staged is not None and isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             return saver.claim(staged)
         if call.save is not None:

@@ -50,7 +50,8 @@ def examine(base: Path) -> tuple[Finding, ...]:
             found += check(base)
         except Exception as error:  # of whatever kind: the others still tell something
             name = check.__name__.strip("_").replace("_", " ")
-            found.append(Finding(name, NOTE, f"cannot be looked at: {type(error).__name__}: {error}"))
+            text = f"cannot be looked at: {type(error).__name__}: {error}"
+            found.append(Finding(name, NOTE, text, "look at it by hand: see docs/operations.md"))
     return tuple(found)
 
 

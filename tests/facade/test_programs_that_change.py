@@ -70,6 +70,28 @@ def test_parameters_that_get_other_names_keep_their_optimizer_state(
             assert torch.equal(value, optimizer_again.state[other][key])
 
 
+def test_parameters_that_change_places_keep_their_optimizer_state(base: Path) -> None:
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        _step(model, optimizer)
+        fp.step()
+        fp.before_update()
+        first, second = model
+        first.weight, second.weight = second.weight, first.weight
+        _step(model, optimizer)
+        fp.step()
+    again = _layers()
+    optimizer_again = torch.optim.AdamW(again.parameters())
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=optimizer_again).resume() == 2
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, optimizer_again.state[other][key])
+
+
 @pytest.fixture
 def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that copies gets no processor time before it is asked for."""

@@ -196,16 +196,20 @@ def _optimizer_hook(job: Job) -> None:
     job.optimizer.register_state_dict_post_hook(hook)
 
 
+def _doubled(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": {n: _as_double(each) for n, each in state["state"].items()}}
+
+
 class DoublingOptimizer(torch.optim.AdamW):
     """The same of an optimizer."""
 
     def state_dict(self) -> Any:
-        state = super().state_dict()
-        return {**state, "state": {n: _as_double(each) for n, each in state["state"].items()}}
+        return _doubled(super().state_dict())
 
 
 def _own_optimizer_method(job: Job) -> None:
-    job.optimizer.state_dict = lambda: DoublingOptimizer.state_dict(job.optimizer)  # type: ignore[method-assign, arg-type]
+    own = job.optimizer.state_dict
+    job.optimizer.state_dict = lambda: _doubled(own())  # type: ignore[method-assign]
 
 
 def _add_group(job: Job) -> None:

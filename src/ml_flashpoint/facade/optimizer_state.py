@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ class OptimizerState:
         # What was found out about these parameters in modules of these names, and holds until one of them changes.
         self._examined: list[torch.Tensor] = []
         self._modules_had: list[list[str]] = []
+        self._named: list[torch.Tensor] = []
         self._root: nn.Module | None = None
         self._nameable = False
         self._names: list[str] | None = None
@@ -59,10 +61,13 @@ class OptimizerState:
         if not self.optimizer.state:
             return None
         parameters = _parameters(self.optimizer)
-        same = len(parameters) == len(self._examined) and names == self._modules_had
-        if not same or any(a is not b for a, b in zip(parameters, self._examined, strict=True)):
+        # Names may go on to other parameters, and be the same ones.
+        modules = self._modules.values()
+        named: list[torch.Tensor] = [p for each in modules for _, p in each.named_parameters(remove_duplicate=False)]
+        same = _are_same(parameters, self._examined) and _are_same(named, self._named)
+        if not same or names != self._modules_had:
             self._examine(parameters)
-            self._modules_had = names
+            self._modules_had, self._named = names, named
         if not self._nameable:
             return None
         assert self._root is not None
@@ -225,6 +230,10 @@ def _root_of(parameters: list[torch.Tensor], modules: Mapping[str, nn.Module]) -
             together.add_module(f"tracked_{name}", module)
             wanted -= owned[name]
     return together if not wanted else None
+
+
+def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _named(state: Mapping[str, Any], names: list[str]) -> _State:

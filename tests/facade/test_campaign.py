@@ -1,0 +1,144 @@
+"""Random saves under a loop that changes all it may: each version is what a clone of that step is, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.open_version import OpenVersion, open_version
+from ml_flashpoint.core.overlap import Overlap
+from tests.facade.test_steady_state import CHANGES, Job
+
+_PACKED = "_flashpoint.rank-00000"
+_LEFT_OUT = {"hook", "post hook", "class's method", "tensors as an option"}
+"""Each call of ``state_dict()`` gives something else, or versions have other names for it."""
+_MAY_COME_DURING_A_COPY = ("nothing", "step", "buffer in place", "buffer", "no buffer", "lr")
+_SAVES = 12
+
+
+def _clone(job: Job) -> dict[str, Any]:
+    """All that is to be saved, by the names that versions have for it; of parameters with several, by each."""
+    model, optimizer = copy.deepcopy(dict(job.model.state_dict())), copy.deepcopy(job.optimizer.state_dict())
+    names: dict[int, list[str]] = {}
+    for name, parameter in job.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
+    clone = {f"model.{name}": value for name, value in model.items()}
+    for number, values in optimizer["state"].items():
+        for name in names.get(id(parameters[number]), []):
+            clone |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
+    for number, group in enumerate(optimizer["param_groups"]):
+        clone |= {f"optimizer.param_groups.{number}.{key}": value for key, value in group.items() if key != "params"}
+    clone[f"{_PACKED}.optimizer"] = optimizer
+    clone[f"{_PACKED}.scheduler"] = copy.deepcopy(job.scheduler.state_dict())
+    clone[f"{_PACKED}._rng"] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    return clone
+
+
+def _is_same(saved: Any, cloned: Any) -> bool:
+    if isinstance(cloned, torch.Tensor):
+        if not isinstance(saved, torch.Tensor) or (saved.dtype, saved.shape) != (cloned.dtype, cloned.shape):
+            return False
+        return saved.to_dense().resolve_conj().resolve_neg().numpy().tobytes() == (
+            cloned.detach().to_dense().resolve_conj().resolve_neg().numpy().tobytes()
+        )
+    if isinstance(cloned, dict):
+        return cloned.keys() <= saved.keys() and all(_is_same(saved[key], value) for key, value in cloned.items())
+    if isinstance(cloned, (list, tuple)):
+        return len(saved) == len(cloned) and all(map(_is_same, saved, cloned))
+    return bool(type(saved) is type(cloned) and saved == cloned)
+
+
+def _check(version: OpenVersion, clone: dict[str, Any]) -> None:
+    reader = version.reader(0)
+    checked = set[str]()
+    for key, entry in reader.layout.by_key.items():
+        if key in clone:
+            is_bytes = entry.kind != "tensor" or not isinstance(clone[key], torch.Tensor)
+            found = version.bytes(0, key) if is_bytes else version.tensor(0, key)
+            if isinstance(found, bytes):
+                found = torch.load(io.BytesIO(found), weights_only=False)
+            assert _is_same(found, clone[key]), key
+            checked.add(key)
+    whole = f"{_PACKED}.optimizer" in checked
+    lacking = {key for key in clone.keys() - checked if not (key.startswith("optimizer.") and whole)}
+    states = {key for key in lacking if key.startswith("optimizer.state.")}  # by another name of the same parameter
+    assert lacking - states <= {f"{_PACKED}.optimizer"}
+    assert len(states) < max(1, sum(key.startswith("optimizer.state.") for key in clone))
+
+
+class Campaign:
+    """Jobs in a folder, each with a few saves."""
+
+    def __init__(self, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._rng, self._patch = folder, random.Random(seed), monkeypatch
+        self._names = sorted(CHANGES.keys() - _LEFT_OUT)
+        self.saves = self.late = self.unchanged = 0
+        self.errors: list[str | None] = []
+
+    def play(self) -> None:
+        """One job."""
+        rng, job = self._rng, Job()
+        with self._patch.context() as patched, Flashpoint(self._folder, discard_existing=True) as fp:
+            if rng.random() < 0.5:  # the thread that copies gets no time before somebody waits for it
+                patched.setattr(Overlap, "_start", lambda *_: None)
+            values = fp._tracked._steady.values
+            if rng.random() < 0.7:
+                patched.setattr(fp._saves.overlap.trial, "begin", lambda: True)
+            patched.setattr(fp._tracked._steady, "values", lambda: self._counted(values()))
+            fp.track(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler).resume()
+            wild = rng.random() < 0.5
+            for _ in range(_SAVES):
+                self._change(job, fp, self._names if wild and rng.random() < 0.5 else ["step"])
+                clone = _clone(job)
+                failures = fp.health.failures
+                step = fp.step()
+                self.late += fp._saves.overlap._late is not None
+                for _ in range(rng.randint(0, 2)):
+                    with contextlib.suppress(Exception):
+                        CHANGES[rng.choice(_MAY_COME_DURING_A_COPY)](job)
+                fp.before_update()
+                assert fp.wait(60)
+                if fp.health.failures > failures:
+                    self.errors.append(fp.health.last_error)
+                    continue
+                self.saves += 1
+                with open_version(self._folder, step) as version:
+                    _check(version, clone)
+
+    def _counted(self, values: list[Any] | None) -> list[Any] | None:
+        self.unchanged += values is not None
+        return values
+
+    def _change(self, job: Job, fp: Flashpoint, names: list[str]) -> None:
+        fp.before_update()
+        with contextlib.suppress(Exception):  # of torch, where one change stands in the way of another
+            CHANGES[self._rng.choice(names)](job)
+
+
+def _play(base: Path, seed: int, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    campaign = Campaign(base, seed, monkeypatch)
+    while campaign.saves < saves:
+        campaign.play()
+    assert len(campaign.errors) < campaign.saves / 10, campaign.errors
+    assert campaign.late > campaign.saves / 4
+    assert campaign.unchanged > campaign.saves / 5
+
+
+@pytest.mark.slow
+def test_random_saves_are_clones_of_their_steps(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _play(base, 1, 60, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_thousand_random_saves_are_clones_of_their_steps(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _play(base, 2, 1000, monkeypatch)

@@ -2,77 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.staging import cuda, device_copy
+from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 from tests.facade.test_overlap import Job, _is_same, _loaded
-from tests.support.played_cuda import PlayedRuntime, play
-from tests.support.played_lane import PlayedLane, PlayedLanes
-
-
-class Device(PlayedLanes):
-    """Parameters, statistics and moments are on it, but not the optimizer's steps."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(seed=3, eagerness=0.2)
-        self.job = job
-        self.late: list[LateDeviceCopy] = []
-
-    def is_on(self, tensor: torch.Tensor) -> bool:
-        there = [t for t in self._all() if t.dim()]
-        return any(t.data_ptr() == tensor.data_ptr() for t in there)
-
-    def _all(self) -> Iterable[torch.Tensor]:
-        for model in (self.job.model, self.job.average):
-            yield from (*model.parameters(), *model.buffers())
-        for state in self.job.optimizer.state.values():
-            yield from state.values()
-
-    def indices(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        return [0 if self.is_on(tensor) else -1 for tensor in tensors]
+from tests.support.played_device import PlayedDevice, lock_arenas
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     made = Job()
-    device = Device(made)
-    made.device = device  # type: ignore[attr-defined]
-    play(monkeypatch, PlayedRuntime(), device=0)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # torch itself would go on to use it
-    monkeypatch.setattr(cuda, "in_use", lambda: True)
-    monkeypatch.setattr(cuda, "settle", lambda: None)
-    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "are_on_devices", lambda tensors: any(map(device.is_on, tensors)))
-    monkeypatch.setattr(device_copy, "_process_lanes", device)
-    # The optimizer of the host changes what it changes at once; a device's waits before that.
-    monkeypatch.setattr(
-        PlayedLane, "hold", lambda self: [self.sync(self.record(s)) for s in (self.pack, self.move)] and 0.0
-    )
-    begin = LateDeviceCopy.__init__
-
-    def noted(self: LateDeviceCopy, *args: object, **options: object) -> None:
-        begin(self, *args, **options)  # type: ignore[arg-type]
-        device.late.append(self)
-
-    monkeypatch.setattr(LateDeviceCopy, "__init__", noted)
+    made.device = PlayedDevice(monkeypatch, (made.model, made.average), (made.optimizer,))  # type: ignore[attr-defined]
     return made
 
 
 def locked(fp: Flashpoint) -> None:
-    """Leave time to lock all arenas."""
-    store = fp._engine.saver._objects.store
-    assert store is not None
-    for arena in (*store.arenas._free, *store.arenas._in_use):
-        arena.lock_in_background()
-        if arena._prefault is not None:
-            arena._prefault.join()
+    lock_arenas(fp._engine.saver._objects.store)
 
 
 def test_each_version_is_the_state_of_its_step(tmpfs: Path, job: Job) -> None:

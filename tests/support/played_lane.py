@@ -85,9 +85,10 @@ class PlayedLane:
                 self._do(stream, len(stream.work))
 
     def _do(self, stream: Stream, until: int) -> None:
-        while stream.done < until:
-            stream.done += 1
-            stream.work[stream.done - 1]()
+        with torch.no_grad():  # as the real one: parameters are copied as they are
+            while stream.done < until:
+                stream.done += 1
+                stream.work[stream.done - 1]()
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.nbytes == source.nbytes or target.dtype != source.dtype

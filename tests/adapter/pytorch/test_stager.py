@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -28,9 +27,7 @@ from tests.support.copied_bytes import CopiedBytes, nbytes_of
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.tensors import assert_same, blank
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(state_dict_saver, "AsyncSaveResponse"), reason="this torch knows no staging futures"
-)
+pytestmark = pytest.mark.skipif(not memory_stager.HAS_FUTURES, reason="this torch knows no staging futures")
 
 
 @pytest.fixture
@@ -206,7 +203,7 @@ def test_a_failed_staging_is_raised_by_the_write(door: Door) -> None:
 
 
 def test_older_releases_of_torch_get_a_state(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_stager, "_HAS_FUTURES", False)
+    monkeypatch.setattr(memory_stager, "HAS_FUTURES", False)
     expected = {"w": torch.ones(3)}
     door.save(expected, 1)
     state = {"w": torch.ones(3)}

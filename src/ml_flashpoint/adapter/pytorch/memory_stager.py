@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.format.errors import InvalidArgumentError
 
-_HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")  # since torch 2.9
+HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")
+"""Whether this torch takes futures of what is staged: since 2.9."""
 
 
 class MemoryStager:
@@ -42,7 +43,7 @@ class MemoryStager:
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Called by DCP, which takes either."""
-        return self._writer.stage_in_background(state_dict) if _HAS_FUTURES else self._writer.stage(state_dict)
+        return self._writer.stage_in_background(state_dict) if HAS_FUTURES else self._writer.stage(state_dict)
 
     def synchronize_staging(self) -> None:
         """Wait until nothing is copied any more."""

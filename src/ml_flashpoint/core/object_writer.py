@@ -34,7 +34,7 @@ from ml_flashpoint.format.object_format import (
     plan_layout,
     with_byte_items,
 )
-from ml_flashpoint.staging import cuda
+from ml_flashpoint.staging import copy_threads, cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
 from ml_flashpoint.staging.late_copy import SLICE as LATE_SLICE
 from ml_flashpoint.staging.late_copy import LateCopy
@@ -247,20 +247,20 @@ class ObjectWriter:
     ) -> Interior:
         """Copy; digesting goes on after this returns, and with ``follow`` begins close behind the copy."""
         interior, digester, begin = _digested(arena, plan.layout)
-        end = begin + digester.size
-        done = begin
+        start = plan.layout.data_start - begin
+        helps = copy_threads.several(plan.layout.tensors[-1].end - plan.layout.data_start) if views else False
 
-        def on_copied(nbytes: int) -> None:
-            nonlocal done
-            reached = min(plan.layout.data_start + nbytes, end)
-            if reached > done:
-                digester.advance(done - begin, reached - begin)
-                done = reached
+        def on_copied(first: int, last: int) -> None:
+            first, last = max(start + first, 0), min(start + last, digester.size)
+            if first < last:
+                digester.advance(first, last)
+                if helps:
+                    digester.help()
 
         try:
             copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces, plan.memo)
             if not follow:
-                digester.advance(0, end - begin)
+                digester.advance(0, digester.size)
         except BaseException:
             digester.abort()
             raise

@@ -162,6 +162,11 @@ class BlockDigester:
         for _ in range(jobs):
             self._submit()
 
+    def help(self) -> None:
+        """Digest a block that is final, if there is one that nobody digests yet: whoever has just filled it has it in
+        its core's cache."""
+        self._digest_next()
+
     def finish(self) -> tuple[str, ...]:
         """Mark all bytes that are not final yet as final and waits for the digests of all blocks, in order.
 

@@ -59,6 +59,19 @@ def exit_deadline_s() -> float:
     return _number("FLASHPOINT_EXIT_DEADLINE_S", 10.0)
 
 
+def copy_threads() -> int | None:
+    """Threads that copy at once, at most; None for as many as help."""
+    text = os.environ.get("FLASHPOINT_COPY_THREADS")
+    if text is None:
+        return None
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
+    if not value:
+        raise InvalidArgumentError(
+            "must be a whole number from 1 to 999", argument="FLASHPOINT_COPY_THREADS", value=text
+        )
+    return value
+
+
 def events_file() -> str:
     """File that events are appended to, with ``{rank}`` and ``{node}`` replaced; empty for none."""
     return os.environ.get("FLASHPOINT_EVENTS", "")

@@ -8,18 +8,19 @@ saver's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.staging import cuda
+from ml_flashpoint.staging import copy_threads, cuda
 from ml_flashpoint.staging.device_copy import copy_through_lanes
 from ml_flashpoint.staging.transfer_plan import Memo
 
-# The copy is cut into pieces of about this many bytes, so that digests can follow close behind.
-_PIECE = 32 << 20
+# The copy is cut into pieces of about this many bytes, for several threads, and for digests to follow close behind.
+_PIECE = 8 << 20
 _NO_KERNEL = frozenset(
     dtype
     for name in (
@@ -83,7 +84,7 @@ def cut(sizes: Iterable[int], nbytes: int = _PIECE) -> list[Piece]:
 def copy_all(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
-    on_copied: Callable[[int], None] | None = None,
+    on_copied: Callable[[int, int], None] | None = None,
     pieces: Sequence[Piece] | None = None,
     memo: Memo | None = None,
 ) -> None:
@@ -92,8 +93,8 @@ def copy_all(
     Returns when the bytes are there. Sources are read in the order of the current stream of their device.
 
     Args:
-        on_copied: called now and then with the number of leading bytes of all targets that are complete. On CUDA it
-            is called once, at the end, since copies complete asynchronously.
+        on_copied: called with which bytes are complete, from where to where, of all targets one behind the other. By
+            several threads, in any order. On CUDA it is called once, at the end, since copies complete asynchronously.
         pieces: what :func:`cut` made of the targets' sizes, if that is known already.
         memo: see `copy_through_lanes`.
     """
@@ -104,29 +105,50 @@ def copy_all(
     if cuda.are_on_devices(itertools.chain(sources, targets)):
         copy_through_lanes(targets, sources, _copy, memo)
         if on_copied is not None and pieces:
-            on_copied(pieces[-1].done)
+            on_copied(0, pieces[-1].done)
         return
+    nbytes = pieces[-1].done if pieces else 0
+    jobs = (partial(_copy_slice, each, on_copied) for each in slices(targets, sources, pieces))
+    if nbytes >= copy_threads.MIN_BYTES:
+        copy_threads.run(jobs, nbytes)
+    else:
+        for job in jobs:
+            job()
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What is copied by one call: bytes ``begin:end`` of all targets, one behind the other."""
+
+    targets: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+    begin: int
+    end: int
+
+
+def slices(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece], nbytes: int = _PIECE
+) -> Iterator[Slice]:
+    """The pieces that :func:`cut` made, one after the other, those of one large tensor in parts of ``nbytes``."""
+    begin = 0
     for piece in pieces:
-        if piece.stop - piece.start == 1:
-            _copy_one(targets[piece.start], sources[piece.start], piece.done, on_copied)
+        to, of = targets[piece.start : piece.stop], sources[piece.start : piece.stop]
+        if len(to) > 1 or to[0].nbytes <= nbytes or not (to[0].is_contiguous() and of[0].is_contiguous()):
+            yield Slice(to, of, begin, piece.done)
         else:
-            _copy(targets[piece.start : piece.stop], sources[piece.start : piece.stop])
-        if on_copied is not None:
-            on_copied(piece.done)
+            flat_to, flat_of = to[0].view(-1), of[0].detach().view(-1)
+            itemsize = flat_to.element_size()
+            step = max(1, nbytes // itemsize)
+            for at in range(0, flat_to.numel(), step):
+                end = min(at + step, flat_to.numel())
+                yield Slice([flat_to[at:end]], [flat_of[at:end]], begin + at * itemsize, begin + end * itemsize)
+        begin = piece.done
 
 
-def _copy_one(target: torch.Tensor, source: torch.Tensor, done: int, on_copied: Callable[[int], None] | None) -> None:
-    """One tensor; a large one bit by bit, so that whoever follows has something to do before it is complete."""
-    nbytes = target.nbytes
-    if on_copied is None or nbytes < 2 * _PIECE or not (target.is_contiguous() and source.is_contiguous()):
-        _copy([target], [source])
-        return
-    flat_target, flat_source = target.view(-1), source.view(-1)
-    step = _PIECE // target.element_size()
-    for at in range(0, flat_target.numel(), step):
-        _copy([flat_target[at : at + step]], [flat_source[at : at + step]])
-        if at + step < flat_target.numel():  # the end is reported by the caller
-            on_copied(done - nbytes + (at + step) * target.element_size())
+def _copy_slice(part: Slice, on_copied: Callable[[int, int], None] | None) -> None:
+    _copy(part.targets, part.sources)
+    if on_copied is not None:
+        on_copied(part.begin, part.end)
 
 
 def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:

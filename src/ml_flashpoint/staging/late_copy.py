@@ -7,17 +7,15 @@ helps. What may be copied late, and when its sources change, is for the doors to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.staging.copy import Piece, copy_all
+from ml_flashpoint.staging.copy import Piece, Slice, copy_all, slices
 
 SLICE = 4 << 20
 """Bytes of a slice: a millisecond at most, and that is how long somebody who waits may wait for the last of them."""
-
-_Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class CopyUnderWay:
@@ -110,7 +108,7 @@ class LateCopy(CopyUnderWay):
         check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(check)
-        self._slices = _slices(targets, sources, pieces)
+        self._slices = slices(targets, sources, pieces, SLICE)
         self._copying: set[int] = set()  # threads
         self._given_out = self._ending = False
 
@@ -119,8 +117,8 @@ class LateCopy(CopyUnderWay):
         fails the copy: nobody knows how far the slice has come."""
         thread, through = threading.get_ident(), False
         try:
-            while (pair := self._next(thread)) is not None:
-                copy_all(*pair)
+            while (part := self._next(thread)) is not None:
+                copy_all(part.targets, part.sources)
             through = True
         except Exception as error:
             self._fail(error)
@@ -155,15 +153,15 @@ class LateCopy(CopyUnderWay):
             self._given_out = True
         self._end_if_last()
 
-    def _next(self, thread: int) -> _Pair | None:
+    def _next(self, thread: int) -> Slice | None:
         with self._changed:
             self._copying.discard(thread)
-            pair = None if self._given_out else next(self._slices, None)
-            if pair is None:
+            part = None if self._given_out else next(self._slices, None)
+            if part is None:
                 self._given_out = True
             else:
                 self._copying.add(thread)
-            return pair
+            return part
 
     def _end_if_last(self) -> None:
         with self._changed:
@@ -175,17 +173,3 @@ class LateCopy(CopyUnderWay):
         if self.error is None and check is not None:
             self._call(check)
         self._end()
-
-
-def _slices(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece]
-) -> Iterator[_Pair]:
-    for piece in pieces:
-        of, to = sources[piece.start : piece.stop], targets[piece.start : piece.stop]
-        if len(to) > 1 or to[0].nbytes <= SLICE or not (to[0].is_contiguous() and of[0].is_contiguous()):
-            yield to, of
-            continue
-        flat_to, flat_of = to[0].view(-1), of[0].detach().view(-1)
-        step = SLICE // to[0].element_size()
-        for at in range(0, flat_to.numel(), step):
-            yield [flat_to[at : at + step]], [flat_of[at : at + step]]

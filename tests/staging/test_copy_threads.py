@@ -1,0 +1,214 @@
+"""Copies by several threads: everything is copied once, failures and interrupts leave no thread at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.staging import copy_threads
+from ml_flashpoint.staging.copy import copy_all
+from ml_flashpoint.staging.copy_threads import Handout, Trials
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "4")
+    monkeypatch.setattr(copy_threads, "_trials", {})  # whatever was found on a machine that is busy
+
+
+def _meeting(parties: int) -> Callable[[], None]:
+    barrier = threading.Barrier(parties)
+    return lambda: void(barrier.wait(DEADLINE_S))
+
+
+def void(_: object) -> None:
+    pass
+
+
+def test_several_threads_work_at_once() -> None:
+    seen: set[int] = set()
+    meet = _meeting(2)
+
+    def job() -> None:
+        meet()
+        seen.add(threading.get_ident())
+
+    Handout(iter([job, job])).run(2)
+    assert len(seen) == 2
+
+
+def test_one_thread_does_it_all_if_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_threads, "run_on_pool", lambda job: False)
+    done: list[int] = []
+    Handout(iter([lambda n=n: done.append(n) for n in range(9)])).run(4)
+    assert done == list(range(9))
+
+
+def test_a_failure_elsewhere_is_raised_once_nobody_is_at_work() -> None:
+    """The caller's job is over first; the other thread still works when that fails, and is waited for."""
+    over = threading.Event()
+    meet = _meeting(2)
+    mine = threading.get_ident()
+
+    def job() -> None:
+        meet()
+        if threading.get_ident() == mine:
+            return
+        try:
+            raise OSError("from another thread")
+        finally:
+            over.set()
+
+    with pytest.raises(OSError, match="from another thread"):
+        Handout(iter([job, job])).run(2)
+    assert over.is_set()
+
+
+def test_an_interrupt_waits_for_the_others() -> None:
+    inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    mine = threading.get_ident()
+
+    def job() -> None:
+        if threading.get_ident() != mine:
+            inside.set()
+            may_end.wait(DEADLINE_S)
+            ended.set()
+            return
+        inside.wait(DEADLINE_S)
+        threading.Timer(0.05, may_end.set).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Handout(iter([job, job, lambda: pytest.fail("a job after an interrupt")])).run(2)
+    assert ended.is_set()
+
+
+def test_a_signal_while_others_are_waited_for_is_raised_when_they_are_done() -> None:
+    inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    mine = threading.get_ident()
+
+    def job() -> None:
+        if threading.get_ident() == mine:
+            inside.wait(DEADLINE_S)  # then there is no job left, and the caller waits
+            return
+        inside.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        may_end.wait(DEADLINE_S)
+        ended.set()
+
+    def raises(*_: object) -> None:
+        threading.Timer(0.05, may_end.set).start()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, raises)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Handout(iter([job, job])).run(2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.is_set()
+
+
+def test_jobs_that_cannot_be_made_are_a_failure() -> None:
+    def jobs() -> Iterator[Callable[[], None]]:
+        yield lambda: None
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        Handout(jobs()).run(3)
+
+
+def test_a_child_copies_too(four: None) -> None:
+    source = torch.arange(8 << 20)
+    target = torch.empty_like(source)
+    copy_all([target], [source])  # there are threads now, none of which the child has
+    child = os.fork()
+    if child == 0:
+        target.zero_()
+        copy_all([target], [source])
+        os._exit(0 if torch.equal(target, source) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, 9 << 20), st.sampled_from(("uint8", "bfloat16", "complex64"))), max_size=6))
+def test_all_is_copied_whatever_the_sizes(sizes: list[tuple[int, str]]) -> None:
+    before = os.environ.get("FLASHPOINT_COPY_THREADS")
+    os.environ["FLASHPOINT_COPY_THREADS"] = "4"
+    try:
+        sources = []
+        for seed, (size, dtype) in enumerate(sizes):
+            data = torch.arange(seed, seed + size + 9, dtype=torch.int64).to(torch.uint8)
+            itemsize = getattr(torch, dtype).itemsize
+            source = data[: size // itemsize * itemsize].view(getattr(torch, dtype))
+            sources.append(source if seed % 2 else source[: source.numel() // 2 * 2].view(2, -1).t())
+        targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+        copy_all(targets, sources)
+    finally:
+        os.environ.pop("FLASHPOINT_COPY_THREADS")
+        if before is not None:
+            os.environ["FLASHPOINT_COPY_THREADS"] = before
+    for target, source in zip(targets, sources, strict=True):
+        same = torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
+        assert same
+
+
+def test_a_copy_that_one_thread_cannot_make_fails_as_a_whole(four: None) -> None:
+    sources = [torch.ones(8 << 20) for _ in range(6)]
+    targets = [torch.empty_like(source) for source in sources]
+    targets[3] = torch.empty(7)
+    with pytest.raises(RuntimeError, match="size"):
+        copy_all(targets, sources)
+
+
+@given(st.integers(1, 64), st.dictionaries(st.sampled_from((1, 2, 4, 8, 16, 32, 64)), st.floats(0.1, 10)))
+def test_the_fewest_threads_that_are_as_fast_are_chosen(most: int, speeds: dict[int, float]) -> None:
+    trials = Trials(most)
+    tried = set()
+    for _ in range(100):
+        if trials.chosen is not None:
+            break
+        threads = trials.threads(1 << 30)
+        assert 1 <= threads <= most
+        tried.add(threads)
+        trials.took(threads, 1 << 30, 1 / speeds.get(threads, 1.0))
+    chosen = trials.chosen
+    assert chosen is not None
+    best = max((speeds.get(threads, 1.0) for threads in tried), default=1.0)
+    if most > 1:
+        assert speeds.get(chosen, 1.0) * 1.051 >= best
+        assert all(speeds.get(threads, 1.0) * 1.049 < best for threads in tried if threads < chosen)
+
+
+def test_small_copies_tell_nothing() -> None:
+    trials = Trials(4)
+    for _ in range(100):
+        trials.took(trials.threads(1 << 20), 1 << 20, 0.001)
+    assert trials.chosen is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "99999"])
+def test_a_limit_that_is_none_is_refused_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", value)
+    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
+        copy_threads.several(1 << 30)
+
+
+def test_where_torch_has_threads_of_its_own_it_copies_by_itself(four: None) -> None:
+    before = torch.get_num_threads()
+    assert copy_threads.several(1 << 30)
+    torch.set_num_threads(2)
+    try:
+        assert not copy_threads.several(1 << 30)
+    finally:
+        torch.set_num_threads(before)

@@ -121,6 +121,15 @@ def blank(state: Any) -> Any:
     return None if not isinstance(state, tuple) else tuple(blank(value) for value in state)
 
 
+def clones(state: Any) -> Any:
+    """The same state with copies of its tensors."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: clones(value) for key, value in state.items()}
+    return [clones(value) for value in state] if isinstance(state, list) else state
+
+
 def _blank_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return torch.full_like(tensor.detach(), 77)

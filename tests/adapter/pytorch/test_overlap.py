@@ -18,7 +18,7 @@ from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.copied_bytes import CopiedBytes, nbytes_of
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
-from tests.support.tensors import assert_same, blank
+from tests.support.tensors import assert_same, blank, clones
 
 
 @pytest.fixture
@@ -42,20 +42,12 @@ class Job:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "note": "n"}
 
 
-def _copy(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copy(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copy(value) for value in state]
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
-
-
 def _check_saves(door: Door, count: int, **options: Any) -> None:
     job = Job()
     door.writer.watch(job.optimizer)
     for step in range(1, count + 1):
         job.step()
-        expected = _copy(job.state())
+        expected = clones(job.state())
         future = door.async_save(job.state(), step, **options)
         job.step()
         future.result(RESULT_TIMEOUT_S)
@@ -119,7 +111,7 @@ def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
         door.writer.before_update()
     with pytest.raises(CheckpointException, match=r"'model\.0\.bias' was changed while it was copied"):
         future.result(RESULT_TIMEOUT_S)
-    expected = _copy(job.state())
+    expected = clones(job.state())
     future = door.async_save(job.state(), 3, **checkpointer(mode))
     with torch.no_grad():
         job.first.bias.add_(1)
@@ -132,7 +124,7 @@ def test_a_change_that_was_announced_is_none_of_the_version(door: Door, nobody_c
     job.step()
     door.save(job.state(), 1)
     door.writer.watch(job.optimizer)
-    expected = _copy(job.state())
+    expected = clones(job.state())
     future = door.async_save(job.state(), 2)
     door.writer.before_update()
     with torch.no_grad():
@@ -141,7 +133,7 @@ def test_a_change_that_was_announced_is_none_of_the_version(door: Door, nobody_c
     assert_same(door.load(blank(expected), 2), expected)
 
 
-def test_a_save_that_follows_at_once_waits_for_the_copy(door: Door, nobody_copies: None) -> None:
+def test_a_save_that_follows_at_once_waits_for_theclones(door: Door, nobody_copies: None) -> None:
     weight = torch.nn.Parameter(torch.ones(1000))
     door.writer.watch(torch.optim.SGD([weight], lr=1.0))
     door.save({"w": weight}, 1)
@@ -156,7 +148,7 @@ def test_closing_ends_the_copy_and_takes_the_hooks_away(make_door: Callable[...,
     job.step()
     door.save(job.state(), 1)
     door.writer.watch(job.optimizer)
-    expected = _copy(job.state())
+    expected = clones(job.state())
     future = door.async_save(job.state(), 2)
     door.close()
     future.result(RESULT_TIMEOUT_S)

@@ -12,7 +12,7 @@ from torch import nn
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.played_device import PlayedDevice, lock_arenas
-from tests.support.tensors import assert_same, blank
+from tests.support.tensors import assert_same, blank, clones
 
 
 class Job:
@@ -29,14 +29,6 @@ class Job:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def _copy(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copy(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copy(value) for value in state]
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
-
-
 @pytest.mark.parametrize(
     "waits",
     ["step", pytest.param("future", marks=pytest.mark.skipif(not HAS_FUTURES, reason="this torch knows none"))],
@@ -51,7 +43,7 @@ def test_each_version_is_the_state_at_the_call(door: Door, monkeypatch: pytest.M
         options["async_stager"] = MemoryStager(door.writer)
     for step in range(1, 16):
         job.step()
-        expected = _copy(job.state())
+        expected = clones(job.state())
         saving: Any = dcp.async_save(
             job.state(), checkpoint_id=door.version(step), storage_writer=door.writer, **options
         )

@@ -25,7 +25,7 @@ from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.copied_bytes import CopiedBytes, nbytes_of
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
-from tests.support.tensors import assert_same, blank
+from tests.support.tensors import assert_same, blank, clones
 
 pytestmark = pytest.mark.skipif(not memory_stager.HAS_FUTURES, reason="this torch knows no staging futures")
 
@@ -54,14 +54,6 @@ class Job:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "note": "n"}
 
 
-def _copy(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copy(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copy(value) for value in state]
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
-
-
 def _async_save(door: Door, state: dict[str, Any], step: int, **options: Any) -> Any:
     return dcp.async_save(
         state,
@@ -76,7 +68,7 @@ def _check_saves(door: Door, count: int, **options: Any) -> None:
     job = Job()
     for step in range(1, count + 1):
         job.step()
-        expected = _copy(job.state())
+        expected = clones(job.state())
         response = _async_save(door, job.state(), step, **options)
         job.step(lambda: response.staging_completion.result(RESULT_TIMEOUT_S))  # noqa: B023 (called here)
         response.upload_completion.result(RESULT_TIMEOUT_S)
@@ -119,7 +111,7 @@ def test_the_stager_can_be_waited_for(door: Door, nobody_copies: None, wait: str
     assert not stager.should_synchronize_after_execute
     job.step()
     door.save(job.state(), 1)
-    expected = _copy(job.state())
+    expected = clones(job.state())
     response = _async_save(door, job.state(), 2)
     getattr(stager, wait)()
     assert response.staging_completion.done()
@@ -139,7 +131,7 @@ def test_a_change_before_that_fails_the_save_and_no_later_one(door: Door, nobody
     response.staging_completion.result(RESULT_TIMEOUT_S)  # the state may change, whatever became of the copy
     with pytest.raises(CheckpointException, match=r"'model\.1\.bias' was changed while it was copied"):
         response.upload_completion.result(RESULT_TIMEOUT_S)
-    expected = _copy(job.state())
+    expected = clones(job.state())
     response = _async_save(door, job.state(), 3)
     assert response.staging_completion.done()
     job.step()
@@ -168,7 +160,7 @@ def test_where_an_optimizer_is_watched_everything_else_may_change_at_once(door: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     door.writer.watch(optimizer)
     door.save({"model": model.state_dict()}, 1)
-    expected = _copy({"model": model.state_dict()})
+    expected = clones({"model": model.state_dict()})
     response = _async_save(door, {"model": model.state_dict()}, 2)
     assert not response.staging_completion.done()
     model(torch.randn(16, 64)).square().mean().backward()

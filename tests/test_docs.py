@@ -57,14 +57,24 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert built >= {"index", *(page.stem for page in _DOCS.glob("*.md"))}
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", _DOCS / "site_hooks.py")
+def _of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, _DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    return _of_docs("site_hooks")
+
+
+def test_pictures_show_what_the_code_says() -> None:
+    pictures = _of_docs("site_pictures")
+    assert pictures.main(["--check"]) == 0, "python docs/site_pictures.py draws them"
+    assert {path.name for path in pictures.FOLDER.iterdir()} == set(pictures.PICTURES)
 
 
 @pytest.mark.parametrize(

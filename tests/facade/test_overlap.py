@@ -350,13 +350,13 @@ def test_sigterm_while_a_step_waits_waits_for_the_save(
 ) -> None:
     known, job = list[int](), Job()
     before = signal.signal(signal.SIGTERM, lambda *_: known.append(fp.health.saves))
-    slices = late_copy._slices
+    slices = late_copy.slices
 
     def terminated(*args: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)  # with the lock of the copy
         yield from slices(*args)
 
-    monkeypatch.setattr(late_copy, "_slices", terminated)
+    monkeypatch.setattr(late_copy, "slices", terminated)
     try:
         with Flashpoint(base) as fp:
             fp.track(**job.tracked).resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -42,8 +43,35 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_site_has_all_pages() -> None:
     nav = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     assert sorted(re.findall(r"- ([\w-]+\.md)", nav)) == sorted(
-        ["index.md", *(page.name for page in _DOCS.glob("*.md"))]
+        ["index.md", *(page.name for page in _DOCS.glob("*.md")), *_of_docs("site_reference").PAGES]
     )
+
+
+@pytest.mark.parametrize(
+    "package",
+    [f"ml_flashpoint{each}" for each in ("", ".adapter.lightning", ".local", ".events", ".ddict", ".ddict.native")],
+)
+def test_the_reference_has_all_public_names(package: str) -> None:
+    reference = _of_docs("site_reference")
+    module = reference.Module.of(package)
+    shown = {path for page in reference.PAGES for path, _, _ in reference.names_of(page)}
+    defined = {f"{package}.{name}" for name in module.public() if module.definition(name) is not None}
+    assert defined
+    assert defined <= shown
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    reference = _of_docs("site_reference")
+    page = reference.page_of("reference-strategies.md")
+    assert "## RingReplicationStrategy\n\n`ml_flashpoint.ranks.strategies.RingReplicationStrategy`" in page
+    assert "```python\nRingReplicationStrategy(copies: int = 1)\n```" in page
+    assert "**Raises**\n\n* `InvalidArgumentError`: `copies` is not an integer of at least 1." in page
+    assert page.count("### ") == len(set(re.findall("### .*", page)))
+    assert "PairwiseReplicationStrategy.held_by" not in page, "said of its base"
+    for name in reference.PAGES:
+        text = reference.page_of(name)
+        assert "``" not in text.replace("```", ""), "left over from reStructuredText"
+        assert not re.search(r":\w+:`", text)
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
@@ -57,11 +85,13 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert built >= {"index", *(page.stem for page in _DOCS.glob("*.md"))}
 
 
+@functools.cache
 def _of_docs(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, _DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

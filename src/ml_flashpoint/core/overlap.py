@@ -159,6 +159,7 @@ class Overlap:
         late_from: int,
         owners: Sequence[torch.Tensor],
         began: float,
+        versions: Sequence[int] | None = None,
         **how: Any,
     ) -> list[Any] | None:
         """Stage tensors; see the saver's ``stage``, which takes the other arguments. After the copy before is over.
@@ -168,10 +169,11 @@ class Overlap:
             owners: for each of the latter, what counts its in-place operations: the tensor itself, or the `DTensor`
                 that it is the local part of, whose own counter stays as it is.
             began: when the save began, by the performance counter.
+            versions: what the owners count, if they were asked already.
         """
         late, copies_of_late = tensors[late_from:], list[torch.Tensor]()
         if self._allows(late, began):
-            how |= {"late_from": late_from, "check": self.proof(late, owners, copies_of_late)}
+            how |= {"late_from": late_from, "check": self.proof(late, owners, copies_of_late, versions)}
         copies = saver.stage(save, tensors, **how)
         if copies is not None:
             copies_of_late += copies[late_from:]
@@ -264,11 +266,15 @@ class Overlap:
             self.trial.took(tried[0], time.perf_counter() - tried[1])
 
     def proof(
-        self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+        self,
+        tensors: Sequence[TensorItem],
+        owners: Sequence[torch.Tensor],
+        copies: Sequence[torch.Tensor],
+        versions: Sequence[int] | None = None,
     ) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
         Copies need not be there yet, and those from devices may come after it was asked."""
-        versions = list(map(_version, owners))
+        before = list(map(_version, owners) if versions is None else versions)
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
@@ -286,8 +292,8 @@ class Overlap:
         def check() -> None:
             now = list(map(_version, owners))
             changed = None
-            if now != versions:
-                changed = next(i for i, version in enumerate(versions) if now[i] != version)
+            if now != before:
+                changed = next(i for i, version in enumerate(before) if now[i] != version)
             if changed is None:
                 changed = next((i for i, content in contents.items() if not is_as_before(i, content)), None)
             if changed is None:

@@ -36,19 +36,21 @@ class Leaves:
 
     Attributes:
         values: tensors and everything else.
+        versions: of the values that are tensors, where these were asked for theirs already.
         shape: how they are nested, with the keys. Equal for two states exactly if their values are in the same places.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.values: list[Any] = []
+        self.versions: Sequence[int | None] | None = None
         self.shape: list[Any] = []
         self._go_into(state)
 
     @classmethod
-    def known(cls, values: list[Any]) -> Leaves:
-        """Those of a state that is nested like the one before."""
+    def known(cls, values: list[Any], versions: Sequence[int | None]) -> Leaves:
+        """Those of a state that is nested like the one before, with the version counters of the first of them."""
         leaves = cls({})
-        leaves.values = values
+        leaves.values, leaves.versions = values, versions
         return leaves
 
     def _go_into(self, value: Mapping[str, Any] | list[Any]) -> None:
@@ -213,6 +215,7 @@ class Captured:
         tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of.
         late_from: number of the first of them that its owner updates, so that it may be copied later than the others.
         owners: for each of the latter, the value of the state that it is of, whose version counter counts.
+        versions: of the owners, if they were asked already.
         kind: the same object for two states whose tensors have the same keys, dtypes and shapes in the same order.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
@@ -221,6 +224,7 @@ class Captured:
     tensors: Sequence[TensorItem] = ()
     late_from: int = 0
     owners: Sequence[torch.Tensor] = ()
+    versions: Sequence[int] | None = None
     kind: object = None
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -250,6 +254,7 @@ class Share:
         self._taken: list[tuple[str, int, _Source | None]] = []
         self._names: list[str] = []
         self._plain: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None  # takes all, if all are values themselves
+        self._late: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
         self._late_from = 0
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
@@ -278,6 +283,7 @@ class Share:
         if self._plain is not None:
             found = self._plain(values)
             captured.tensors, captured.owners = NamedTensors(self._names, found), found[self._late_from :]
+            captured.versions = None if leaves.versions is None else self._late(leaves.versions)
         else:
             self._take_each(values, captured)
         for number in self._others:
@@ -331,7 +337,9 @@ class Share:
         self._taken = [(self.keys[number], *_way_to(self._sources[number], values)) for number in taken]
         self._names = [key for key, _, _ in self._taken]
         direct = all(source is None for _, _, source in self._taken)
-        self._plain = elements([index for _, index, _ in self._taken]) if direct else None
+        indices = [index for _, index, _ in self._taken]
+        self._plain = elements(indices) if direct else None
+        self._late = elements(indices[self._late_from :])
         place = {number: index for index, number in enumerate(taken)}
         self._of = {number: place[first] for number, first in first_of.items()}
         self._sorted = True

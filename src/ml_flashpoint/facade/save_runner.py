@@ -208,7 +208,7 @@ class SaveRunner:
         """What is saved now. Afterwards there is a share of it if its structure is the one from before."""
         values = self._tracked.values_as_before()
         if values is not None:
-            return Leaves.known(values)
+            return Leaves.known(values, self._tracked.versions)
         state = self._tracked.to_save()
         leaves = self._exchange.look_at(state)
         changed, share = self._tracked.keep(state, leaves.values), self._exchange.share
@@ -241,6 +241,7 @@ class SaveRunner:
             captured.late_from,
             captured.owners,
             under_way.began,
+            captured.versions,
             kind=captured.kind,
             base=under_way.version.parent,
             byte_keys=[*share.byte_keys, METADATA_KEY],

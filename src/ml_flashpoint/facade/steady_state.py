@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ml_flashpoint.core.picking import elements
 from ml_flashpoint.facade.local_plan import Leaves, Structure
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState, group_state
-from ml_flashpoint.facade.tensor_guard import tensor_guard
+from ml_flashpoint.facade.tensor_guard import Guard, tensor_guard
 from ml_flashpoint.staging.copy import view_identity
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
@@ -36,12 +36,21 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _TRAINED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128})
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
+_CHUNK = 256
+
+_T = TypeVar("_T")
+_Taker = Callable[[Sequence[Any]], tuple[Any, ...]]
+_version = attrgetter("_version")
 _attributes, _values = attrgetter("__dict__"), methodcaller("values")
 _tables, _hooks = itemgetter(*_TABLES), itemgetter(*_HOOKS)
 
 
 class _OtherwiseError(Exception):
     """Something is not as it was, or nobody can tell."""
+
+
+_UNCLEAR = (_OtherwiseError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
+"""What may come of looking at objects of which a program has made something else."""
 
 
 class SteadyState:
@@ -51,15 +60,17 @@ class SteadyState:
         modules, optimizers: what is tracked, by name; may grow until the first :meth:`learn`.
 
     Attributes:
+        versions: of each of the latest :meth:`values` that is a tensor, its version counter; None for others.
         changed: whether the latest :meth:`values` has found something else than what was known, or could not tell.
     """
 
     def __init__(self, modules: Mapping[str, ModuleState], optimizers: Mapping[str, OptimizerState]) -> None:
         self._modules, self._optimizers = modules, optimizers
         self._known: list[_KnownModule | _KnownOptimizer] | None = None
-        self._unique: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
-        self._is_alike: Callable[[Sequence[torch.Tensor]], bool] = lambda tensors: False
+        self._guards: list[tuple[_Taker, Guard]] = []
+        self._spread: _Taker = tuple
         self._walks = 0
+        self.versions: Sequence[int | None] = ()
         self.changed = False
 
     def values(self) -> list[Any] | None:
@@ -70,13 +81,22 @@ class SteadyState:
             return None
         try:
             values = list(chain.from_iterable([each.values() for each in self._known]))
-            if self._is_alike(self._unique(values)):
-                self._walks = 0
-                return values
-        except (_OtherwiseError, AttributeError, KeyError, TypeError, ValueError):
-            pass  # whatever a program has made of its objects: it is for the walk to say what is wrong with them
-        self._known, self.changed = None, True
-        return None
+            self.versions = self._versions_of(values)
+        except _UNCLEAR:  # whatever a program has made of its objects: the walk says what is wrong with them
+            self._known, self.changed = None, True
+            return None
+        self._walks = 0
+        return values
+
+    def _versions_of(self, values: Sequence[Any]) -> Sequence[int | None]:
+        versions: list[int | None] = []
+        for take, is_alike in self._guards:
+            tensors = take(values)
+            if not is_alike(tensors):
+                raise _OtherwiseError
+            versions += map(_version, tensors)
+        versions.append(None)
+        return self._spread(versions)
 
     def learn(self, state: Mapping[str, Any], walked: Sequence[Any]) -> None:
         """Keep what a walk has found.
@@ -98,12 +118,57 @@ class SteadyState:
             values = list(chain.from_iterable([each.values() for each in known]))
             if len(values) != len(walked) or not all(map(_is_same, values, walked)):
                 return
-            first = {id(value): index for index, value in reversed([*enumerate(values)]) if type(value) in _PLAIN}
-            self._unique = elements(sorted(first.values()))
-            self._is_alike = tensor_guard(self._unique(values))
-        except (_OtherwiseError, AttributeError, KeyError, TypeError, ValueError):
+            self._guard(values)
+        except _UNCLEAR:
             return
         self._known = known
+
+    def _guard(self, values: Sequence[Any]) -> None:
+        """Keep what there is to know of the tensors among these, each of which counts once."""
+        first = {id(value): index for index, value in reversed([*enumerate(values)]) if type(value) in _PLAIN}
+        unique = sorted(first.values())
+        takers = [elements(some) for some in _chunks(unique)]
+        self._guards = [(take, tensor_guard(take(values))) for take in takers]
+        place = {index: number for number, index in enumerate(unique)}
+        of = [place[first[id(value)]] if type(value) in _PLAIN else len(unique) for value in values]
+        self._spread = elements(of)
+        self._versions_of(values)
+
+
+class _Tables:
+    """What a few modules have in their tables, and that nothing else has a say in their state dicts."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        attributes = list(map(_attributes, modules))
+        self._kinds = list(map(type, modules))
+        self.parameters, self.buffers, children, transient = zip(*map(_tables, attributes), strict=True)
+        self._transient = [set(each) for each in transient]
+        self._keys, self._lengths = _keys_of((*self.parameters, *self.buffers, *children))
+        self._fixed = _values_of((*self.parameters, *children))
+        self._absent = list(map(is_, _values_of(self.buffers), repeat(None)))
+        self._count = sum(map(len, self.parameters))
+
+    def values(self) -> list[Any]:
+        """All parameters, then all buffers.
+
+        Raises:
+            _OtherwiseError: something is not what it was, but for buffers.
+        """
+        if list(map(type, self._modules)) != self._kinds:
+            raise _OtherwiseError
+        attributes = list(map(_attributes, self._modules))
+        if any(any(map(contains, attributes, repeat(name))) for name in _OWN):
+            raise _OtherwiseError
+        if any(map(len, chain.from_iterable(map(_hooks, attributes)))):
+            raise _OtherwiseError
+        parameters, buffers, children, transient = zip(*map(_tables, attributes), strict=True)
+        keys, lengths = _keys_of((*parameters, *buffers, *children))
+        fixed, now = _values_of((*parameters, *children)), _values_of(buffers)
+        same = lengths == self._lengths and keys == self._keys and list(transient) == self._transient
+        if not same or not all(map(is_, fixed, self._fixed)) or list(map(is_, now, repeat(None))) != self._absent:
+            raise _OtherwiseError
+        return [*fixed[: self._count], *now]
 
 
 class _KnownModule:
@@ -118,23 +183,17 @@ class _KnownModule:
         if root is None:
             raise _OtherwiseError
         self._state, self._root = state, root
-        self._modules = list(root.modules())
-        attributes = list(map(_attributes, self._modules))
-        self._kinds = list(map(type, self._modules))
-        parameters, buffers, children, transient = zip(*map(_tables, attributes), strict=True)
-        self._transient = [set(each) for each in transient]
-        self._keys, self._lengths = _keys_of((*parameters, *buffers, *children))
-        self._fixed = _values_of((*parameters, *children))
-        self._absent = list(map(is_, _values_of(buffers), repeat(None)))
-        self._parameters = sum(map(len, parameters))
-        places = self._places(parameters, buffers)
+        modules = list(root.modules())
+        self._kinds = set(map(type, modules))
+        self._parts = [_Tables(some) for some in _chunks(modules)]
+        places = self._places()
         self._take = elements([places[key] for key in saved])
 
-    def _places(self, parameters: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Numbers of the tensors by the keys of the state dict, all parameters first, then all buffers."""
+    def _places(self) -> dict[str, int]:
+        """Numbers of the values of all parts by the keys of the state dict."""
         starts: dict[int, int] = {}
         count = 0
-        for table in (*parameters, *buffers):
+        for table in chain.from_iterable((*part.parameters, *part.buffers) for part in self._parts):
             starts[id(table)] = count
             count += len(table)
         places: dict[str, int] = {}
@@ -160,21 +219,10 @@ class _KnownModule:
         Raises:
             _OtherwiseError: its state dict may have others.
         """
-        if self._state.own is not self._root or list(map(type, self._modules)) != self._kinds:
+        if self._state.own is not self._root:
             raise _OtherwiseError
-        attributes = list(map(_attributes, self._modules))
-        _check_classes(set(self._kinds))
-        if any(any(map(contains, attributes, repeat(name))) for name in _OWN):
-            raise _OtherwiseError
-        if any(map(len, chain.from_iterable(map(_hooks, attributes)))):
-            raise _OtherwiseError
-        parameters, buffers, children, transient = zip(*map(_tables, attributes), strict=True)
-        keys, lengths = _keys_of((*parameters, *buffers, *children))
-        fixed, now = _values_of((*parameters, *children)), _values_of(buffers)
-        same = lengths == self._lengths and keys == self._keys and list(transient) == self._transient
-        if not same or not all(map(is_, fixed, self._fixed)) or list(map(is_, now, repeat(None))) != self._absent:
-            raise _OtherwiseError
-        return self._take([*fixed[: self._parameters], *now])
+        _check_classes(self._kinds)
+        return self._take(list(chain.from_iterable([part.values() for part in self._parts])))
 
 
 class _KnownOptimizer:
@@ -226,6 +274,11 @@ class _KnownOptimizer:
         if not self._groups.is_of(leaves):
             raise _OtherwiseError
         return values + leaves.values
+
+
+def _chunks(items: Sequence[_T]) -> list[Sequence[_T]]:
+    """As many at a time as stay in the processor's cache from one pass to the next."""
+    return [items[at : at + _CHUNK] for at in range(0, len(items), _CHUNK)]
 
 
 def _check_classes(kinds: Iterable[type]) -> None:

@@ -219,6 +219,11 @@ class TrackedState:
         values = self._steady.values()
         return values and values + list(self._pack_others().values())
 
+    @property
+    def versions(self) -> Sequence[int | None]:
+        """Version counters of the tensors among the latest :meth:`values_as_before`, by their places there."""
+        return self._steady.versions
+
     def keep(self, state: Mapping[str, Any], values: Sequence[Any]) -> bool:
         """Keep what :meth:`to_save` gave, for :meth:`values_as_before`.
 

@@ -9,6 +9,7 @@ import pytest
 
 from ml_flashpoint.ddict.checkpoints.commits import AllManagers
 from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
     DDictManagerLostError,
     DDictTimeoutError,
     StaleEpochError,
@@ -175,6 +176,49 @@ def test_a_manager_that_stays_away_is_named_by_who_waits_for_commits(make: Make)
     with pytest.raises(DDictTimeoutError, match=r"manager 1 is not there.*restore") as told:
         play.coordinator.await_commit("a", 0, 0, SHORT_S)
     assert told.value.manager == 1
+
+
+def test_managers_that_did_not_hear_what_is_committed_are_told_again(make: Make) -> None:
+    play = make()
+    refused = threading.Event()
+
+    def refuse_once(manager: int, fields: dict[str, Any]) -> FlashpointError | None:
+        if manager == 0 or refused.is_set():
+            return None
+        refused.set()
+        return DDictManagerLostError("away", manager=manager)
+
+    play.managers.refusals["settle"] = refuse_once
+    play.join("a")
+    play.move("a", 2)
+    assert play.newest() == 1
+
+    play.managers.await_asked("settle", 4)  # both of them, twice
+
+    assert {(fields["oldest"], fields["committed"]) for fields in play.managers.of("settle")} == {(0, 1)}
+
+
+def test_what_one_manager_may_have_forgotten_cannot_be_gone_back_to(make: Make) -> None:
+    play = make()
+    for handle, position in (("a", 9), ("b", 4)):
+        play.attach(handle)
+        play.join(handle, position)
+    assert play.newest() == 3
+    play.managers.await_asked("settle", 2)
+    play.managers.refusals["settle"] = lambda manager, fields: (
+        DDictManagerLostError("away", manager=1) if manager == 1 else None
+    )
+    play.move("b", 6)
+    assert play.newest() == 5
+    play.managers.await_asked("settle", 4)
+    assert play.managers.of("settle")[-1]["keep"] == [5]
+    for handle in ("a", "b"):
+        play.kill(handle)
+    assert play.newest() == 5, "all go on from there, and nobody is at 9 any more"
+
+    play.epochs["c"] = play.coordinator.epoch
+    with pytest.raises(DDictCheckpointRetiredError):
+        play.rollback("c", 3)
 
 
 def test_waiting_for_the_newest_ends_when_a_rollback_means_that_it_will_not_come(make: Make) -> None:

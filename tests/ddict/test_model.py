@@ -272,7 +272,9 @@ class DictionaryModel(RuleBasedStateMachine):
         assert self.dictionary is not None
         assert self.dictionary._coordinator is not None
         expected = self.model.target()
-        assert self.dictionary._coordinator.coordinator.newest(None, DEADLINE_S)["committed"] == expected
+        coordinator = self.dictionary._coordinator.coordinator
+        assert coordinator.newest(None, DEADLINE_S)["committed"] == expected
+        await_that(lambda: coordinator._settled == coordinator._to_settle())
         self.model.commit(expected)
 
     # ---- persistence --------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ _FIRST_READ: Final = 64 << 10
 _JOIN_BELOW: Final = 64 << 10
 _READ_AT_ONCE: Final = 4 << 20
 _IOVECS: Final = 512
+_SEND_NOW: Final = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)  # as a plain number: joining flags takes time
 _LONGEST_SLICE_S: Final = 1.0
 _IDLE_SLICE_S: Final = 30.0
 NO_ANSWER: Final = frozenset(
@@ -320,7 +321,7 @@ class Channel:
         if sum(map(len, parts)) <= _JOIN_BELOW:
             data = b"".join(parts)
             try:  # nearly always there is room for it, and nothing to wait for
-                sent = self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                sent = self._sock.send(data, _SEND_NOW)
             except BlockingIOError:
                 sent = 0
             except OSError as error:

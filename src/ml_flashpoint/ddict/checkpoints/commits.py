@@ -141,7 +141,8 @@ class Committer:
         self._sealed: dict[int, list[str]] = {}  # checkpoints, and the snapshot that each manager has of them
         self._restored: tuple[int, Any] | None = None  # is as good as committed, although there are no copies yet
         self._orphaned: DDictWritesLostError | None = None
-        self._oldest_told = 0
+        self._oldest_told = 0  # some managers at least
+        self._settled = (0, -1)  # what all of them have heard last: the oldest, and the committed one
         self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
         self._told = ""
         self._busy = self._called_off = self._closing = False
@@ -259,7 +260,10 @@ class Committer:
             due = self._rules.next_due(max(self._committed, -1 if self._restored is None else self._restored[0] - 1))
             self._committing = target if due is None else min(target, due)
             return self._commit
-        return self._settle if self._oldest() != self._oldest_told else None
+        return self._settle if self._to_settle() != self._settled else None
+
+    def _to_settle(self) -> tuple[int, int]:
+        return self._oldest(), self._committed if self._rules.snapshots else -1
 
     def _discard(self) -> None:
         """Drop what handles had open whose processes were killed; and whatever of that is still on its way."""
@@ -301,15 +305,16 @@ class Committer:
     def _settle(self) -> None:
         """Let managers forget what is not needed any more."""
         with self._changed:
-            oldest, epoch = self._oldest(), self.epoch
-            keep = self._keep()
-            fields = {"e": epoch, "oldest": oldest, "keep": keep, "pinned": list(self._persisting.waiting)}
-            fields["committed"] = self._committed if self._rules.snapshots else -1
+            told, epoch, keep = self._to_settle(), self.epoch, self._keep()
+            fields = {"e": epoch, "oldest": told[0], "keep": keep, "committed": told[1]}
+            fields["pinned"] = list(self._persisting.waiting)
+            # Before they are asked: nobody may go back to what one of them may have forgotten.
+            self._oldest_told = told[0]
+            self._retain(lambda each: each in keep or each > self._committed)
         self._managers.ask("settle", fields)
         with self._changed:
             if epoch == self.epoch:
-                self._retain(lambda each: each in keep or each > self._committed)
-                self._oldest_told = max(self._oldest_told, oldest)
+                self._settled = told
 
     def _retain(self, is_kept: Callable[[int], bool]) -> None:
         self._sealed = {each: its for each, its in self._sealed.items() if is_kept(each)}

@@ -205,7 +205,7 @@ class Manager:
         found = OPERATIONS.get(operation)
         if found is None:
             raise ProtocolError(f"there is no operation {operation!a}")
-        if operation not in AT_ONCE:
+        if not (self._ready.is_set() and self._lost is None) and operation not in AT_ONCE:
             self.wait_until_ready(deadline_of(fields))
         return found(self, session, fields, blobs)
 
@@ -361,7 +361,7 @@ class Manager:
                         causes = self._failures.get(base, "")
                         raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
                     self._load(wanted)
-                    self.shard.committed, self.shard.kept = base, frozenset(keep)
+                    self.shard.committed, self.shard.kept = base, frozenset(wanted)
                 else:
                     self.shard.drop_above(base)
                 self.epoch = epoch
@@ -421,7 +421,7 @@ class Manager:
         """Let go of what no one needs any more."""
         with self.changed:
             self.shard.retire(oldest)
-            self.shard.committed, self.shard.kept = committed, frozenset(keep)
+            self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
             if self.waiting:
                 self.changed.notify_all()
         self._kept.retain(lambda each: each in keep or each in pinned or each > committed)

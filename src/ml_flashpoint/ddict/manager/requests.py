@@ -210,12 +210,11 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 
     With ``wait``, and a dictionary that waits for keys, it waits for the key to be written at this checkpoint.
     """
-    deadline = deadline_of(fields)
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
         manager.check_epoch(fields.get("e"))
         if manager.rules.wait_for_keys and fields.get("wait"):
-            _wait_for_key(manager, session, key, checkpoint_id, deadline)
+            _wait_for_key(manager, session, key, checkpoint_id, deadline_of(fields))
         entry = manager.shard.find(key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)

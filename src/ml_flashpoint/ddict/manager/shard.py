@@ -176,7 +176,10 @@ class Shard:
             DDictCheckpointRetiredError: the checkpoint has left the working set.
         """
         self.check_readable(entry.checkpoint_id)
-        entry = dataclasses.replace(entry, sequence=next(self._sequence))
+        entry = Entry(  # twice as fast as `replace`
+            *(entry.key, entry.checkpoint_id, entry.writer, entry.value, entry.persistent, entry.broadcast),
+            next(self._sequence),
+        )
         history = self._history.setdefault(entry.key, [])
         place = bisect_right(history, entry.checkpoint_id, key=_id_of)
         history.insert(place, entry)

@@ -70,8 +70,8 @@ def write_for_ever(dictionary: DDict, name: str, pipe: Connection) -> None:
         for number in range(4):
             dictionary[name, number] = checkpoint_id
         dictionary[name, "big"] = big + checkpoint_id
-        pipe.send(checkpoint_id)
         dictionary.checkpoint()
+        pipe.send(checkpoint_id)
 
 
 def create_and_wait(pipe: Connection) -> None:

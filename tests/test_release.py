@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,24 @@ def test_help_takes_no_more_than_its_text() -> None:
     ours |= {f"ml_flashpoint.cli.{name}" for name in ("main", "app", "looking", "moving", "planning")}
     assert {name for name in found if name.startswith("ml_flashpoint")} == ours
     assert not {name.partition(".")[0] for name in found} & _HEAVY
+
+
+def _least_cpu_s(argv: Sequence[object], enough_s: float) -> float:
+    """Seconds of a core that a program takes, whatever else runs: the least of some tries, until one is enough."""
+    least = float("inf")
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _run(*argv, env={"PYTHONPATH": str(_SOURCE.parent)})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        least = min(least, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if least <= enough_s:
+            break
+    return least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "most_s"), [(("-c", "import ml_flashpoint"), 0.1), (("-m", "ml_flashpoint.cli.main", "--help"), 0.3)]
+)
+def test_nobody_waits_for_an_import_or_for_help(argv: tuple[str, ...], most_s: float) -> None:
+    assert _least_cpu_s((sys.executable, *argv), most_s) <= most_s

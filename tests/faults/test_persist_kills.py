@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.adapter.pytorch.export import export_version
 from ml_flashpoint.core.persisted_loader import PersistedLoader
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.persist.directory_store import DirectoryStore
@@ -29,6 +32,16 @@ def verify(store: Path) -> int:
             content = (store / version.folder / receipt.files[0]).read_bytes()
             verify_blocks(content[: record.size], record.digests, record.block_size)
     return found[0].step if found else 0
+
+
+def check_that_torch_reads_it(store: Path, exported: Path, step: int) -> None:
+    """The newest persisted version, in a process that has nothing of this package: torch alone."""
+    assert export_version(store, exported, format="torch").step == step
+    script = "import sys, torch; found = torch.load(sys.argv[1], weights_only=True); "
+    script += "print(len(found), *[each for each in sys.modules if each.startswith('ml_flashpoint')])"
+    argv = [sys.executable, "-I", "-c", script, str(exported)]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=200)
+    assert int(done.stdout) > 0, "and no module of ours"
 
 
 def kill_at_random(tmpfs: Path, times: int) -> None:
@@ -51,6 +64,7 @@ def kill_at_random(tmpfs: Path, times: int) -> None:
     assert verify(store) == until
     leftovers = [each for each in list_persisted(DirectoryStore(store))[1] if not each.marked]
     assert leftovers == [], "what the killed ones left is removed"
+    check_that_torch_reads_it(store, tmpfs / "exported.pt", until)
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from ml_flashpoint import Engine
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
+from ml_flashpoint.persist.directory_store import DirectoryStore
 from tests.support.faulty_files import faulty_files
 from tests.support.forked import wait_until
 from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
@@ -97,6 +99,29 @@ def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> Non
         assert newest(engine) == (4, "persisted", 4)
         save(engine, 5)
         assert newest(engine) == (5, "memory", 5)
+
+
+def test_no_more_is_read_than_is_wanted(base: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BLOCK_BYTES_VARIABLE, "4096")
+    saved = {"wanted": torch.rand(10_000), "other": torch.rand(1_000_000)}
+    with Engine.open(base, persist=str(store)) as engine:
+        dcp.save(saved, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    shutil.rmtree(base)
+    read: list[int] = []
+    real = DirectoryStore.read_into
+
+    def counted(self: DirectoryStore, name: str, begin: int, into: memoryview) -> None:
+        read.append(len(into))
+        real(self, name, begin, into)
+
+    with monkeypatch.context() as patched, Engine.open(base, persist=str(store)) as engine:
+        patched.setattr(DirectoryStore, "read_into", counted)
+        latest = engine.latest()
+        assert latest is not None
+        into = {"wanted": torch.zeros(10_000)}
+        dcp.load(into, checkpoint_id=latest, storage_reader=engine.reader(latest))
+    assert torch.equal(into["wanted"], saved["wanted"])
+    assert sum(read) < 200_000, "of 4 MB"
 
 
 def test_a_step_that_is_saved_again_is_not_taken_for_the_persisted_one(base: Path, store: Path) -> None:

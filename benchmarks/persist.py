@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.loop import SETTLED, _Loop
+from benchmarks.loop import SETTLED, WIDTH, _Loop
 from benchmarks.timing import RUNS, Memcpy, Result
 from ml_flashpoint import Flashpoint
 
@@ -25,8 +25,8 @@ SHARE = 0.1
 class _Side:
     """A loop of its own model, with its saves."""
 
-    def __init__(self, folder: Path, scale: float, batch: int, rate: float | None) -> None:
-        self.loop = _Loop(batch, scale)
+    def __init__(self, folder: Path, loop: _Loop, rate: float | None) -> None:
+        self.loop = loop
         store = None if rate is None else str(folder / "store")
         self.fp = Flashpoint(
             folder / "job", strict=True, persist=store, persist_every=1, persist_keep=1, persist_bytes_per_s=rate
@@ -61,13 +61,14 @@ class _Side:
 
 def results(folder: Path, scale: float) -> Iterator[Result]:
     """Rows: seconds held by a save, and of a step with its save, without persisting and with it."""
+    width = max(16, int(WIDTH * scale**0.5))
     for name, batch in (("long steps", 512), ("short steps", 16)):
-        memcpy = Memcpy(_Loop(batch, scale).tensors())
+        memcpy = Memcpy(_Loop(batch, width).tensors())
         copy_s = statistics.median(memcpy.run() for _ in range(RUNS))
         rate = SHARE * memcpy.nbytes / copy_s
         sides = {
-            "ours: saves": _Side(folder / "without", scale, batch, None),
-            "ours: saves, persisting": _Side(folder / "with", scale, batch, rate),
+            "ours: saves": _Side(folder / "without", _Loop(batch, width), None),
+            "ours: saves, persisting": _Side(folder / "with", _Loop(batch, width), rate),
         }
         for _ in range(TURNS):
             for side in sides.values():

@@ -35,7 +35,12 @@ def _bases(tmpfs: Path) -> list[Path]:
 
 
 def _top(*args: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "top", *map(str, args)]
+    return _run("top", *args)
+
+
+def _run(*args: object) -> subprocess.CompletedProcess[str]:
+    """In another process: who asks who holds a lock is not told of its own, and lets go of it."""
+    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", *map(str, args)]
     return subprocess.run(argv, capture_output=True, text=True, env=child_environment(), timeout=60)
 
 
@@ -177,6 +182,7 @@ def test_a_job_is_found_by_its_name(tmpfs: Path) -> None:
         fp.track(**Job().tracked).resume()
         done = _top(name, "--count", 1, "--json")
         assert json.loads(done.stdout)["base"] == str(tmpfs / name)
+        assert _run("status", name, "--json").returncode == 0
         with Flashpoint(tmpfs / "other" / name):
             done = _top(name, "--count", 1)
             assert (done.returncode, "there are several of this name" in done.stderr) == (2, True)

@@ -67,7 +67,13 @@ def ls(
 
 
 @app.command(rich_help_panel=_PANEL)
-def status(base: Base, json: Json = False) -> None:
+def status(
+    base: Annotated[
+        str,
+        typer.Argument(metavar="BASE|JOB", help="A job's base container on this node, or the name of its last folder."),
+    ],
+    json: Json = False,
+) -> None:
     """Show how saving goes on the ranks of this node: newest steps committed, copied and verified; times, failures.
 
     What is **verified** all ranks have, with all copies: **since** is the training that would be lost now, in
@@ -91,7 +97,7 @@ def top(
     bases: Annotated[
         list[str],
         typer.Argument(
-            metavar="BASE|JOB...",
+            metavar="BASE|JOB",
             help="A job's base container on this node, or the name of its last folder; or several.",
         ),
     ],
@@ -168,7 +174,7 @@ def diff(one: Source, other: Source, prefix: Prefix = "", json: Json = False) ->
 
 @app.command(rich_help_panel=_PANEL)
 def report(
-    events: Annotated[list[str], typer.Argument(metavar="EVENTS...", help="Files that FLASHPOINT_EVENTS named.")],
+    events: Annotated[list[str], typer.Argument(metavar="EVENTS", help="Files that FLASHPOINT_EVENTS named.")],
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     json: Json = False,
 ) -> None:

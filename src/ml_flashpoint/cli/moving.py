@@ -42,7 +42,7 @@ def export(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE[@STEP]...",
+            metavar="SOURCE[@STEP]",
             help="A job's base container, or those of several nodes, or the URL of persisted versions; the newest one,"
             " or that STEP.",
         ),
@@ -106,7 +106,7 @@ def persist(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="BASE[@STEP]...",
+            metavar="BASE[@STEP]",
             help="A job's base container, or those of several nodes; the newest version, or that STEP.",
         ),
     ],

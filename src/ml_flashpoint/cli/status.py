@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
+from ml_flashpoint.cli.bases import base_of
 from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
 from ml_flashpoint.format.status import RankStatus, read_status
 
@@ -88,6 +89,7 @@ def read_losses(base: str) -> tuple[list[RankView], list[Loss]]:
 @output.command
 def show_status(base: str, *, as_json: bool = False) -> int | None:
     """Show it once; returns the exit code of the command."""
+    base = base_of(base)
     ranks, found = read_losses(base)
     if as_json:
         told = {"ranks": [rank.to_json() for rank in ranks], "losses": [loss.to_json() for loss in found]}

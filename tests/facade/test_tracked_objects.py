@@ -174,3 +174,24 @@ def test_values_of_all_sorts(base: Path) -> None:
     assert stored.value["c"] == value["c"]
     assert stored.value["d"].tolist() == [0, 1, 2]
     assert stored.value["e"].tolist() == [True, True]
+
+
+def test_a_job_without_a_module_or_an_optimizer_saves_again_and_again(base: Path) -> None:
+    class Counter:
+        value = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    counter = Counter()
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(counter=counter).resume()
+        for counter.value in (1, 2, 3):
+            fp.step()
+            assert fp.wait()
+    again = Counter()
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(counter=again).resume() == again.value == 3

@@ -217,7 +217,7 @@ class TrackedState:
             SaveError: see :meth:`to_save`.
         """
         values = self._steady.values()
-        return values and values + list(self._pack_others().values())
+        return None if values is None else values + list(self._pack_others().values())
 
     @property
     def versions(self) -> Sequence[int | None]:

@@ -364,11 +364,11 @@ def _samples(tensors: Sequence[torch.Tensor], number: int) -> list[tuple[int, in
     tensor, where there are not too many."""
     samples: list[tuple[int, int, bytes]] = []
     every = 1 + len(tensors) // _MOST_SAMPLES
-    for index in range(number % every, len(tensors), every):
-        tensor = tensors[index]
-        if not tensor.is_contiguous() or (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg():
+    indices = range(number % every, len(tensors), every)
+    for index, tensor in zip(indices, tensors[number % every :: every], strict=True):
+        if not tensor.is_contiguous() or tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
             continue  # its bytes are not there, or not those of a copy
-        nbytes, address = tensor.nbytes, tensor.data_ptr()
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
         for begin in range(0, nbytes, max(SLICE, nbytes // _MOST_SAMPLES)):
             at = begin + number * _SHIFT % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
             samples.append((index, at, ctypes.string_at(address + at, min(nbytes - at, _SAMPLE))))

@@ -302,8 +302,14 @@ class SaveRunner:
 
     def _items(self, under_way: _UnderWay) -> tuple[list[TensorItem], list[BytesItem]]:
         captured, under_way.captured = under_way.captured, None
+        copies, under_way.copies = under_way.copies, ()
         assert captured is not None
-        return self._share.named(captured, under_way.copies, partial(item_bytes, allowed=self._safe_globals))
+        named = self._share.named(captured, copies, partial(item_bytes, allowed=self._safe_globals))
+        if (
+            under_way.save.staged is not None
+        ):  # letting go of thousands takes its time: else the loop's thread would do it
+            under_way.save.staged.views.clear()
+        return named
 
     def _end(self, under_way: _UnderWay, error: BaseException | None) -> None:
         with self._outcome:

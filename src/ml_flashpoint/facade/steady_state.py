@@ -239,9 +239,11 @@ class _KnownOptimizer:
         table, groups = self._optimizer.state, self._optimizer.param_groups
         self._owners = [*table, *chain.from_iterable(group["params"] for group in groups)]
         self._keys, self._lengths = _keys_of([*table.values()])
-        self._kinds = list(map(type, _values_of([*table.values()])))
-        if not set(self._kinds) <= _PLAIN | _SIMPLE:
+        kinds = list(map(type, _values_of([*table.values()])))
+        if not set(kinds) <= _PLAIN | _SIMPLE:
             raise _OtherwiseError
+        others = [index for index, kind in enumerate(kinds) if kind not in _PLAIN]  # tensors are seen to by guards
+        self._others, self._kinds = elements(others), [kinds[index] for index in others]
         self._sizes = [len(group["params"]) for group in groups]
         self._groups = Structure(Leaves({"groups": saved["param_groups"]}))
 
@@ -265,8 +267,10 @@ class _KnownOptimizer:
         owners = [*table, *chain.from_iterable(group["params"] for group in groups)]
         keys, lengths = _keys_of(inner)
         values = list(chain.from_iterable(map(_values, inner)))
-        same = lengths == self._lengths and keys == self._keys and list(map(type, values)) == self._kinds
-        if not same or [len(group["params"]) for group in groups] != self._sizes or len(owners) != len(self._owners):
+        same = lengths == self._lengths and keys == self._keys
+        if not same or list(map(type, self._others(values))) != self._kinds:
+            raise _OtherwiseError
+        if [len(group["params"]) for group in groups] != self._sizes or len(owners) != len(self._owners):
             raise _OtherwiseError
         if not all(map(is_, owners, self._owners)):
             raise _OtherwiseError

@@ -22,6 +22,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from ml_flashpoint import events
 from ml_flashpoint.adapter.megatron import save_strategies
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_plan import _decoded, _encoded
@@ -171,3 +172,16 @@ def _sharded_part(state: dict[str, Any]) -> dict[str, Any]:
 
     sharded, _ = save_preprocess(state)
     return sharded  # type: ignore[no-any-return]
+
+
+def test_how_long_saves_hold_the_loop_is_told(door: Door) -> None:
+    told: list[events.Event] = []
+    with events.subscribe(told.append):
+        for step, asynchronous in ((1, False), (2, True)):
+            state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((300,), float(step)))}
+            door.save_megatron(state, step, asynchronous=asynchronous)
+        assert door.saver.wait(30)
+        assert events.flush()
+    held = [event for event in told if isinstance(event, events.LoopHeld)]
+    assert [event.step for event in held] == [1, 2], "once each: what the background writes is not told as such"
+    assert all(event.seconds > 0 for event in held)

@@ -100,7 +100,7 @@ def _told(run: dict[str, Any]) -> str:
         load = machine["load"]
         end = machine.get("load_at_the_end")
         what.append(f"load {load}" + (f" to {end}" if end is not None else ""))
-    told = ", ".join(part for part in what if part)
+    told = ", ".join(part for part in [*what, machine.get("note", "")] if part)
     return told + (f": `{run['command']}`" if run.get("command") else "")
 
 

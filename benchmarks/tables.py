@@ -131,7 +131,7 @@ def _rivals(loop: str) -> Table:
             label = f"**{row['label']}**" if row["case"].startswith("ours") else row["label"]
             if row["runs"]:
                 median, low, high = row["slowdown"]
-                held = [ms(row), f"{row['seconds'] / row['memcpy_s']:.2f}"]
+                held = [ms(row), number(1 / row["ratio"])]
                 made.append([label, *held, f"{median:.2f} ({low:.2f} to {high:.2f})", row["note"] or row["leaves"]])
             else:
                 made.append([label, "", "", "", row["note"]])

@@ -55,7 +55,7 @@ class Compared(Result):
         median, low, high = self.slowdown
         return (
             f"{self.state:20} {self.label:44} held {self.seconds * 1e3:8.2f} ms"
-            f" ({self.seconds / self.memcpy_s:6.3f} memcpy)  step of {self.alone_s * 1e3:6.1f} ms x {median:.3f}"
+            f" ({1 / (self.ratio or 1):6.3f} memcpy)  step of {self.alone_s * 1e3:6.1f} ms x {median:.3f}"
             f" ({low:.3f} to {high:.3f}) {self.note}"
         )
 

@@ -35,6 +35,8 @@ class Net(nn.Module):
         self.again = self.last
         self.spare: nn.Module | None = None
         self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("shared", torch.zeros(3))
+        self.register_buffer("twin", self.shared)
         self.register_buffer("absent", None)
         self.register_buffer("passing", torch.zeros(2), persistent=False)
 
@@ -54,6 +56,7 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.count = itertools.count()
         self.step()
+        self.counts[1]["step"] = self.counts[0]["step"]
 
     def step(self) -> None:
         for parameter in self.parameters:
@@ -67,6 +70,11 @@ class Job:
         for name in ("model", "optimizer", "scheduler"):
             tracked.add(name, getattr(self, name))
         return tracked
+
+    @property
+    def counts(self) -> list[dict[str, Any]]:
+        """The states of two parameters, which have one tensor in common."""
+        return [self.optimizer.state[parameter] for parameter in self.parameters[:2]]
 
     @property
     def moments(self) -> dict[str, Any]:
@@ -283,6 +291,11 @@ CHANGES: dict[str, Change] = {
     "negated buffer": _buffer(lambda buffer: (buffer + 1j * buffer).conj().imag),
     "strided buffer": _buffer(lambda buffer: torch.ones(3, 2)[:, 0]),
     "buffer that is shared": lambda job: setattr(job.model, "kept", job.model.norm.running_mean),
+    "buffer no longer shared": lambda job: setattr(job.model, "twin", torch.ones(5)),
+    "shared buffer of another dtype": lambda job: setattr(job.model, "twin", torch.ones(3).double()),
+    "shared buffer cloned": lambda job: setattr(job.model, "twin", torch.ones(3)),
+    "shared moment of another dtype": lambda job: job.counts[1].update(step=torch.tensor(3.0).double()),
+    "shared moment of another shape": lambda job: job.counts[1].update(step=torch.ones(2)),
     "buffer in place": lambda job: job.model.kept is None or job.model.kept.zero_(),
     "buffer where none was": lambda job: setattr(job.model, "absent", torch.ones(1)),
     "further buffer": lambda job: job.model.register_buffer(f"extra{next(job.count)}", torch.ones(2)),

@@ -69,6 +69,8 @@ class SteadyState:
         self._known: list[_KnownModule | _KnownOptimizer] | None = None
         self._guards: list[tuple[_Taker, Guard]] = []
         self._spread: _Taker = tuple
+        self._again: _Taker = tuple
+        self._first: _Taker = tuple
         self._walks = 0
         self.versions: Sequence[int | None] = ()
         self.changed = False
@@ -81,6 +83,8 @@ class SteadyState:
             return None
         try:
             values = list(chain.from_iterable([each.values() for each in self._known]))
+            if not all(map(is_, self._again(values), self._first(values))):  # else the guards do not see them all
+                raise _OtherwiseError
             self.versions = self._versions_of(values)
         except _UNCLEAR:  # whatever a program has made of its objects: the walk says what is wrong with them
             self._known, self.changed = None, True
@@ -129,6 +133,9 @@ class SteadyState:
         unique = sorted(first.values())
         takers = [elements(some) for some in _chunks(unique)]
         self._guards = [(take, tensor_guard(take(values))) for take in takers]
+        ties = [(index, first[id(value)]) for index, value in enumerate(values) if type(value) in _PLAIN]
+        again = [(index, one) for index, one in ties if index != one]
+        self._again, self._first = elements([index for index, _ in again]), elements([one for _, one in again])
         place = {index: number for number, index in enumerate(unique)}
         of = [place[first[id(value)]] if type(value) in _PLAIN else len(unique) for value in values]
         self._spread = elements(of)

@@ -223,3 +223,23 @@ def test_parameters_that_were_frozen_keep_their_optimizer_state(base: Path, froz
         assert optimizer.state[one].keys() == optimizer_again.state[other].keys()
         for key, value in optimizer.state[one].items():
             assert torch.equal(value, optimizer_again.state[other][key])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """As of callbacks that are called at the end of an evaluation; and saves outside of it that use the same memory."""
+    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "4")
+    model = nn.Linear(3000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with Flashpoint(base, strict=True, overlap=overlap, verify_staging=overlap) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for number in range(6):
+            model(torch.randn(2, 3000)).square().mean().backward()
+            optimizer.step()
+            with torch.inference_mode(number % 3 < 2):
+                fp.step()
+        fp.wait()
+    again = nn.Linear(3000, 1000)
+    with Flashpoint(base) as fp, torch.inference_mode():
+        assert fp.track(model=again, optimizer=torch.optim.SGD(again.parameters(), momentum=0.9)).resume() == 6
+    assert torch.equal(model.weight, again.weight)

@@ -212,3 +212,14 @@ def test_where_torch_has_threads_of_its_own_it_copies_by_itself(four: None) -> N
         assert not copy_threads.several(1 << 30)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("four")
+def test_threads_write_what_the_caller_may_write() -> None:
+    """Into parameters that were made in inference mode, which nothing outside of it may change."""
+    sources = [torch.rand(4 << 20) for _ in range(4)]
+    with torch.inference_mode():
+        targets = [torch.empty(4 << 20) for _ in sources]
+        for _ in range(4):
+            copy_all(targets, sources)
+    assert all(map(torch.equal, targets, sources))

@@ -129,7 +129,8 @@ class Arena:
         import torch
 
         if self._tensor is None:
-            self._tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it stays, and others write to it later
+                self._tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
         return self._tensor
 
     @property
@@ -179,10 +180,11 @@ class Arena:
         """
         import torch
 
-        if begin == end:
-            return torch.empty(tuple(shape), dtype=dtype)
-        piece = torch.frombuffer(self._mmap, dtype=torch.uint8, count=end - begin, offset=begin)
-        return piece.view(dtype).view(tuple(shape))
+        with torch.inference_mode(False):  # as `tensor`
+            if begin == end:
+                return torch.empty(tuple(shape), dtype=dtype)
+            piece = torch.frombuffer(self._mmap, dtype=torch.uint8, count=end - begin, offset=begin)
+            return piece.view(dtype).view(tuple(shape))
 
     def prefault(self, begin: int = 0, end: int | None = None) -> None:
         """Fault pages in, off the GIL, so that no later copy pays for it. Content is not changed."""

@@ -32,6 +32,7 @@ class Handout:
 
     def __init__(self, jobs: Iterator[Job]) -> None:
         self._jobs = jobs
+        self._in_inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
         self._at_work: set[int] = set()  # threads
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -48,7 +49,7 @@ class Handout:
         interrupt: BaseException | None = None
         try:
             for _ in range(threads - 1):
-                if not run_on_pool(self._work):
+                if not run_on_pool(self._work_as_caller):
                     break
             self._work()
         except BaseException as error:
@@ -65,6 +66,10 @@ class Handout:
                 interrupt = error
         if interrupt is not None or self._error is not None:
             raise interrupt or self._error  # type: ignore[misc]
+
+    def _work_as_caller(self) -> None:
+        with torch.inference_mode(self._in_inference):
+            self._work()
 
     def _work(self) -> None:
         """Work until there is no job left. A thread that comes when all is over finds none."""

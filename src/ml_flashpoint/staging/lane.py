@@ -147,7 +147,7 @@ class Lane:
                     self.sync(event)
             self.slabs, self.freed = [], [None, None]
             try:
-                with self._on(self.pack):
+                with self._on(self.pack), torch.inference_mode(False):  # they stay, and any thread writes to them
                     size = nbytes + PADDING
                     self.slabs = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
             except torch.cuda.OutOfMemoryError:
@@ -162,7 +162,7 @@ class Lane:
     def slot(self, nbytes: int) -> torch.Tensor:
         """Host memory that transfers go through; locked if that is worth it, and allowed. If not, transfers are slower,
         and wait for themselves."""
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), torch.inference_mode(False):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=nbytes >= _WORTH_LOCKING)
             except RuntimeError:

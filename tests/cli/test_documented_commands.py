@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from ml_flashpoint import Flashpoint, events
+from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli.main import app
 from tests.support.processes import REPOSITORY
 
@@ -29,7 +28,7 @@ _RUN_ELSEWHERE = {
     "kubernetes.md": "tests/test_clusters.py",
 }
 # Runs until it is stopped, or looks at jobs of this machine: their options are parsed, and no more.
-_ONLY_PARSED = ("top", "metrics", "ls --all", "import", "export ./of-node-0")
+_ONLY_PARSED = ("top", "metrics", "ls --all", "import")
 
 
 class Playground:
@@ -40,18 +39,16 @@ class Playground:
         model = nn.Sequential()
         model.add_module("layer", nn.Linear(4, 4))
         base = str(memory / "job-145")
-        persisted = {60: threading.Event(), 61: threading.Event()}
-
-        def note(event: object) -> None:
-            if isinstance(event, events.VersionPersisted):
-                persisted[event.step].set()
-
-        with Flashpoint(base, keep=2, persist=self._store, persist_every=1, persist_keep=3, on_event=note) as fp:
+        with Flashpoint(base, keep=2) as fp:
             fp.track(model=model)
             fp.resume()
-            for step, done in persisted.items():
+            for step in (60, 61):
                 fp.save(step)
-                assert done.wait(60), f"step {step} is not persisted"
+                fp.wait()
+        for step in (60, 61):
+            assert CliRunner().invoke(app, ["persist", f"{base}@{step}", "--to", self._store]).exit_code == 0
+        for name in ("of-node-0", "of-node-1"):
+            assert CliRunner().invoke(app, ["copy", base, str(disk / name)]).exit_code == 0
         (event,) = re.findall(r"^```json\n(.*?)^```", _OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
         (disk / "events.jsonl").write_text(event)
         save_file({"layer.weight": torch.ones(4, 4)}, disk / "llama.safetensors")

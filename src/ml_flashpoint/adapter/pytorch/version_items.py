@@ -78,7 +78,7 @@ def _whole(
             raise InvalidArgumentError("persisted versions are whole, and come alone", argument="SOURCE", value=urls[0])
         persisted = open_persisted(urls[0], step)
         return dict.fromkeys(persisted.manifests, persisted)
-    bases = [Path(source) for source in sources]
+    bases = [Path(os.path.abspath(source)) for source in sources]  # DCP's reader takes no others
     if len(bases) == 1:
         version = stack.enter_context(open_version(bases[0], step))
         return dict.fromkeys(version.manifests, version)

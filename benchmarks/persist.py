@@ -79,7 +79,7 @@ def results(folder: Path, scale: float) -> Iterator[Result]:
             for what in ("held", "steps"):
                 times = getattr(side, what)
                 median, before = statistics.median(times), statistics.median(getattr(plain, what))
-                note = "" if side is plain else f"+ {100 * (median / before - 1):.1f} %, up to step {persisted}"
+                note = "" if side is plain else f"{100 * (median / before - 1):+.1f} %, up to step {persisted}"
                 case = f"{kind}: {'held' if what == 'held' else 'step'}"
                 yield Result(f"{name}, saving at each", case, median, min(times), max(times), None, len(times), note)
         for side in sides.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
 
 def ends_something(trainer: Any) -> bool:
     """Whether the epoch ends with this batch, or validation follows it."""
@@ -12,7 +14,8 @@ def ends_something(trainer: Any) -> bool:
     loop = trainer.fit_loop
     # Validation by time is left alone: clocks differ between ranks, and all must save or none.
     by_time = getattr(trainer, "_val_check_time_interval", None) is not None
-    return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+    # Lightning's own answer: NeMo's loop has another, which fails until its first batch is over.
+    return not by_time and bool(_TrainingEpochLoop._should_check_val_fx(loop.epoch_loop, loop._data_fetcher))
 
 
 def updates_by_step(trainer: Any) -> bool:

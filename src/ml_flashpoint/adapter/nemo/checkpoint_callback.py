@@ -13,6 +13,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
+from ml_flashpoint.adapter.trainer_loops import updates_by_step
 from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.save_interval import SaveInterval, checked_skip
 from ml_flashpoint.core.schedule import passes_multiple
@@ -32,6 +33,9 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             with ``"auto"``, whose steps may become those.
         enabled: False to do nothing at all, and to leave the trainer unwrapped.
         mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
+        overlap: with asynchronous saves, copy what optimizers update while the next forward and backward run, where
+            that takes less of the loop than waiting does. What changes any of that by other means than a step, between
+            a save and the next step, has to call :meth:`before_update` first, or the save fails.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -45,6 +49,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         enabled: bool = True,
         *,
         mtbf_s: float | None = None,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         self.base = checked_base(checkpoint_base_container, "checkpoint_base_container")
@@ -52,7 +57,9 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self._mtbf_s = mtbf_s
         self.skip_every_n_steps = checked_skip(skip_every_n_steps, every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
+        self.overlap = checked_bool("overlap", overlap)
         self._step = 0
+        self._watches = False
         self._strategy: MLFlashpointMegatronAsyncSaveStrategy | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -84,6 +91,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self._strategy = io.parts.save_strategy
         self._strategy.pace_by(io.parts.engine.interval(self.every_n_steps, self._mtbf_s))
         self._step = trainer.global_step
+        self._watches = self.overlap and io.async_save and io.parts.watch(trainer.optimizers)
         if trainer.ckpt_path is not None and io.parts.engine.holds(trainer.ckpt_path):
             _complete_saved_batch(trainer.fit_loop)
 
@@ -98,6 +106,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning at the planned end."""
+        self._stop_watching()
         io = flashpoint_io_of(trainer) if self.enabled else None
         if io is not None:
             io.parts.end()
@@ -105,6 +114,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Called by Lightning when training fails, or is ended by a signal: SIGTERM gives time, as long as its
         launcher does."""
+        self._stop_watching()
         io = flashpoint_io_of(trainer) if self.enabled else None
         if io is not None and isinstance(exception, SIGTERMException):
             io.parts.end_within_grace()
@@ -116,6 +126,18 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         # As `Trainer.save_checkpoint`, without its barrier of all ranks.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         trainer.strategy.save_checkpoint(checkpoint, str(path))
+        if self._watches and not updates_by_step(trainer):
+            self.before_update()
+
+    def before_update(self) -> None:
+        """Wait until nothing is copied any more: see ``overlap``."""
+        if self._strategy is not None:
+            self._strategy.before_update()
+
+    def _stop_watching(self) -> None:
+        if self._watches and self._strategy is not None:
+            self._watches = False
+            self._strategy.stop_watching()
 
 
 def _complete_saved_batch(fit_loop: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ class EngineParts:
         atexit.register(parts.close)
         return parts
 
+    def watch(self, optimizers: Iterable[Any]) -> bool:
+        """Have what the optimizers of a trainer update copied while training goes on, and nothing else from now on.
+
+        Returns:
+            Whether there are any.
+        """
+        self.save_strategy.stop_watching()
+        # NeMo's wrap megatron-core's, and have no hooks.
+        inner = [getattr(each, "mcore_optimizer", each) for each in optimizers]
+        self.save_strategy.watch(*inner)
+        return bool(inner)
+
     def newest(self) -> Path | None:
         """Collective: the newest version that all ranks can load, in memory or persisted, fetched and verified."""
         found = self.engine.latest()
@@ -73,4 +86,5 @@ class EngineParts:
         """Let saves under way finish, and the newest version be persisted, and end the background work. Versions stay.
         Idempotent."""
         atexit.unregister(self.close)
+        self.save_strategy.stop_watching()
         self.engine.close(exit_deadline_s())

@@ -33,7 +33,6 @@ _NOT_RUN = {
     "README.md": ('Trainer(strategy="fsdp"',),
     "lightning.md": ('Trainer(strategy="fsdp"', 'every_n_steps="auto"'),
     "nemo.md": ("wrap_trainer_and_auto_resume",),
-    "megatron-lm.md": ("torch.cuda.current_device", "save_strategy", "engine.latest()"),
 }
 _RUN_HERE: list[tuple[str, str]] = [
     ("flashpoint.md", "while step < steps"),
@@ -53,6 +52,12 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("local-checkpointing.md", "AsyncCallsQueue()"),
     ("pytorch-dcp.md", "engine.writer.watch(optimizer)"),
     ("pytorch-dcp.md", "staging_completion"),
+    ("megatron-lm.md", "torch.cuda.current_device"),
+    ("megatron-lm.md", "import save_local_aware_megatron_checkpoint"),
+    ("megatron-lm.md", "queue.schedule_async_request("),
+    ("megatron-lm.md", "save_strategy.watch(optimizer)"),
+    ("megatron-lm.md", 'engine.interval("auto")'),
+    ("megatron-lm.md", "dist_checkpointing.load("),
 ]
 
 
@@ -221,6 +226,44 @@ def test_late_copies_by_dcp(tmpfs: Path) -> None:
             exec(block("pytorch-dcp.md", "staging_completion", tmpfs), names)
             names["response"].upload_completion.result()
             assert engine.latest() is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_megatrons_strategies(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron = pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+    for name in ("current_device", "synchronize"):  # puts back what the block replaces
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    exec(block("megatron-lm.md", "torch.cuda.current_device", tmpfs), {"torch": torch})
+    model = nn.Linear(4, 4)
+
+    def sharded() -> dict[str, Any]:
+        return {"weight": megatron.ShardedTensor.from_rank_offsets("weight", model.weight.data), "common": 7}
+
+    names: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": 1}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for mark in (
+            "import save_local_aware_megatron_checkpoint",
+            "dist_checkpointing.load(",
+            'engine.interval("auto")',
+        ):
+            names["sharded_state_dict"] = sharded()
+            exec(block("megatron-lm.md", mark, tmpfs), names)
+        assert names["latest"] is None
+        exec(block("megatron-lm.md", "save_strategy.watch(optimizer)", tmpfs), names)
+        names |= {"step": 2, "sharded_state_dict": sharded()}
+        exec(block("megatron-lm.md", "queue.schedule_async_request(", tmpfs), names)
+        names["queue"].close()
+        saved = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        exec(block("megatron-lm.md", "import save_local_aware_megatron_checkpoint", tmpfs), names)
+        names["sharded_state_dict"] = sharded()
+        exec(block("megatron-lm.md", "dist_checkpointing.load(", tmpfs), names)
+        assert torch.equal(names["state_dict"]["weight"], saved)
+        assert names["state_dict"]["common"] == 7
+        names["engine"].close()
     finally:
         dist.destroy_process_group()
 

@@ -31,7 +31,6 @@ _ELSEWHERE = {
 # Not as they stand: they need GPUs, torchrun or NeMo, and what they call is tested by itself.
 _NOT_RUN = {
     "README.md": ('Trainer(strategy="fsdp"',),
-    "lightning.md": ('Trainer(strategy="fsdp"', 'every_n_steps="auto"'),
     "nemo.md": ("wrap_trainer_and_auto_resume",),
 }
 _RUN_HERE: list[tuple[str, str]] = [
@@ -52,6 +51,9 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("local-checkpointing.md", "AsyncCallsQueue()"),
     ("pytorch-dcp.md", "engine.writer.watch(optimizer)"),
     ("pytorch-dcp.md", "staging_completion"),
+    ("lightning.md", "ModelCheckpoint()"),
+    ("lightning.md", 'every_n_steps="auto"'),
+    ("lightning.md", "persist="),
     ("megatron-lm.md", "torch.cuda.current_device"),
     ("megatron-lm.md", "import save_local_aware_megatron_checkpoint"),
     ("megatron-lm.md", "queue.schedule_async_request("),
@@ -266,6 +268,31 @@ def test_megatrons_strategies(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
         names["engine"].close()
     finally:
         dist.destroy_process_group()
+
+
+def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+    from tests.adapter.lightning.test_callback import Model as Module
+
+    class Trained(Module):
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.zeros(1000, 3)))
+
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"model": Trained()}
+
+    def on_one_cpu(text: str, steps: int) -> str:
+        found = block("lightning.md", text, tmpfs).replace("/lustre/me", str(tmp_path))
+        found = found.replace('strategy="fsdp"', 'accelerator="cpu", enable_progress_bar=False, logger=False')
+        return found.replace("max_steps=1000", f"max_steps={steps}")
+
+    exec(on_one_cpu("ModelCheckpoint()", 60), names)
+    assert names["trainer"].global_step == 60
+    names["model"] = Trained()
+    exec(on_one_cpu("persist=", 75), names)
+    assert names["trainer"].global_step == 75, "it goes on from step 60"
+    assert list((tmp_path / "job-145").rglob("complete.json")), "the last version is persisted"
+    exec(on_one_cpu('every_n_steps="auto"', 0), names)
 
 
 def test_every_block_is_run() -> None:

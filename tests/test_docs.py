@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -58,6 +59,28 @@ def test_the_reference_has_all_public_names(package: str) -> None:
     defined = {f"{package}.{name}" for name in module.public() if module.definition(name) is not None}
     assert defined
     assert defined <= shown
+
+
+def test_the_matrix_by_door_has_what_tests_run_with() -> None:
+    page = (_DOCS / "compatibility.md").read_text(encoding="utf-8")
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    pins = dict(re.findall(r'"?([a-z][\w-]*)(?:\[\w+\])?==([\d.]+)', makefile[: makefile.index("NEMO_BIN :=")]))
+    of_nemo = dict(re.findall(r'"([a-z][\w-]*)(?:\[\w+\])?==([\d.]+)"', makefile[makefile.index("NEMO_PINS :=") :]))
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE))
+    megatron = f"megatron-core {pins['megatron-core']}, torch {pins['torch']}"
+    assert rows["[Megatron-LM](megatron-lm.md)"] == megatron
+    assert rows["`Flashpoint`, [DCP](pytorch-dcp.md), [local](local-checkpointing.md)"] == f"torch {pins['torch']}"
+    nemo = [f"{name} {of_nemo[name]}" for name in ("nemo_toolkit", "megatron-core", "torch")]
+    assert rows["[NeMo](nemo.md)"] == ", ".join(nemo)
+    for name, door in (
+        ("lightning", "[Lightning](lightning.md)"),
+        ("ray", "[Dictionaries](ddict.md) on many machines"),
+    ):
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # in an environment of the matrix
+            continue
+        assert installed.startswith(rows[door].split()[-1]), (name, installed)
 
 
 def test_a_docstring_becomes_markdown() -> None:

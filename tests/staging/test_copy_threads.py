@@ -190,6 +190,26 @@ def test_the_fewest_threads_that_are_as_fast_are_chosen(most: int, speeds: dict[
         assert all(speeds.get(threads, 1.0) * 1.049 < best for threads in tried if threads < chosen)
 
 
+def test_it_is_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_threads, "_AGAIN", 5)
+    trials, speeds, chosen = Trials(2), {1: 1.0, 2: 1.0}, []
+    for number in range(40):
+        if number == 20:  # what kept the other core busy has ended
+            speeds[2] = 2.0
+        threads = trials.threads(1 << 30)
+        trials.took(threads, 1 << 30, 1 / speeds[threads])
+        chosen.append(trials.chosen)
+    assert (chosen[6], chosen[-1]) == (1, 2)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [("1", 8), ("4", 4), ("16", 1), ("64", 1), ("many", 8), ("", 8)])
+def test_ranks_of_a_host_share_its_cores(ranks: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(copy_threads, "_trials", {})
+    assert copy_threads._trials_now().threads(1 << 20) == most
+
+
 def test_small_copies_tell_nothing() -> None:
     trials = Trials(4)
     for _ in range(100):

@@ -23,6 +23,7 @@ _MAX_THREADS = 8  # memory bandwidth is used up before, and other ranks of the n
 _TRIAL_BYTES = 64 << 20  # a copy that tells how fast threads are
 _TRIALS = 3  # of each number of threads; the best counts, as memory is cold at first
 _WORTH_IT = 1.05
+_AGAIN = 500  # copies after which it is found out again: the machine may have been busy with something else
 
 Job = Callable[[], None]
 
@@ -108,9 +109,10 @@ class Trials:
     """
 
     def __init__(self, most: int) -> None:
-        self._best = {1 << power: 0.0 for power in range(most.bit_length()) if 1 << power <= most}
-        self._best.setdefault(most, 0.0)
-        self._left = sorted(self._best, reverse=True) * _TRIALS
+        self._counts = sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True)
+        self._best = dict.fromkeys(self._counts, 0.0)
+        self._left = self._counts * _TRIALS
+        self._since = 0
         self._lock = threading.Lock()
         self.chosen: int | None = most if most == 1 else None
 
@@ -119,12 +121,20 @@ class Trials:
         with self._lock:
             if self.chosen is not None:
                 return self.chosen
-            return self._left[0] if nbytes >= _TRIAL_BYTES else max(self._best)
+            return self._left[0] if nbytes >= _TRIAL_BYTES else self._counts[0]
 
     def took(self, threads: int, nbytes: int, seconds: float) -> None:
         """Take note of a copy that was made."""
         with self._lock:
-            if self.chosen is not None or nbytes < _TRIAL_BYTES or threads != self._left[0]:
+            if len(self._counts) == 1 or nbytes < _TRIAL_BYTES:
+                return
+            if self.chosen is not None:
+                self._since += 1
+                if self._since >= _AGAIN:
+                    self._best = dict.fromkeys(self._counts, 0.0)
+                    self._left, self._since, self.chosen = self._counts * _TRIALS, 0, None
+                return
+            if threads != self._left[0]:
                 return
             del self._left[0]
             self._best[threads] = max(self._best[threads], nbytes / max(seconds, 1e-9))
@@ -152,13 +162,19 @@ def several(nbytes: int) -> bool:
 
 def _trials_now() -> Trials:
     """Of the limit that holds now."""
-    most = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    most = knobs.copy_threads() or max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _ranks_here()))
     if torch.get_num_threads() > 1:  # then torch itself copies by several
         most = 1
     trials = _trials.get(most)
     if trials is None:
         trials = _trials.setdefault(most, Trials(most))
     return trials
+
+
+def _ranks_here() -> int:
+    """Ranks of this host that copy at the same time, as torchrun tells."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
 
 
 def _forget_trials() -> None:

@@ -102,17 +102,19 @@ def timed(state: str, labels: dict[str, str]) -> Table:
 # ---- loops ------------------------------------------------------------------------------------------------
 
 
+_KINDS = {
+    "ours: `Flashpoint`": "ours: Flashpoint",
+    "ours: `Flashpoint(overlap=False)`": "ours: Flashpoint, overlap=False",
+    "`dcp.async_save` with torch's cached stager": "dcp.async_save, torch's cached stager",
+    "`torch.save`": "torch.save",
+}
+
+
 def _loops(found: Found, used: list[int]) -> list[list[str]]:
     """`benchmarks.loop`: time held and what a step takes, of that without saves."""
-    kinds = {
-        "ours: `Flashpoint`": "ours: Flashpoint",
-        "ours: `Flashpoint(overlap=False)`": "ours: Flashpoint, overlap=False",
-        "`dcp.async_save` with torch's cached stager": "dcp.async_save, torch's cached stager",
-        "`torch.save`": "torch.save",
-    }
     states = [f"{name} steps, saving at each" for name in ("long", "short")]
     lines = []
-    for label, case in kinds.items():
+    for label, case in _KINDS.items():
         cells = [label]
         for state in states:
             step, alone = (found.row(state, f"{kind}: step", used)["seconds"] for kind in (case, "no saves"))
@@ -120,6 +122,17 @@ def _loops(found: Found, used: list[int]) -> list[list[str]]:
         lines.append(cells)
     alone = [f"{ms(found.row(state, 'no saves: step', used))} ms" for state in states]
     return [*lines, ["a step without saves", "", alone[0], "", alone[1]]]
+
+
+def _many(found: Found, used: list[int]) -> list[list[str]]:
+    """The same, of a model of many small tensors."""
+    state = "20,000 tensors, saving at each"
+    alone = found.row(state, "no saves: step", used)
+    lines = []
+    for label, case in list(_KINDS.items())[:2]:
+        step = found.row(state, f"{case}: step", used)["seconds"] / alone["seconds"]
+        lines.append([label, ms(found.row(state, f"{case}: held", used)), f"{step:.2f}"])
+    return [*lines, ["a step without saves", "", f"{ms(alone)} ms"]]
 
 
 def _rivals(loop: str) -> Table:
@@ -182,6 +195,7 @@ TABLES = {
             "`ModelCheckpoint`'s save with `AsyncCheckpointIO`": "AsyncCheckpointIO, blocked",
         },
     ),
+    "many": Table(("", "held, ms", "step, × that without saves"), _many),
     "loops": Table(("", "held, ms", "long step, ×", "held, ms", "short step, ×"), _loops),
     "rivals-long": _rivals("long"),
     "rivals-short": _rivals("short"),

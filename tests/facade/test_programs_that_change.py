@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize, prune
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.staging import late_copy
 
 WIDTH = 16
@@ -243,3 +244,33 @@ def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch, ov
     with Flashpoint(base) as fp, torch.inference_mode():
         assert fp.track(model=again, optimizer=torch.optim.SGD(again.parameters(), momentum=0.9)).resume() == 6
     assert torch.equal(model.weight, again.weight)
+
+
+@pytest.mark.parametrize("what", ["parameter", "moment"])
+def test_a_tensor_that_is_given_other_data_meanwhile(base: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """As where averages take the place of parameters for an evaluation. Nothing counts that; only a part of so many
+    tensors is sampled."""
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)  # the thread that copies gets no time
+    model = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(1000)])
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    monkeypatch.setattr(StagingTrial, "begin", lambda self: True)
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(4):
+            for parameter in model:
+                parameter.grad = torch.ones(WIDTH)
+            optimizer.step()
+            saved = [parameter.detach().clone() for parameter in model]
+            moments = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model]
+            fp.step()
+            for number in range(500, 504):
+                changed = model[number] if what == "parameter" else optimizer.state[model[number]]["momentum_buffer"]
+                changed.data = torch.rand(WIDTH)
+        fp.before_update()
+    again = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(1000)])
+    optimizer_again = torch.optim.SGD(again.parameters(), momentum=0.9)
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=optimizer_again).resume() == 4
+    assert all(map(torch.equal, again, saved))
+    found = [optimizer_again.state[parameter]["momentum_buffer"] for parameter in again]
+    assert all(map(torch.equal, found, moments))

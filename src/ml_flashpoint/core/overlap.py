@@ -28,7 +28,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.core.owned_memory import OwnedMemory
 from ml_flashpoint.core.owning_process import OwningProcess
-from ml_flashpoint.core.picking import tensors_of
+from ml_flashpoint.core.picking import tensors_of, with_aliases
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
@@ -173,6 +173,8 @@ class Overlap:
         """
         late, copies_of_late = tensors[late_from:], list[torch.Tensor]()
         if self._allows(late, began):
+            tensors = with_aliases(tensors, late_from)
+            late = tensors[late_from:]
             how |= {"late_from": late_from, "check": self.proof(late, owners, copies_of_late, versions)}
         copies = saver.stage(save, tensors, **how)
         if copies is not None:

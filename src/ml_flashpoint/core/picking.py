@@ -51,6 +51,14 @@ def tensors_of(items: Sequence[tuple[str, torch.Tensor]]) -> Sequence[torch.Tens
     return items.tensors if isinstance(items, NamedTensors) else [tensor for _, tensor in items]
 
 
+def with_aliases(items: Sequence[tuple[str, torch.Tensor]], begin: int) -> NamedTensors:
+    """The same names, and from number ``begin`` on other tensors of the same memory: they keep it where a program gives
+    a tensor of its own other data, which no version counter tells."""
+    names = items.names if isinstance(items, NamedTensors) else [name for name, _ in items]
+    tensors = tensors_of(items)
+    return NamedTensors(names, [*tensors[:begin], *map(torch.Tensor.detach, tensors[begin:])])
+
+
 class Picked(Sequence[T]):
     """Elements of a sequence, taken when they are asked for.
 

@@ -274,3 +274,31 @@ def test_a_tensor_that_is_given_other_data_meanwhile(base: Path, monkeypatch: py
     assert all(map(torch.equal, again, saved))
     found = [optimizer_again.state[parameter]["momentum_buffer"] for parameter in again]
     assert all(map(torch.equal, found, moments))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_that_was_let_go_of_fails_the_save_and_nothing_else(
+    base: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    monkeypatch.setattr(StagingTrial, "begin", lambda self: True)
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Flashpoint(base, overlap=overlap) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(2):
+            _step(model, optimizer)
+            fp.step()
+        fp.wait()
+        weight = model[0].weight
+        assert isinstance(weight, nn.Parameter)
+        weight.data = weight.data.clone()  # torch resizes no storage that numpy has seen, as where content is compared
+        storage = weight.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        fp.step()
+        fp.wait()
+        assert "no memory" in str(fp.health.last_error)
+        storage.resize_(size)
+        fp.step()
+        fp.wait()
+        assert fp.health.saves == 3

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.staging.copy import copy_all, cpu_clone, cut, typed_view
 from ml_flashpoint.staging.torch_dtypes import bytes_of
 from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
@@ -194,3 +195,11 @@ def test_to_a_device_and_back(dtype: torch.dtype) -> None:
 def test_tensors_as_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     tensor = torch.arange(12).to(dtype).as_strided(shape, stride)
     assert bytes_of(tensor).numpy().tobytes() == raw(tensor.clone(memory_format=torch.contiguous_format))
+
+
+@pytest.mark.parametrize("freed", ["targets", "sources"])
+def test_memory_that_was_let_go_of_is_not_touched(freed: str) -> None:
+    pair = {"targets": torch.ones(4), "sources": torch.ones(4)}
+    pair[freed].untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="no memory"):
+        copy_all([torch.ones(0), pair["targets"]], [torch.ones(0), pair["sources"]])

@@ -371,6 +371,8 @@ def _samples(tensors: Sequence[torch.Tensor], number: int) -> list[tuple[int, in
         if not tensor.is_contiguous() or tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
             continue  # its bytes are not there, or not those of a copy
         address, nbytes = tensor.data_ptr(), tensor.nbytes
+        if not address:  # its memory was let go of, as the copy will say
+            continue
         for begin in range(0, nbytes, max(SLICE, nbytes // _MOST_SAMPLES)):
             at = begin + number * _SHIFT % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
             samples.append((index, at, ctypes.string_at(address + at, min(nbytes - at, _SAMPLE))))
@@ -385,5 +387,7 @@ def _content(tensor: torch.Tensor, most: int | None) -> int | None:
     """A digest of a tensor, of its first ``most`` bytes if that is given; None if it would take too long."""
     if most is not None and (tensor.is_cuda or not tensor.is_contiguous()):
         return None  # it would have to be waited for, or copied as a whole
+    if not tensor.data_ptr():
+        return None
     data: Any = bytes_of(tensor.detach().cpu().contiguous())[:most].numpy()
     return xxhash.xxh3_64_intdigest(data)

@@ -168,8 +168,21 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         pairs = [_copyable(target, source) for target, source in zip(targets, sources, strict=True)]
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
     if targets:
+        _check_memory(targets, "targets")
+        _check_memory(sources, "sources")
         with torch.no_grad():
             torch._foreach_copy_(list(targets), list(sources))
+
+
+def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
+    """Refuse tensors whose memory was let go of, as offloading does by ``resize_(0)`` of a storage: torch does not
+    look, and to read them ends the process."""
+    try:
+        all_there = 0 not in map(torch.Tensor.data_ptr, tensors)
+    except RuntimeError:  # of a kind that has no memory of its own
+        return
+    if not all_there and any(not each.data_ptr() and each.numel() and not each.is_meta for each in tensors):
+        raise InvalidArgumentError("a tensor has elements and no memory", argument=argument)
 
 
 def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

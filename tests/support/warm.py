@@ -439,7 +439,16 @@ def _start_ranks_warm(address: str) -> None:
         out, err = (1 if self._stdout is None else self._stdout.fileno()), self._stderr
         return WarmProcess(address, args, env, (0, out, 2 if err is None else err.fileno()))
 
+    def close(self: Any, death_sig: signal.Signals | None = None, *, torchs: Any = SubprocessHandler.close) -> None:
+        # A template reaps at once what has ended; the child of an agent can be sent signals until that has asked.
+        with contextlib.suppress(ProcessLookupError):
+            torchs(self, death_sig)
+        for stream in (self._stdout, self._stderr):
+            if stream:
+                stream.close()
+
     SubprocessHandler._popen = start
+    SubprocessHandler.close = close
 
 
 def _be(argv: Sequence[str]) -> None:

@@ -76,7 +76,9 @@ class Program:
     def manager_pid(self, manager: int) -> int:
         """Process id of a manager: of the one that serves at its socket."""
         children = psutil.Process(self.process.pid).children()
-        (server,) = [child for child in children if any("ddict.runtime.fork_server" in word for word in child.cmdline())]
+        (server,) = [
+            child for child in children if any("ddict.runtime.fork_server" in word for word in child.cmdline())
+        ]
         (pid,) = [child.pid for child in server.children() if f"m-{manager}.sock" in sockets_of(child)]
         return pid
 

@@ -305,9 +305,8 @@ class SaveRunner:
         copies, under_way.copies = under_way.copies, ()
         assert captured is not None
         named = self._share.named(captured, copies, partial(item_bytes, allowed=self._safe_globals))
-        if (
-            under_way.save.staged is not None
-        ):  # letting go of thousands takes its time: else the loop's thread would do it
+        if under_way.save.staged is not None:
+            # To let go of thousands takes its time, and the loop's thread would do it else.
             under_way.save.staged.views.clear()
         return named
 

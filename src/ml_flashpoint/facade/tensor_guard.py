@@ -20,7 +20,7 @@ _ASPECTS = tuple(map(attrgetter, ("shape", "dtype", "layout", "device", "require
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     """What tells whether as many tensors have the types, shapes, dtypes, layouts and devices of these, in this order,
-    and whether they want gradients. It may be wrong about tensors that have, never about such as have not.
+    and whether they want gradients. It may say no where they have, never yes where they have not.
 
     Args:
         tensors: distinct plain strided ones. They are not kept.

@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.staging import copy_threads
 from ml_flashpoint.staging.copy import copy_all
@@ -222,6 +224,13 @@ def test_a_limit_that_is_none_is_refused_by_name(value: str, monkeypatch: pytest
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", value)
     with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
         copy_threads.several(1 << 30)
+
+
+def test_an_engine_refuses_such_a_limit_before_anything_is_saved(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "two")
+    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
+        CheckpointEngine(tmpfs / "job")
+    assert not (tmpfs / "job").exists()
 
 
 def test_where_torch_has_threads_of_its_own_it_copies_by_itself(four: None) -> None:

@@ -32,7 +32,7 @@ from ml_flashpoint.core.sigterm import OffThread, TerminationGuard
 from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.core.watching import Watched
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.knobs import copy_threads, exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
@@ -95,6 +95,7 @@ class CheckpointEngine:
     ) -> None:
         self.base = checked_base(base)
         rule = checked_keep(keep)
+        copy_threads()  # a value that is none is refused now, and not by each save
         strategy = checked_strategy(replication)
         discard_existing = checked_bool("discard_existing", discard_existing)
         self.ranks = rank_group()

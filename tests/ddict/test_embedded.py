@@ -150,7 +150,8 @@ def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.Monk
         d["large"] = value + 2
         d.checkpoint()
         d.wait_for_commit()
-        os.kill(dictionaries.pid_of(d, 1), signal.SIGKILL)
+        killed = dictionaries.kill_manager(d, 1)
+        wait_until_ready(dictionaries.runtime_of(d), 1, other_than=killed)
         assert torch.equal(d["large"], value + 2)
         d.checkpoint()
         for manager in range(2):

@@ -63,7 +63,7 @@ class _Begun:
     committed: bool = False
     verified: bool = False
     lacks_copies: bool = False  # of what was verified, until a recovery has made them anew
-    unhurt: bool = False  # verified, and all nodes that had parts of it then are there
+    unhurt: bool = False  # the engine has verified it, and all nodes that had parts of it then are there
 
 
 @dataclass
@@ -76,11 +76,11 @@ class _History:
         if not any((s.life, s.step) == (life, step) for s in self.saves):
             self.saves.append(_Begun(life, step, variant, world_size))
 
-    def tell(self, life: int, verified: int | None, committed: int | None) -> None:
+    def tell(self, life: int, verified: int | None, committed: int | None, agreed: int | None) -> None:
         for save in self.saves:
             if save.life == life:
                 save.verified |= save.step == verified
-                save.unhurt |= save.step == verified
+                save.unhurt |= save.step == agreed
                 save.committed |= save.step in (verified, committed)
 
     def floor(self, lost_nodes: int) -> int:
@@ -310,7 +310,7 @@ class _Round:
         if said[0] == "begins":
             self._history.begins(number, said[1], said[2], len(self._placement))
         elif said[0] == "state":
-            self._history.tell(number, said[1], said[2])
+            self._history.tell(number, *said[1:])
         elif said[0] == "goes back":
             self._history.goes_back(number, said[1])
         elif said[0] == "kept":

@@ -107,7 +107,12 @@ class Door(ABC):
     @property
     @abstractmethod
     def verified(self) -> int | None:
-        """The newest step that this rank knows to be verified everywhere."""
+        """The newest step that this rank knows to be safe from what its placement survives."""
+
+    @property
+    def agreed(self) -> int | None:
+        """The newest step that the engine has verified: what is kept beside the newest was."""
+        return self.verified
 
     @abstractmethod
     def close(self) -> None:
@@ -188,6 +193,11 @@ class FacadeDoor(Door):
             self.failures.append(saves.last_error)
         self.committed = self.fp._saves.last_saved
         return self.fp.last_replicated if self.order.copies else self.committed
+
+    @property
+    def agreed(self) -> int | None:
+        assert self.fp is not None
+        return self.fp._engine.saver.stats.last_verified
 
     def close(self) -> None:
         if self.fp is not None:
@@ -409,9 +419,9 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
             door.holder.fill(save.step, order.life)
             report("begins", save.step, door.holder.variant)
             door.save(save)
-            report("state", door.verified, door.committed)
+            report("state", door.verified, door.committed, door.agreed)
         settled = door.settle()
-        report("state", door.verified, door.committed)
+        report("state", door.verified, door.committed, door.agreed)
         if order.keep > 1:
             report("kept", door.kept())
         dist.barrier()  # as training does: nobody leaves while others still copy from here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -460,3 +461,51 @@ def test_a_parameter_of_one_element_with_any_stride_is_saved(base: Path, nobody_
             fp.step()
             optimizer.step()
             fp.wait()
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_other_data_given_to_tensors_whose_aliases_are_kept(base: Path, nobody_copies: None, when: str) -> None:
+    job, saved = Job(), dict[str, torch.Tensor]()
+    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+        fp.track(**job.tracked).resume()
+        for number in range(6):
+            job.step()
+            parameters = [*job.model.parameters()]
+            own = [each.data for each in parameters]
+            if number > 3 and when != "after":  # as for saving an average in their place
+                for each in parameters:
+                    each.data = each.data + 1
+            saved, step = job.state(), fp.step()
+            if number > 3 and when != "before":
+                for each in parameters:
+                    each.data = each.data + 2
+            fp.before_update()
+            if number > 3:
+                for each, data in zip(parameters, own, strict=True):
+                    each.data = data
+    found, state = _loaded(base)
+    assert found == step
+    assert _is_same(state, saved)
+
+
+def test_what_a_save_calls_does_not_grow_with_the_tensors(base: Path) -> None:
+    """But for what runs in C, and the samples, of which there are 512 at most, or a few more."""
+    counts = list[int]()
+    for layers in (300, 1200):  # four tensors each, and four of the optimizer
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1)) for _ in range(layers)])
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1)
+        with Flashpoint(base / str(layers), strict=True) as fp:
+            fp.track(model=model, optimizer=optimizer).resume()
+            for _ in range(4):
+                for each in model.parameters():
+                    each.grad = torch.ones_like(each)
+                optimizer.step()
+                assert fp.wait(60)
+                called = list[object]()
+                sys.setprofile(lambda frame, event, _: called.append(frame.f_code) if event == "call" else None)  # noqa: B023
+                try:
+                    fp.step()
+                finally:
+                    sys.setprofile(None)
+            counts.append(len(called))
+    assert abs(counts[1] - counts[0]) < 1000, "7,200 tensors more"

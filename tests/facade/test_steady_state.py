@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ml_flashpoint.facade import steady_state, tensor_guard
+from ml_flashpoint.facade import dict_versions, steady_state, tensor_guard
 from ml_flashpoint.facade.local_plan import Leaves, Structure
 from ml_flashpoint.facade.packed_state import PackedState, item_bytes
 from ml_flashpoint.facade.tracked_state import TrackedState
@@ -358,6 +358,7 @@ class Checked:
     def __init__(self, tracked: TrackedState) -> None:
         self.tracked = tracked
         self.structure: Structure | None = None
+        self.kept: tuple[object, list[tuple[object, ...]]] = None, []
 
     def save(self) -> bool:
         """Returns whether it was taken for unchanged."""
@@ -374,15 +375,31 @@ class Checked:
             assert len(values) == len(leaves.values)
             for mine, walked in zip(values, leaves.values, strict=True):
                 assert _is_same(_content(mine), _content(walked))
-        self.tracked.keep(state, leaves.values)
-        self.structure = Structure(leaves)
+            self._check_kept(values)
+        else:
+            self.tracked.keep(state, leaves.values)
+            self.structure, self.kept = Structure(leaves), (None, [])
         return values is not None
 
+    def _check_kept(self, values: Sequence[Any]) -> None:
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        now = [(each, each.requires_grad, *view_identity(each)) for each in tensors]
+        kept, before = self.kept
+        if kept is not None and self.tracked.kept is kept:
+            assert len(now) == len(before)
+            for (one, *what), (other, *was) in zip(now, before, strict=True):
+                assert one is other
+                assert what == was, "an alias of other memory would be saved in its place"
+        self.kept = self.tracked.kept, now
 
-@pytest.fixture(params=["torch's guards", "none"])
+
+@pytest.fixture(params=["torch's guards", "none", "a large state"])
 def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "none":
         monkeypatch.setattr(tensor_guard, "_answers_rightly", lambda: False)
+        monkeypatch.setattr(dict_versions, "_version_of", lambda: None)
+    if request.param == "a large state":
+        monkeypatch.setattr(steady_state, "_LITTLE", 0)
 
 
 @pytest.mark.usefixtures("guards")
@@ -440,3 +457,28 @@ def test_what_changes_at_every_save_is_not_kept_every_time(monkeypatch: pytest.M
     assert len(kept) == 5
     assert not any(checked.save() for _ in range(12))
     assert checked.save()  # after the 32nd
+
+
+def test_of_a_small_state_the_tensors_are_kept_and_of_a_large_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept_of() -> tuple[object, object]:
+        job = Job()
+        checked = Checked(job.tracked())
+        checked.save()
+        kept = []
+        for _ in range(3):
+            job.step()
+            assert checked.save()
+            kept.append(checked.tracked.kept)
+        return kept[1], kept[2]
+
+    one, other = kept_of()
+    assert one is not None
+    assert one is other
+    monkeypatch.setattr(steady_state, "_LITTLE", 0)
+    assert kept_of() == (None, None)
+
+
+@pytest.mark.parametrize("answer", [1, lambda table: len(table), lambda table: next(itertools.count()), None])
+def test_versions_of_dictionaries_that_tell_nothing_are_not_believed(answer: Any) -> None:
+    with contextlib.suppress(TypeError):
+        assert not dict_versions._answers_rightly(answer if callable(answer) else lambda table: answer)

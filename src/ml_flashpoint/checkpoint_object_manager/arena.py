@@ -66,7 +66,7 @@ class Arena:
 
     def __init__(self, path: Path, fd: int, size: int) -> None:
         self.path = path
-        self.views: tuple[object, int, list[Any]] | None = None
+        self.views: tuple[object, int, tuple[Any, ...]] | None = None
         """Cache of whoever fills the arena: (layout, address, views of this mapping)."""
         self.exact = False
         """Whether it was last taken for an object that has just its size: a copy."""

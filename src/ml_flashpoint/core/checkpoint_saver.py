@@ -204,7 +204,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         base: CheckpointContainerId | None = None,
         byte_keys: Sequence[str] = (),
         **how: Any,
-    ) -> list[Any] | None:
+    ) -> Sequence[Any] | None:
         """Copy tensors away now, to be named by the write.
 
         Args:

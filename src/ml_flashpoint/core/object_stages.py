@@ -6,7 +6,7 @@ other is `object_writer`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class StagedObject:
 
     arena_path: Path
     interior: Interior
-    views: list[ArenaTensor] = field(default_factory=list, repr=False)
+    views: Sequence[ArenaTensor] = field(default=(), repr=False)
     arena: Arena | None = None
     late: LateCopy | LateDeviceCopy | None = None
 

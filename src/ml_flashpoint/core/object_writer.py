@@ -68,9 +68,9 @@ class _Cached:
         given = tensors_of(tensors)
         return given if self.order is None else self._in_file_order(given)
 
-    def in_callers_order(self, views: Sequence[ArenaTensor]) -> list[ArenaTensor]:
+    def in_callers_order(self, views: Sequence[ArenaTensor]) -> Sequence[ArenaTensor]:
         """One view an entry, in the order of the caller's tensors."""
-        return list(views if self.order is None else self._in_callers_order(views))
+        return views if self.order is None else self._in_callers_order(views)
 
     @functools.cached_property
     def _in_file_order(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -226,12 +226,12 @@ class ObjectWriter:
             order = None
         return _Cached(signature, layout, order, tuple(cut(e.nbytes for e in layout.tensors)))
 
-    def _views(self, arena: Arena, layout: Layout) -> list[ArenaTensor]:
+    def _views(self, arena: Arena, layout: Layout) -> Sequence[ArenaTensor]:
         """The tensors of a layout in an arena, in the order of its entries."""
         cached = arena.views
         if cached is not None and cached[0] is layout and cached[1] == arena.address:
             return cached[2]
-        views = [ArenaTensor.wrap(_view(arena, e), arena.path, e.begin, e.end) for e in layout.tensors]
+        views = tuple(ArenaTensor.wrap(_view(arena, e), arena.path, e.begin, e.end) for e in layout.tensors)
         if self._cache:
             arena.views = (layout, arena.address, views)
         return views

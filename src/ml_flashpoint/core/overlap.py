@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -23,12 +24,13 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ml_flashpoint.core.aliases import Aliases
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.core.owned_memory import OwnedMemory
 from ml_flashpoint.core.owning_process import OwningProcess
-from ml_flashpoint.core.picking import tensors_of, with_aliases
+from ml_flashpoint.core.picking import tensors_of
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
@@ -80,6 +82,7 @@ class Overlap:
         self._updates: list[Callable[[], Iterable[torch.Tensor]]] = []
         self._hooks: list[Any] = []
         self._late: LateCopy | LateDeviceCopy | None = None
+        self._aliases = Aliases()
         self._probe = self._proofs = 0
         self._announced = self._captured = self._promised = False
         self._stepped: set[int] = set()
@@ -159,9 +162,9 @@ class Overlap:
         late_from: int,
         owners: Sequence[torch.Tensor],
         began: float,
-        versions: Sequence[int] | None = None,
+        versions: Callable[[], Sequence[int]] | None = None,
         **how: Any,
-    ) -> list[Any] | None:
+    ) -> Sequence[Any] | None:
         """Stage tensors; see the saver's ``stage``, which takes the other arguments. After the copy before is over.
 
         Args:
@@ -169,16 +172,17 @@ class Overlap:
             owners: for each of the latter, what counts its in-place operations: the tensor itself, or the `DTensor`
                 that it is the local part of, whose own counter stays as it is.
             began: when the save began, by the performance counter.
-            versions: what the owners count, if they were asked already.
+            versions: gives what the owners counted when this was called, if they were asked already.
         """
-        late, copies_of_late = tensors[late_from:], list[torch.Tensor]()
-        if self._allows(late, began):
-            tensors = with_aliases(tensors, late_from)
-            late = tensors[late_from:]
+        copies_of_late = _From(late_from)
+        if self._allows(tensors, late_from, began):
+            tensors, late = self._aliases.of(tensors, late_from)
             how |= {"late_from": late_from, "check": self.proof(late, owners, copies_of_late, versions)}
+        else:
+            self._aliases.forget()
         copies = saver.stage(save, tensors, **how)
         if copies is not None:
-            copies_of_late += copies[late_from:]
+            copies_of_late.all = copies
             self._begin(save.staged.late if save.staged is not None else None)
         return copies
 
@@ -190,7 +194,7 @@ class Overlap:
         *,
         promised: Mapping[int, torch.Tensor] | None = None,
         **how: Any,
-    ) -> list[Any] | None:
+    ) -> Sequence[Any] | None:
         """The same for those who do not know which tensors an optimizer updates.
 
         Args:
@@ -227,13 +231,13 @@ class Overlap:
         owned = OwnedMemory(owner for _, owner in self.owned().values())
         return lambda _, tensor: owned.owner_of(tensor)
 
-    def _allows(self, tensors: Sequence[TensorItem], began: float) -> bool:
+    def _allows(self, tensors: Sequence[TensorItem], late_from: int, began: float) -> bool:
         """Whether tensors that optimizers update are to be copied late this time. Those on a CUDA device may not if an
         optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
         stepped, self._stepped = self._stepped, set()
-        if not self.active or not tensors:
+        if not self.active or len(tensors) <= late_from:
             return False
-        if cuda.are_on_devices(tensors_of(tensors)):
+        if cuda.are_on_devices(tensor for _, tensor in islice(tensors, late_from, None)):
             by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
             return self._announced or self._promised or by_hand
         if self._promised:  # no step tells how long the loop was held, and it has asked for this
@@ -272,11 +276,11 @@ class Overlap:
         tensors: Sequence[TensorItem],
         owners: Sequence[torch.Tensor],
         copies: Sequence[torch.Tensor],
-        versions: Sequence[int] | None = None,
+        versions: Callable[[], Sequence[int]] | None = None,
     ) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
         Copies need not be there yet, and those from devices may come after it was asked."""
-        before = list(map(_version, owners) if versions is None else versions)
+        before = list(map(_version, owners)) if versions is None else None
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
@@ -284,7 +288,7 @@ class Overlap:
         contents = {number: _content(tensors[number][1], most) for number in probed}
         self._proofs += 1
         sampled = not on_devices and not self._verify
-        samples = _samples(tensors_of(tensors), self._proofs) if sampled else []
+        samples = _samples(tensors_of(tensors), self._proofs, self._aliases.places) if sampled else []
 
         def is_as_before(number: int, content: int | None) -> bool:
             tensor = tensors[number][1]
@@ -292,10 +296,14 @@ class Overlap:
             return content is None or all(_content(each, most) == content for each in there)
 
         def check() -> None:
+            counted = before if versions is None else list(versions())
+            assert counted is not None
             now = list(map(_version, owners))
             changed = None
-            if now != before:
-                changed = next(i for i, version in enumerate(before) if now[i] != version)
+            if now != counted:
+                changed = next(i for i, version in enumerate(counted) if now[i] != version)
+            if changed is None:
+                changed = self._aliases.moved()
             if changed is None:
                 changed = next((i for i, content in contents.items() if not is_as_before(i, content)), None)
             if changed is None:
@@ -317,6 +325,7 @@ class Overlap:
             hook.remove()
         for kept in (self._hooks, self._optimizers, self._updates):
             kept.clear()
+        self._aliases = Aliases()
         self._thread.close()
 
 
@@ -354,6 +363,20 @@ class OverlappingDoor:
         self._overlap.close()
 
 
+class _From(Sequence[torch.Tensor]):
+    """What follows from number ``begin`` on in a sequence that comes later."""
+
+    def __init__(self, begin: int) -> None:
+        self._begin = begin
+        self.all: Sequence[torch.Tensor] = ()
+
+    def __len__(self) -> int:
+        return max(0, len(self.all) - self._begin)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.all[self._begin + index]
+
+
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Whether it can be told that a tensor has not changed, and it has memory that can be copied by slices."""
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
@@ -361,22 +384,34 @@ def _can_wait(tensor: torch.Tensor) -> bool:
     return plain and not lazy and not tensor.is_inference() and tensor.numel() > 0
 
 
-def _samples(tensors: Sequence[torch.Tensor], number: int) -> list[tuple[int, int, bytes]]:
+def _samples(
+    tensors: Sequence[torch.Tensor], number: int, places: dict[int, tuple[int, int]] | None = None
+) -> list[tuple[int, int, bytes]]:
     """Of each slice of tensors on the CPU a few bytes, others for each ``number``: tensor, offset and content. Of each
-    tensor, where there are not too many."""
+    tensor, where there are not too many.
+
+    Args:
+        places: of the memory of some of these tensors; others are added.
+    """
     samples: list[tuple[int, int, bytes]] = []
-    every = 1 + len(tensors) // _MOST_SAMPLES
-    indices = range(number % every, len(tensors), every)
-    for index, tensor in zip(indices, tensors[number % every :: every], strict=True):
-        if not tensor.is_contiguous() or tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
-            continue  # its bytes are not there, or not those of a copy
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        if not address:  # its memory was let go of, as the copy will say
-            continue
+    places = {} if places is None else places
+    shift, every = number * _SHIFT, 1 + len(tensors) // _MOST_SAMPLES
+    for index in range(number % every, len(tensors), every):
+        place = places.get(index)
+        if place is None:
+            place = places[index] = _place_of(tensors[index])
+        address, nbytes = place
         for begin in range(0, nbytes, max(SLICE, nbytes // _MOST_SAMPLES)):
-            at = begin + number * _SHIFT % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
+            at = begin + shift % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
             samples.append((index, at, ctypes.string_at(address + at, min(nbytes - at, _SAMPLE))))
     return samples
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and number of bytes; none where its bytes are not there, or not those of a copy."""
+    there = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    address = tensor.data_ptr() if there else 0  # none: its memory was let go of, as the copy will say
+    return address, tensor.nbytes if address else 0
 
 
 def _bytes_at(tensor: torch.Tensor, offset: int, nbytes: int) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,31 +31,38 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_VALUES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
+Versions = Callable[[], Sequence[Any]]
+"""Gives version counters that were taken before."""
+
+
 class Leaves:
     """The values of a nested state dict, in the order of DCP's names for them: mappings and lists are gone into as
     DCP does.
 
     Attributes:
         values: tensors and everything else.
-        versions: of the values that are tensors, where these were asked for theirs already.
+        versions: gives those of the values that are tensors, where these were asked for theirs already.
+        kept: see `SteadyState.kept`.
         shape: how they are nested, with the keys. Equal for two states exactly if their values are in the same places.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self.values: list[Any] = []
-        self.versions: Sequence[int | None] | None = None
+        found: list[Any] = []
+        self.values: Sequence[Any] = found
+        self.versions: Versions | None = None
+        self.kept: object = None
         self.shape: list[Any] = []
-        self._go_into(state)
+        self._go_into(state, found)
 
     @classmethod
-    def known(cls, values: list[Any], versions: Sequence[int | None]) -> Leaves:
+    def known(cls, values: Sequence[Any], versions: Versions, kept: object = None) -> Leaves:
         """Those of a state that is nested like the one before, with the version counters of the first of them."""
         leaves = cls({})
-        leaves.values, leaves.versions = values, versions
+        leaves.values, leaves.versions, leaves.kept = values, versions, kept
         return leaves
 
-    def _go_into(self, value: Mapping[str, Any] | list[Any]) -> None:
-        values, shape = self.values, self.shape
+    def _go_into(self, value: Mapping[str, Any] | list[Any], values: list[Any]) -> None:
+        shape = self.shape
         items: Any = value
         # With the number of values before it, the place of each container follows from those of the others.
         if isinstance(value, list):
@@ -67,11 +75,11 @@ class Leaves:
             if kind in _PLAIN:
                 values.append(item)
             elif kind is dict:
-                self._go_into(item)
+                self._go_into(item, values)
             elif isinstance(item, torch.Tensor):
                 values.append(item)
             elif isinstance(item, Mapping) or (isinstance(item, list) and _has_inner(item)):
-                self._go_into(item)
+                self._go_into(item, values)
             else:
                 values.append(item)
 
@@ -212,10 +220,12 @@ class Captured:
     """What one rank writes of one state, taken out of it. Training may go on once its tensors are copied.
 
     Attributes:
-        tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of.
+        tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of. The
+            same object as of the state before only if these are the same tensors, and what they were but for their
+            content: where that is, too.
         late_from: number of the first of them that its owner updates, so that it may be copied later than the others.
         owners: for each of the latter, the value of the state that it is of, whose version counter counts.
-        versions: of the owners, if they were asked already.
+        versions: gives those of the owners, if they were asked already.
         kind: the same object for two states whose tensors have the same keys, dtypes and shapes in the same order.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
@@ -224,7 +234,7 @@ class Captured:
     tensors: Sequence[TensorItem] = ()
     late_from: int = 0
     owners: Sequence[torch.Tensor] = ()
-    versions: Sequence[int] | None = None
+    versions: Versions | None = None
     kind: object = None
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -256,6 +266,8 @@ class Share:
         self._plain: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None  # takes all, if all are values themselves
         self._late: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
         self._late_from = 0
+        self._kept: object = None
+        self._found: tuple[NamedTensors, tuple[torch.Tensor, ...]] = NamedTensors((), ()), ()
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
@@ -281,9 +293,15 @@ class Share:
         sources = self._sources
         captured.late_from, captured.kind = self._late_from, self._taken
         if self._plain is not None:
-            found = self._plain(values)
-            captured.tensors, captured.owners = NamedTensors(self._names, found), found[self._late_from :]
-            captured.versions = None if leaves.versions is None else self._late(leaves.versions)
+            if leaves.kept is None or leaves.kept is not self._kept:
+                found = self._plain(values)
+                self._found = NamedTensors(self._names, found), found[self._late_from :]
+                self._kept = leaves.kept
+            captured.tensors, captured.owners = self._found
+            if leaves.versions is not None:
+                captured.versions = partial(_taken, self._late, leaves.versions)
+            if leaves.kept is None:
+                self._found = NamedTensors((), ()), ()
         else:
             self._take_each(values, captured)
         for number in self._others:
@@ -311,7 +329,7 @@ class Share:
         )
 
     def _sort(self, values: Sequence[Any], owned: Mapping[int, Owned]) -> None:
-        self._others, self._ties, self._sorted = [], [], False
+        self._others, self._ties, self._sorted, self._kept = [], [], False, None
         first_of: dict[int, int] = {}
         now: list[int] = []
         late: list[int] = []
@@ -357,6 +375,10 @@ class Share:
         tensors = [(keys[number], copies[index]) for number, index in self._of.items()]
         others = {**captured.values, **captured.whole}
         return tensors, [(keys[n], encode(items[n].index.fqn, others[n])) for n in sorted(others)]
+
+
+def _taken(take: Callable[[Sequence[Any]], Sequence[Any]], versions: Versions) -> Sequence[Any]:
+    return take(versions())
 
 
 def _way_to(source: _Source, values: Sequence[Any]) -> tuple[int, _Source | None]:

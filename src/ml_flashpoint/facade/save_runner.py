@@ -208,7 +208,7 @@ class SaveRunner:
         """What is saved now. Afterwards there is a share of it if its structure is the one from before."""
         values = self._tracked.values_as_before()
         if values is not None:
-            return Leaves.known(values, self._tracked.versions)
+            return Leaves.known(values, self._tracked.versions, self._tracked.kept)
         state = self._tracked.to_save()
         leaves = self._exchange.look_at(state)
         changed, share = self._tracked.keep(state, leaves.values), self._exchange.share
@@ -307,7 +307,7 @@ class SaveRunner:
         named = self._share.named(captured, copies, partial(item_bytes, allowed=self._safe_globals))
         if under_way.save.staged is not None:
             # To let go of thousands takes its time, and the loop's thread would do it else.
-            under_way.save.staged.views.clear()
+            under_way.save.staged.views = ()
         return named
 
     def _end(self, under_way: _UnderWay, error: BaseException | None) -> None:

@@ -3,7 +3,8 @@
 ``state_dict()`` walks a model and its optimizer in Python, and so does whoever compares what it gave: tens of
 milliseconds for thousands of tensors, at every save. Owns the proof that such a walk would find the same tensors in the
 same places: what the last one has found is kept, with all that it depends on, and compared in passes that run in C.
-What these cannot prove, or whose class has a say in it, is walked as before.
+What these cannot prove, or whose class has a say in it, is walked as before. Dictionaries in which nothing was set
+meanwhile are not even looked into.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ml_flashpoint.core.picking import elements
+from ml_flashpoint.core.picking import Joined, elements
+from ml_flashpoint.facade.dict_versions import versions_of
 from ml_flashpoint.facade.local_plan import Leaves, Structure
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState, group_state
@@ -37,6 +39,9 @@ _TRAINED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat1
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 _CHUNK = 256
+_LITTLE, _LITTLE_EACH = 2 << 30, 64 << 10
+"""Bytes of the tensors that are kept from one save to the next, in all and in the mean. Longer than the program needs
+them: those that it has replaced meanwhile stay, and so does the memory of those that it has given other memory."""
 
 _T = TypeVar("_T")
 _Taker = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -60,7 +65,10 @@ class SteadyState:
         modules, optimizers: what is tracked, by name; may grow until the first :meth:`learn`.
 
     Attributes:
-        versions: of each of the latest :meth:`values` that is a tensor, its version counter; None for others.
+        versions: gives, for each of the latest :meth:`values` that is a tensor, what its version counter was; None for
+            others.
+        kept: the same object as after the :meth:`values` before only if the tensors are the same ones, and what they
+            were but for their content: where that is, too. None if nobody can tell.
         changed: whether the latest :meth:`values` has found something else than what was known, or could not tell.
     """
 
@@ -72,35 +80,64 @@ class SteadyState:
         self._again: _Taker = tuple
         self._first: _Taker = tuple
         self._walks = 0
-        self.versions: Sequence[int | None] = ()
+        self._is_little = False
+        self._fixed: list[Sequence[Any]] = []
+        self._taken: list[tuple[Any, ...]] = []
+        self._addresses: list[list[int]] = []
+        self.kept: object = None
+        self.versions: Callable[[], Sequence[int | None]] = tuple
         self.changed = False
 
-    def values(self) -> list[Any] | None:
+    def values(self) -> Sequence[Any] | None:
         """The values of all modules and optimizers, in the order in which a walk would give them; None if it has to be
         walked."""
         self.changed = False
         if self._known is None:
             return None
         try:
-            values = list(chain.from_iterable([each.values() for each in self._known]))
-            if not all(map(is_, self._again(values), self._first(values))):  # else the guards do not see them all
-                raise _OtherwiseError
-            self.versions = self._versions_of(values)
+            values, taken = self._find(self._known)
+            self.versions = self._versions_of(taken)
         except _UNCLEAR:  # whatever a program has made of its objects: the walk says what is wrong with them
-            self._known, self.changed = None, True
+            self._forget()
+            self.changed = True
             return None
         self._walks = 0
         return values
 
-    def _versions_of(self, values: Sequence[Any]) -> Sequence[int | None]:
-        versions: list[int | None] = []
-        for take, is_alike in self._guards:
-            tensors = take(values)
+    def _find(self, known: Sequence[_KnownModule | _KnownOptimizer]) -> tuple[Sequence[Any], list[tuple[Any, ...]]]:
+        """The values, and the tensors among them for each guard."""
+        loose = [each.loose() for each in known]
+        if self.kept is not None and all(each.is_untouched() for each in known):
+            return Joined([*chain.from_iterable(zip(self._fixed, loose, strict=True))]), self._taken
+        fixed = [each.fixed(watch=self._is_little) for each in known]
+        values = _in_turn(fixed, loose)
+        if not all(map(is_, self._again(values), self._first(values))):  # else the guards do not see them all
+            raise _OtherwiseError
+        taken = [take(values) for take, _ in self._guards]
+        if self._is_little:
+            same = all(map(is_, chain.from_iterable(taken), chain.from_iterable(self._taken)))
+            self._fixed, self._taken = fixed, taken
+            self.kept = self.kept if same and self.kept is not None else object()
+        return values, taken
+
+    def _forget(self) -> None:
+        self._known, self.kept, self._fixed, self._taken, self._addresses = None, None, [], [], []
+
+    def _versions_of(self, taken: Sequence[Sequence[Any]]) -> Callable[[], Sequence[int | None]]:
+        """What the guards, and everything else that looks at each tensor, have to say: all of it at once for as many as
+        stay in the processor's cache."""
+        versions: list[Sequence[int | None]] = []
+        addresses: list[list[int]] = []
+        for tensors, (_, is_alike) in zip(taken, self._guards, strict=True):
             if not is_alike(tensors):
                 raise _OtherwiseError
-            versions += map(_version, tensors)
-        versions.append(None)
-        return self._spread(versions)
+            versions.append(list(map(_version, tensors)))
+            if self.kept is not None:
+                addresses.append(list(map(torch.Tensor.data_ptr, tensors)))
+        if self.kept is not None and addresses != self._addresses:
+            self.kept, self._addresses = object(), addresses
+        versions.append([None])
+        return lambda: self._spread(list(chain.from_iterable(versions)))
 
     def learn(self, state: Mapping[str, Any], walked: Sequence[Any]) -> None:
         """Keep what a walk has found.
@@ -109,7 +146,7 @@ class SteadyState:
             state: by name of module or optimizer.
             walked: the values of that, in the order of `Leaves`.
         """
-        self._known = None
+        self._forget()
         self._walks += 1
         if self._walks.bit_count() != 1:  # it has changed at all of the latest saves, and will at the next
             return
@@ -119,7 +156,7 @@ class SteadyState:
                 known.append(_KnownModule(module, state.get(name, {})))
             for name, optimizer in self._optimizers.items():
                 known.append(_KnownOptimizer(optimizer, state[name]))
-            values = list(chain.from_iterable([each.values() for each in known]))
+            values = _in_turn([each.fixed(watch=False) for each in known], [each.loose() for each in known])
             if len(values) != len(walked) or not all(map(_is_same, values, walked)):
                 return
             self._guard(values)
@@ -139,7 +176,30 @@ class SteadyState:
         place = {index: number for number, index in enumerate(unique)}
         of = [place[first[id(value)]] if type(value) in _PLAIN else len(unique) for value in values]
         self._spread = elements(of)
-        self._versions_of(values)
+        taken = [take(values) for take in takers]
+        self._versions_of(taken)
+        nbytes = sum(tensor.nbytes for tensor in chain.from_iterable(taken))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in chain.from_iterable(taken))
+        self._is_little = on_cpu and nbytes <= min(_LITTLE, _LITTLE_EACH * len(unique))
+
+
+class _Untouched:
+    """Dictionaries that have just been looked into.
+
+    Args:
+        known: they follow from these, as long as nothing is set in them.
+        tables: the dictionaries that count, these included.
+    """
+
+    def __init__(self, known: Sequence[Any], tables: Sequence[Any]) -> None:
+        self._known, self._tables = known, tables
+        self._versions = versions_of(tables)
+
+    def are_so(self, known: Sequence[Any]) -> bool:
+        """Whether nothing was set in them since."""
+        if self._versions is None or len(known) != len(self._known) or not all(map(is_, known, self._known)):
+            return False
+        return versions_of(self._tables) == self._versions
 
 
 class _Tables:
@@ -149,15 +209,27 @@ class _Tables:
         self._modules = modules
         attributes = list(map(_attributes, modules))
         self._kinds = list(map(type, modules))
-        self.parameters, self.buffers, children, transient = zip(*map(_tables, attributes), strict=True)
-        self._transient = [set(each) for each in transient]
+        self.parameters, self.buffers, children, self._sets = zip(*map(_tables, attributes), strict=True)
+        self._transient = [set(each) for each in self._sets]
         self._keys, self._lengths = _keys_of((*self.parameters, *self.buffers, *children))
         self._fixed = _values_of((*self.parameters, *children))
         self._absent = list(map(is_, _values_of(self.buffers), repeat(None)))
         self._count = sum(map(len, self.parameters))
+        self._seen = _Untouched((), ())
 
-    def values(self) -> list[Any]:
+    def are_untouched(self) -> bool:
+        """Whether nothing can be other than what the latest :meth:`values` has found."""
+        if list(map(type, self._modules)) != self._kinds or not self._seen.are_so(
+            list(map(_attributes, self._modules))
+        ):
+            return False
+        return list(self._sets) == self._transient
+
+    def values(self, *, watch: bool) -> list[Any]:
         """All parameters, then all buffers.
+
+        Args:
+            watch: keep what :meth:`are_untouched` needs.
 
         Raises:
             _OtherwiseError: something is not what it was, but for buffers.
@@ -167,10 +239,16 @@ class _Tables:
         attributes = list(map(_attributes, self._modules))
         if any(any(map(contains, attributes, repeat(name))) for name in _OWN):
             raise _OtherwiseError
-        if any(map(len, chain.from_iterable(map(_hooks, attributes)))):
-            raise _OtherwiseError
+        hooks = list(chain.from_iterable(map(_hooks, attributes)))
         parameters, buffers, children, transient = zip(*map(_tables, attributes), strict=True)
-        keys, lengths = _keys_of((*parameters, *buffers, *children))
+        tables = (*parameters, *buffers, *children)
+        # In an OrderedDict, things can change places without being set.
+        self._sets, self._seen = transient, _Untouched((), ())
+        if watch and set(map(type, tables)) <= {dict}:
+            self._seen = _Untouched(attributes, (*attributes, *tables, *hooks))
+        if any(map(len, hooks)):
+            raise _OtherwiseError
+        keys, lengths = _keys_of(tables)
         fixed, now = _values_of((*parameters, *children)), _values_of(buffers)
         same = lengths == self._lengths and keys == self._keys and list(transient) == self._transient
         if not same or not all(map(is_, fixed, self._fixed)) or list(map(is_, now, repeat(None))) != self._absent:
@@ -220,16 +298,31 @@ class _KnownModule:
         visit(self._root, "")
         return places
 
-    def values(self) -> tuple[Any, ...]:
-        """The tensors that are saved.
+    def loose(self) -> Sequence[Any]:
+        """What may be another value at each save: nothing.
 
         Raises:
-            _OtherwiseError: its state dict may have others.
+            _OtherwiseError: its classes may have a say.
         """
         if self._state.own is not self._root:
             raise _OtherwiseError
         _check_classes(self._kinds)
-        return self._take(list(chain.from_iterable([part.values() for part in self._parts])))
+        return ()
+
+    def is_untouched(self) -> bool:
+        """Whether :meth:`fixed` would give what it gave last."""
+        return all(part.are_untouched() for part in self._parts)
+
+    def fixed(self, *, watch: bool) -> tuple[Any, ...]:
+        """The tensors that are saved.
+
+        Args:
+            watch: keep what :meth:`is_untouched` needs.
+
+        Raises:
+            _OtherwiseError: its state dict may have others.
+        """
+        return self._take(list(chain.from_iterable([part.values(watch=watch) for part in self._parts])))
 
 
 class _KnownOptimizer:
@@ -244,7 +337,8 @@ class _KnownOptimizer:
             raise _OtherwiseError
         self._optimizer, self._names = state.optimizer, state.names
         table, groups = self._optimizer.state, self._optimizer.param_groups
-        self._owners = [*table, *chain.from_iterable(group["params"] for group in groups)]
+        self._owners = [*table]
+        self._parameters = list(chain.from_iterable(group["params"] for group in groups))
         self._keys, self._lengths = _keys_of([*table.values()])
         kinds = list(map(type, _values_of([*table.values()])))
         if not set(kinds) <= _PLAIN | _SIMPLE:
@@ -253,38 +347,57 @@ class _KnownOptimizer:
         self._others, self._kinds = elements(others), [kinds[index] for index in others]
         self._sizes = [len(group["params"]) for group in groups]
         self._groups = Structure(Leaves({"groups": saved["param_groups"]}))
+        self._seen = _Untouched((), ())
 
-    def values(self) -> list[Any]:
-        """The values that are saved.
+    def loose(self) -> Sequence[Any]:
+        """What its groups have, such as the learning rate.
 
         Raises:
-            _OtherwiseError: its state dict may have others.
+            _OtherwiseError: its state dict may have something else.
         """
         optimizer = self._optimizer
         kind, attributes = type(optimizer), optimizer.__dict__
         own = kind.state_dict is _OPTIMIZER_STATE_DICT and kind.__getattribute__ is object.__getattribute__
         if not own or "state_dict" in attributes or any(attributes[name] for name in _OPTIMIZER_HOOKS):
             raise _OtherwiseError
-        table, groups = attributes["state"], attributes["param_groups"]
-        inner = list(table.values())
-        if type(table) not in (dict, defaultdict) or type(groups) is not list:
+        groups = attributes["param_groups"]
+        if type(groups) is not list or not set(map(type, groups)) <= {dict}:
             raise _OtherwiseError
-        if not set(map(type, inner)) <= {dict} or not set(map(type, groups)) <= {dict}:
+        if [len(group["params"]) for group in groups] != self._sizes:
             raise _OtherwiseError
-        owners = [*table, *chain.from_iterable(group["params"] for group in groups)]
-        keys, lengths = _keys_of(inner)
-        values = list(chain.from_iterable(map(_values, inner)))
-        same = lengths == self._lengths and keys == self._keys
-        if not same or list(map(type, self._others(values))) != self._kinds:
-            raise _OtherwiseError
-        if [len(group["params"]) for group in groups] != self._sizes or len(owners) != len(self._owners):
-            raise _OtherwiseError
-        if not all(map(is_, owners, self._owners)):
+        if not all(map(is_, chain.from_iterable(group["params"] for group in groups), self._parameters)):
             raise _OtherwiseError
         leaves = Leaves({"groups": group_state(groups, self._names)})
         if not self._groups.is_of(leaves):
             raise _OtherwiseError
-        return values + leaves.values
+        return leaves.values
+
+    def is_untouched(self) -> bool:
+        """Whether :meth:`fixed` would give what it gave last."""
+        return self._seen.are_so([self._optimizer.__dict__["state"]])
+
+    def fixed(self, *, watch: bool) -> Sequence[Any]:
+        """The values that its state has.
+
+        Args:
+            watch: keep what :meth:`is_untouched` needs, which keeps what the program may have replaced.
+
+        Raises:
+            _OtherwiseError: its state dict may have others.
+        """
+        table = self._optimizer.__dict__["state"]
+        inner = list(table.values())
+        if type(table) not in (dict, defaultdict) or not set(map(type, inner)) <= {dict}:
+            raise _OtherwiseError
+        self._seen = _Untouched([table], [table, *inner]) if watch else _Untouched((), ())
+        keys, lengths = _keys_of(inner)
+        values = list(chain.from_iterable(map(_values, inner)))
+        same = lengths == self._lengths and keys == self._keys and len(table) == len(self._owners)
+        if not same or list(map(type, self._others(values))) != self._kinds:
+            raise _OtherwiseError
+        if not all(map(is_, table, self._owners)):
+            raise _OtherwiseError
+        return values
 
 
 def _chunks(items: Sequence[_T]) -> list[Sequence[_T]]:
@@ -320,3 +433,8 @@ def _is_same(mine: Any, walked: Any) -> bool:
     if mine is walked:
         return True
     return type(mine) is type(walked) and (type(mine) in _SIMPLE or type(mine) is list) and mine == walked
+
+
+def _in_turn(fixed: Sequence[Sequence[Any]], loose: Sequence[Sequence[Any]]) -> list[Any]:
+    """All values, those of each object together."""
+    return list(chain.from_iterable(chain.from_iterable(zip(fixed, loose, strict=True))))

@@ -15,12 +15,13 @@ import torch
 
 Guard = Callable[[Sequence[torch.Tensor]], bool]
 
-_ASPECTS = tuple(map(attrgetter, ("shape", "dtype", "layout", "device", "requires_grad")))
+_ATTRIBUTES = tuple(map(attrgetter, ("shape", "dtype", "layout", "device", "requires_grad")))
+_ASPECTS: tuple[Callable[[torch.Tensor], Any], ...] = (*_ATTRIBUTES, torch.Tensor.stride, torch.Tensor.is_neg)
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """What tells whether as many tensors have the types, shapes, dtypes, layouts and devices of these, in this order,
-    and whether they want gradients. It may say no where they have, never yes where they have not.
+    """What tells whether as many tensors have the types, shapes, strides, dtypes, layouts and devices of these, in this
+    order, and whether they want gradients. It may say no where they have, never yes where they have not.
 
     Args:
         tensors: distinct plain strided ones. They are not kept.

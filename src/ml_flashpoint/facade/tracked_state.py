@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
+from ml_flashpoint.core.picking import Joined
 from ml_flashpoint.facade.loader_state import LoaderState, loader_state
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
@@ -209,7 +210,7 @@ class TrackedState:
         packed = {name: self._pack(name, other.state_dict) for name, other in self._others.items()}
         return packed | {RNG: self._pack(RNG, capture_rng_state)}
 
-    def values_as_before(self) -> list[Any] | None:
+    def values_as_before(self) -> Sequence[Any] | None:
         """The values of :meth:`to_save`, in the order of `Leaves`, if it can be proved that they are in the same places
         and of the same kinds as those that :meth:`keep` was given last; None if not.
 
@@ -217,12 +218,19 @@ class TrackedState:
             SaveError: see :meth:`to_save`.
         """
         values = self._steady.values()
-        return None if values is None else values + list(self._pack_others().values())
+        return None if values is None else Joined([values, [*self._pack_others().values()]])
 
     @property
-    def versions(self) -> Sequence[int | None]:
-        """Version counters of the tensors among the latest :meth:`values_as_before`, by their places there."""
+    def versions(self) -> Callable[[], Sequence[int | None]]:
+        """Gives what the version counters of the tensors among the latest :meth:`values_as_before` were then, by their
+        places there."""
         return self._steady.versions
+
+    @property
+    def kept(self) -> object:
+        """The same object as after the :meth:`values_as_before` before only if the tensors are the same; see
+        `SteadyState.kept`."""
+        return self._steady.kept
 
     def keep(self, state: Mapping[str, Any], values: Sequence[Any]) -> bool:
         """Keep what :meth:`to_save` gave, for :meth:`values_as_before`.

@@ -143,7 +143,7 @@ def test_operations_on_a_sharded_parameter_are_counted(
     door: Door, process_group: None, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlap_module, "_content", lambda tensor, most: 0)  # the counters alone
-    monkeypatch.setattr(overlap_module, "_samples", lambda tensors, number: [])
+    monkeypatch.setattr(overlap_module, "_samples", lambda *_: [])
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     door.save({"model": model.state_dict()}, 1)

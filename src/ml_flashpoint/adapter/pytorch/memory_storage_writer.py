@@ -196,7 +196,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._overlap.before_update()
         self._await_previous()
         save = saver.begin(exchanged=True)
-        leaves, needed, copies = TensorLeaves({}), list[int](), list[torch.Tensor]()
+        leaves, needed = TensorLeaves({}), list[int]()
+        copies: Sequence[torch.Tensor] = ()
         try:
             leaves = TensorLeaves(state_dict)
             if leaves.error is not None:
@@ -214,11 +215,12 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             saver.fail(save, error)
             raise
         whole = len(needed) == len(leaves.tensors)
-        replacements = [] if whole else [torch.empty_like(t, device="meta") for t in leaves.tensors]
-        if whole:
-            replacements = copies
-        for index, staged in zip(needed, copies, strict=True):
-            replacements[index] = staged
+        replacements = copies
+        if not whole:
+            filled = [torch.empty_like(t, device="meta") for t in leaves.tensors]
+            for index, staged in zip(needed, copies, strict=True):
+                filled[index] = staged
+            replacements = filled
         self._omission.watch(save, whole=whole)
         save.held_s = time.perf_counter() - began
         saver.offer(save)
@@ -233,7 +235,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         *,
         base: CheckpointContainerId,
         byte_keys: Sequence[str] = (),
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """Copies of some tensors, made now, for a door that plans before it stages: see the saver's ``stage``.
 
         Raises:
@@ -283,7 +285,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def _copy(
         self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         copies = self._overlap.stage_owned(saver, save, tensors, **how) if self._cache_staged else None
         # No base container is known to the first asynchronous save of a job: it clones, once.
         return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])

@@ -37,11 +37,12 @@ _FOLDER = re.compile(r"flashpoint-demo-(\d+)-(\d+)-.+")
 _MARK = "FLASHPOINT_DEMO_RUN"
 _DEATH_DEADLINE_S = 20.0
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A dead agent is noticed in 2 s, not in torch's 15.
+# A dead agent is noticed in 5 s, not in torch's 15. With 2 s, one that had no core for a moment took itself for dead
+# once the other had completed the round: the other waits for it for a minute then, fails, and closes the rendezvous.
 _RENDEZVOUS = {
     "is_host": "0",
     "keep_alive_interval": "1",
-    "keep_alive_max_attempt": "2",
+    "keep_alive_max_attempt": "5",
     "join_timeout": "60",
     "last_call_timeout": "1",
 }

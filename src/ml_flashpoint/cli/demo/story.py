@@ -134,7 +134,7 @@ class Run:
             for node in self._names:
                 code = self._nodes.ended(node)
                 if node not in self._lost and code is not None and code != 0:
-                    raise self._error(f"the agent of {node} ended with exit code {code}")
+                    raise self._error(f"the agent of {node} ended with exit code {code}", ended=node)
 
     def _await_exit(self) -> None:
         give_up = time.monotonic() + _EXIT_S
@@ -147,7 +147,7 @@ class Run:
                 raise self._error(f"{', '.join(left)} did not end within {_EXIT_S:.0f} s of the result")
         for node in self._names:
             if node not in self._lost and self._nodes.ended(node) != 0:
-                raise self._error(f"the agent of {node} ended with exit code {self._nodes.ended(node)}")
+                raise self._error(f"the agent of {node} ended with exit code {self._nodes.ended(node)}", ended=node)
 
     def _next(self) -> dict[str, Any] | None:
         """The next report, None if there is none for a moment."""
@@ -223,18 +223,27 @@ class Run:
             if node not in self._lost:
                 self._display.node(node, "restarting")
 
-    def _error(self, message: str) -> DemoError:
+    def _error(self, message: str, *, ended: str | None = None) -> DemoError:
         # Whoever has ended may have said why just before.
         self._nodes.await_output(_LAST_WORDS_S)
         give_up = time.monotonic() + _LAST_WORDS_S
         while not self._nodes.lines.empty() and time.monotonic() < give_up:
             self._next()
-        # What came first tells why it all began, what came last why it did not end.
-        shown = self._output
-        if len(shown) > 2 * _SHOWN_LINES:
-            shown = [*shown[:_SHOWN_LINES], "...", *shown[-_SHOWN_LINES:]]
-        output = "\n".join(shown)
+        output = "\n".join(shown_of(self._output, ended))
         return DemoError(f"{self.record.name} run: {message}; what its processes printed:\n{output}")
+
+
+def shown_of(output: Sequence[str], ended: str | None) -> list[str]:
+    """The lines of an output that an error shows.
+
+    What came first tells why it all began. What came last tells why it did not end: from the node whose agent has
+    ended, if one has, as the others have more to say once it is gone.
+    """
+    if len(output) <= 2 * _SHOWN_LINES:
+        return [*output]
+    rest = output[_SHOWN_LINES:]
+    last = [line for line in rest if line.startswith(f"{ended}: ")] or rest
+    return [*output[:_SHOWN_LINES], "...", *last[-_SHOWN_LINES:]]
 
 
 def _verify(base: Path) -> bool:

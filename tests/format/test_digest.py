@@ -331,3 +331,19 @@ class TestProcesses:
         """
         result = run(script)
         assert (result.returncode, result.stderr, result.stdout) == (0, "", "78af5f94892f3950\n")
+
+
+@pytest.mark.parametrize("finishes", ["at once", "later", "never"])
+def test_a_digester_that_begins_in_a_moment_gives_the_same(finishes: str) -> None:
+    data = bytes(range(256)) * 64
+    with BlockDigester(data, len(data), 2, block_size=1000) as digester:
+        digester.advance_soon(0.01)
+        if finishes == "never":
+            return
+        if finishes == "later":
+            give_up = time.monotonic() + 30
+            while digester._digests[-1] is None and time.monotonic() < give_up:
+                threading.Event().wait(0.001)
+            assert digester._digests[-1] is not None, "nobody has begun"
+        with BlockDigester(data, len(data), block_size=1000) as other:
+            assert digester.finish() == other.finish()

@@ -20,6 +20,7 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.core.background import GIVEN_S
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
 from ml_flashpoint.core.picking import Picked, elements, tensors_of
 from ml_flashpoint.format import knobs
@@ -260,7 +261,7 @@ class ObjectWriter:
         try:
             copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces, plan.memo)
             if not follow:
-                digester.advance(0, digester.size)
+                digester.advance_soon(GIVEN_S)
         except BaseException:
             digester.abort()
             raise

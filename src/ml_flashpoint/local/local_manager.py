@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ml_flashpoint import events
 from ml_flashpoint.core.arguments import checked_globals, checked_grace, checked_integer
+from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import FailedStepError, JointLoad
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
@@ -396,6 +397,7 @@ class LocalCheckpointManager(OverlappingDoor):
         marker: Path,
     ) -> None:
         save.worker = threading.current_thread()
+        give_way()
         try:
             self._saver.write(save, version, tensors, byte_items)
             self._log_saved(version.step, self._saver.commit(save))

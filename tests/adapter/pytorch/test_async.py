@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ml_flashpoint.adapter.pytorch import staged_state
+from ml_flashpoint.adapter.pytorch import memory_storage_writer, staged_state
 from ml_flashpoint.format.errors import SaveError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import FailingPlanner, GatedPlanner, RenamingPlanner
@@ -413,3 +413,17 @@ def test_a_closed_writer_says_so(door: Door) -> None:
         door.save(_state(2), 2)
     with pytest.raises(SaveError, match="closed"):
         door.async_save(_state(2), 2)
+
+
+def test_the_thread_that_goes_on_gives_way_to_the_one_that_has_started_it(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(memory_storage_writer, "give_way", lambda: threads.append(threading.get_ident()))
+    door.save(_state(1), 1)
+    assert threads == []
+    door.async_save(_state(2), 2).result(RESULT_TIMEOUT_S)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    door.save(_state(3), 3)
+    assert len(threads) == 1

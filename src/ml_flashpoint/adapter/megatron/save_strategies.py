@@ -34,6 +34,7 @@ from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
+from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_clock import SaveClock
@@ -366,9 +367,13 @@ class _Writing:
         if self._over.is_set():
             return
         try:
-            threading.Thread(target=self.complete, name="flashpoint-megatron", daemon=True).start()
+            threading.Thread(target=self._complete_later, name="flashpoint-megatron", daemon=True).start()
         except RuntimeError as error:  # no more threads
             self.fail(error)
+
+    def _complete_later(self) -> None:
+        give_way()
+        self.complete()
 
     def complete(self) -> None:
         """Write and commit, unless the save has failed."""

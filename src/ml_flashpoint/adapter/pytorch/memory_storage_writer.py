@@ -35,6 +35,7 @@ from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, res
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.checkpoint_saver import (
     DefaultMLFlashpointCheckpointSaver,
     MLFlashpointCheckpointSaver,
@@ -307,6 +308,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         call = self._call
         if threading.get_ident() == self._stager_thread:
             self._await_previous()
+        elif self._stager_thread is not None:
+            give_way()
         if call.save is not None:
             # This thread's last save was neither committed nor failed: its plan failed on another rank.
             self._saver.fail(call.save, SaveError("the checkpoint failed on another rank"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rivals import environments, running, worker
+from benchmarks.rivals import bar, environments, running, worker
 from benchmarks.rivals.catalogue import KINDS
 from benchmarks.rivals.kinds import Kind, Saves
 from benchmarks.rivals.loops import LOOPS, Loop
@@ -79,6 +79,22 @@ def test_an_environment_that_is_missing_is_told_of(monkeypatch: pytest.MonkeyPat
 )
 def test_the_reason_is_the_line_that_tells_most(output: str, reason: str) -> None:
     assert environments.why(output).startswith(reason)
+
+
+def test_bars_are_told_by_the_median_of_pairs() -> None:
+    found = bar.Taken(
+        1 << 31, [0.1, 0.1, 1.0], [0.001, 0.003, 0.015], [0.4, 0.4, 4.0], [0.5, 0.5, 5.0], [0.5, 0.55, 5.2]
+    )
+    assert [line.partition(":")[0] for line in found.lines()[1:]] == ["met", "met", "missed", "met"]
+    assert "held 1.50 % of a memcpy" in found.lines()[2]
+    assert "x 1.040 of one with a copy alone" in found.lines()[4]
+
+
+@pytest.mark.slow
+def test_the_bars_are_measured_beside_a_copy(tmp_path: Path) -> None:
+    found = bar.taken(Loop("long", 0.01), 1, tmp_path)
+    assert [len(each) for each in (found.memcpy, found.held, found.alone, found.copying, found.saving)] == [1] * 5
+    assert min(found.held + found.copying + found.saving) > 0
 
 
 @pytest.mark.slow

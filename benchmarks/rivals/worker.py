@@ -44,7 +44,7 @@ class Measured:
     version: str = ""
 
 
-class _Run:
+class Run:
     """One kind in one loop."""
 
     def __init__(self, kind: Kind, loop: Loop, folder: Path) -> None:
@@ -109,7 +109,7 @@ def measured(kind: Kind, loop: Loop, rounds: int, folder: Path) -> Measured:
     folder.mkdir(parents=True, exist_ok=True)
     source = torch.ones(loop.nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
-    run, found = _Run(kind, loop, folder), Measured(nbytes=loop.nbytes)
+    run, found = Run(kind, loop, folder), Measured(nbytes=loop.nbytes)
     try:
         for _ in range(run.saves.warmups):
             run.save()

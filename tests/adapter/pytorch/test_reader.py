@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,31 +149,41 @@ def test_metadata_says_what_torchs_own_does(door: Door, tmp_path: Path) -> None:
     assert len({*saves, *loads} - {None}) == 4
 
 
-def test_versions_of_other_doors_are_refused(door: Door) -> None:
+def test_versions_of_other_doors_are_refused(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     door.saver.save(CheckpointContainerId(door.version(3)), [("w", torch.ones(100))])
-    with pytest.raises(CheckpointException, match=r"(?s)not saved through DCP"):
+    with pytest.raises(CheckpointException) as raised:
         _load(door, 3)
+    assert "not saved through DCP" in _why(raised.value, caplog)
 
 
-def test_a_version_that_is_not_there(door: Door) -> None:
+def test_a_version_that_is_not_there(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     door.save(_state(1), 1)
-    with pytest.raises(CheckpointException, match=r"(?s)step-9_ckpt"):
+    with pytest.raises(CheckpointException) as raised:
         _load(door, 9)
+    assert "step-9_ckpt" in _why(raised.value, caplog)
+
+
+def _why(error: CheckpointException, log: pytest.LogCaptureFixture) -> str:
+    """What a user is told about metadata that cannot be read: by the log, since torch 2.9's error does not say."""
+    if "AssertionError" not in str(error):
+        return str(error)
+    return "\n".join(record.message for record in log.records if record.name.startswith("ml_flashpoint"))
 
 
 def test_a_base_container_without_any_version(door: Door) -> None:
     assert door.latest() is None
 
 
-def test_arguments_are_checked(door: Door) -> None:
+def test_arguments_are_checked(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(InvalidArgumentError, match="checkpoint_loader"):
         MemoryStorageReader(path=door.version(1))
     with pytest.raises(InvalidArgumentError, match="checkpoint_saver"):
         MemoryStorageWriter(checkpoint_saver=None)  # type: ignore[arg-type]
     with pytest.raises(InvalidNameError):
         MemoryStorageReader(path="relative", checkpoint_loader=door.loader)
-    with pytest.raises(CheckpointException, match=r"(?s)checkpoint_id"):
+    with pytest.raises(CheckpointException) as raised:
         dcp.load({"w": torch.zeros(1)}, storage_reader=MemoryStorageReader(checkpoint_loader=door.loader))
+    assert "checkpoint_id" in _why(raised.value, caplog)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +196,7 @@ def test_which_ids_are_ours(name: str, valid: bool) -> None:
 
 
 @pytest.mark.damages_on_purpose
-def test_a_damaged_object_is_named(make_door: Callable[..., Door]) -> None:
+def test_a_damaged_object_is_named(make_door: Callable[..., Door], caplog: pytest.LogCaptureFixture) -> None:
     door = make_door()
     state = {"w": torch.arange(5_000_000.0), "step": 1}
     door.save(state, 1)
@@ -194,11 +205,12 @@ def test_a_damaged_object_is_named(make_door: Callable[..., Door]) -> None:
     with path.open("r+b") as file:
         file.seek(8_000_000)
         file.write(b"\xff")
-    with pytest.raises(CheckpointException, match=rf"(?s)digest.*{path.name}"):
+    with pytest.raises(CheckpointException) as raised:
         dcp.load(
             blank(state),
             checkpoint_id=door.version(1),
             storage_reader=MemoryStorageReader(checkpoint_loader=door.loader),
         )
+    assert re.search(rf"(?s)digest.*{path.name}", _why(raised.value, caplog))
     with pytest.raises(NothingLoadableError, match=path.name):
         door.latest()

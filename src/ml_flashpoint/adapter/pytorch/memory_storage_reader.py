@@ -7,6 +7,7 @@ and its verification, are the loader's.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import uuid
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from ml_flashpoint.unpickling.checks import check_bytes
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+_log = logging.getLogger(__name__)
 
 
 class MemoryStorageReader(StorageReader):
@@ -105,7 +108,17 @@ class MemoryStorageReader(StorageReader):
             ObjectNotFoundError: there is none, or it is per rank and no rank was named.
             LoadError: the version was not saved through DCP.
         """
-        source = self._metadata_source(self._checked_version(), kwargs.get("rank"))
+        rank = kwargs.get("rank")
+        try:
+            return self._read_metadata(rank)
+        except Exception as error:
+            # torch asks without a rank first, then with one. Some releases (2.9) keep to themselves why neither worked.
+            if rank is not None:
+                _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
+            raise
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        source = self._metadata_source(self._checked_version(), rank)
         reader = self._reader(source)
         metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
         save_id = getattr(metadata.storage_meta, "save_id", None)

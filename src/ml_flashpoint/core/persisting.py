@@ -100,6 +100,7 @@ class Persisting:
         self._next: PersistTask | None = None
         self._task: PersistTask | None = None
         self._collecting = self._hurrying = self._closing = False
+        self._asked = False  # whether the store has said, once, if this process may persist there
         self._last = _NEVER
         self._newest: Save | None = None
         self._written = self._completed = self._gone = ""
@@ -118,7 +119,8 @@ class Persisting:
     def wanted(self, save: Save) -> bool:
         """Whether this rank would begin to persist this save, if all ranks would."""
         with self._changed:
-            ready = self._rank != 0 or (self._ownership is not None and self._ownership.taken)
+            # A store that is slow to open has its first version, too: there may be no other one for long.
+            ready = self._owns or not self._asked
             idle = self._next is None and (self._task is None or self._collecting)
             every = self.options.persist_every
             return ready and idle and save.step is not None and save.step // every != max(self._last, 0) // every
@@ -197,7 +199,10 @@ class Persisting:
                 self._task, self._progress = task, time.monotonic()
             step = None if task is None else task.step
             try:
-                self._own()
+                try:
+                    self._own()
+                finally:
+                    self._asked = True
                 if task is not None:
                     self._persist(task)
             except _SupersededError:
@@ -363,7 +368,7 @@ class Persisting:
         with self._changed:  # a version that is persisted and the error that it ends are told of at once
             newest, persisted, error = self._newest, self._persisted, self._error
         quiet_s = time.monotonic() - self._progress
-        if self._task is not None and quiet_s > transfer_deadline_s():
+        if (self._task is not None or self._next is not None) and quiet_s > transfer_deadline_s():
             error = f"{self.options.persist} has not answered for {quiet_s:.0f} s"
         step = None if newest is None else newest.step
         lag = None if step is None or persisted is None else step - persisted

@@ -16,7 +16,7 @@ from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.object_content import object_content
+from ml_flashpoint.core.object_content import PieceBuffer, object_content
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.errors import CapacityError, DigestMismatchError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
@@ -60,12 +60,15 @@ class PersistTask:
         """Whether it is still in memory."""
         return self.arenas.find(self.save_id, self.part.rank) is self.part
 
-    def content(self, record: ObjectRecord, pause: Callable[[int], object]) -> Iterator[memoryview]:
+    def content(
+        self, record: ObjectRecord, pause: Callable[[int], object], buffer: PieceBuffer
+    ) -> Iterator[memoryview]:
         """The bytes of an object, compared as they are read; then zeros, where its file has unused room.
 
         Args:
             record: one of the manifest.
             pause: called before each slice with its length, and once at the end, when all were used; may raise.
+            buffer: of the thread that reads.
 
         Raises:
             CapacityError: its memory was needed for a save.
@@ -73,7 +76,7 @@ class PersistTask:
         """
         path = self.arenas.base / self.part.version / record.name
         try:
-            for content in object_content(self.descriptor, record, path):
+            for content in object_content(self.descriptor, record, path, buffer):
                 yield from _slices(content, pause)
         except DigestMismatchError as error:
             if self.is_held:

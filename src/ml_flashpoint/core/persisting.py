@@ -26,6 +26,7 @@ from functools import partial
 from typing import Final
 
 from ml_flashpoint import events
+from ml_flashpoint.core.object_content import PieceBuffer
 from ml_flashpoint.core.persist_options import PersistHealth, PersistOptions
 from ml_flashpoint.core.persist_task import PersistTask
 from ml_flashpoint.core.save import Save
@@ -110,6 +111,7 @@ class Persisting:
         self._tries_left = _TRIES_AT_END
         self._progress = time.monotonic()
         self._pace = 0.0
+        self._buffer = PieceBuffer()
         _live.add(self)
         # On rank 0, to own the store by the time that something is due; on all, since none can be started at the end.
         self._ensure_thread()
@@ -266,7 +268,7 @@ class Persisting:
         if self._rank == 0:
             self._remove(lambda: remove_failed(store, task.part.version, task.save_id))
         self._pace = began = time.monotonic()
-        write_part(store, task.manifest, lambda record: task.content(record, partial(self._pause, task)))
+        write_part(store, task.manifest, partial(task.content, pause=partial(self._pause, task), buffer=self._buffer))
         task.hold.close()
         size, seconds = task.manifest.total_size, time.monotonic() - began
         events.emit(events.PartPersisted, self._ranks, self._base, task.step, bytes=size, seconds=seconds)

@@ -27,11 +27,7 @@ _ELSEWHERE = {
     "tests/test_readme.py": ("loss_of(model, batch)", "Engine.open(", "CheckpointObjectManager()", "find_latest()"),
     "tests/facade/test_keep.py": ("keep=Keep(",),
     "tests/local/test_compat.py": ("compat.install()",),
-}
-# Not as they stand: they need GPUs, torchrun or NeMo, and what they call is tested by itself.
-_NOT_RUN = {
-    "README.md": ('Trainer(strategy="fsdp"',),
-    "nemo.md": ("wrap_trainer_and_auto_resume",),
+    "tests/workers/nemo_cases.py": ("nemo.md",),  # by tests/e2e/test_nemo_trainer.py, in NeMo's own environment
 }
 _RUN_HERE: list[tuple[str, str]] = [
     ("flashpoint.md", "while step < steps"),
@@ -42,6 +38,7 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("flashpoint.md", 'every_n_steps="auto"'),
     ("flashpoint.md", 'fp.pin("before lr drop")'),
     ("README.md", "open_version("),
+    ("README.md", 'Trainer(strategy="fsdp"'),
     ("object-format.md", "open_version("),
     ("object-format.md", "safe_open("),
     ("export.md", "export_version("),
@@ -270,7 +267,8 @@ def test_megatrons_strategies(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
         dist.destroy_process_group()
 
 
-def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _module() -> Any:
+    """What a reader has before the blocks about Lightning."""
     pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     from tests.adapter.lightning.test_callback import Model as Module
 
@@ -278,8 +276,15 @@ def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.Mo
         def train_dataloader(self) -> Any:
             return DataLoader(TensorDataset(torch.zeros(1000, 3)))
 
+        def on_train_start(self) -> None:
+            self.began_at = self.trainer.global_step
+
+    return Trained()
+
+
+def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"model": Trained()}
+    names: dict[str, Any] = {"model": _module()}
 
     def on_one_cpu(text: str, steps: int) -> str:
         found = block("lightning.md", text, tmpfs).replace("/lustre/me", str(tmp_path))
@@ -288,11 +293,22 @@ def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     exec(on_one_cpu("ModelCheckpoint()", 60), names)
     assert names["trainer"].global_step == 60
-    names["model"] = Trained()
+    names["model"] = _module()
     exec(on_one_cpu("persist=", 75), names)
     assert names["trainer"].global_step == 75, "it goes on from step 60"
     assert list((tmp_path / "job-145").rglob("complete.json")), "the last version is persisted"
     exec(on_one_cpu('every_n_steps="auto"', 0), names)
+
+
+def test_lightnings_callback_in_two_lines(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = block("README.md", 'Trainer(strategy="fsdp"', tmpfs)
+    for steps in (20, 25):
+        here = f'accelerator="cpu", logger=False, enable_progress_bar=False, max_steps={steps}'
+        names: dict[str, Any] = {"model": _module()}
+        exec(found.replace('strategy="fsdp"', here), names)
+        assert names["model"].began_at == (0 if steps == 20 else 20), "it goes on"
+        assert names["trainer"].global_step == steps
 
 
 def test_every_block_is_run() -> None:
@@ -306,4 +322,4 @@ def test_every_block_is_run() -> None:
             continue
         known = [text for name, text in _RUN_HERE if name == page.name]
         for each in _BLOCK.findall(page.read_text(encoding="utf-8")):
-            assert any(mark in each for mark in (*known, *marks, *_NOT_RUN.get(page.name, ()))), (page.name, each)
+            assert any(mark in each for mark in (*known, *marks)), (page.name, each)

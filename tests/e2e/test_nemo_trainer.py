@@ -28,6 +28,7 @@ CASES = [
     "context",
     "planted_links",
     "wrapping_twice",
+    "the_page",
     "disabled",
     "refusals",
 ]

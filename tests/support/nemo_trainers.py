@@ -42,17 +42,22 @@ def trainer_of(
 ) -> Any:
     """A trainer of NeMo's, set up as far as a recipe does before it is wrapped."""
     ours = MLFlashpointCheckpointCallback(str(base), every, **options)
-    trainer = nl.Trainer(
+    trainer = trainer_with([ours, *callbacks], strategy(process_group_backend="gloo", ckpt_async_save=user_async))
+    trainer.strategy.setup_environment()
+    return trainer
+
+
+def trainer_with(callbacks: list[Callback], strategy: MegatronStrategy | None = None) -> Any:
+    """A trainer of NeMo's, whose environment nobody has set up."""
+    return nl.Trainer(
         accelerator="cpu",
         devices=world_size(),
-        strategy=strategy(process_group_backend="gloo", ckpt_async_save=user_async),
-        callbacks=[ours, *callbacks],
+        strategy=strategy or MegatronStrategy(process_group_backend="gloo"),
+        callbacks=callbacks,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.strategy.setup_environment()
-    return trainer
 
 
 def state_of(step: int, *, blank: bool = False) -> dict[str, Any]:

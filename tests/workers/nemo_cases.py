@@ -14,6 +14,7 @@ import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nemo.lightning as nl
@@ -46,9 +47,11 @@ from tests.support.nemo_trainers import (
     shared,
     state_of,
     trainer_of,
+    trainer_with,
     version,
     without_cuda,
 )
+from tests.support.processes import REPOSITORY
 from tests.support.worker import base_path, leave, rank, world_size
 
 warnings.filterwarnings("ignore")
@@ -406,6 +409,37 @@ def wrapping_twice(base: Path) -> None:
     finish(trainer)
 
 
+def the_page(base: Path) -> None:
+    """The block of docs/nemo.md, in two parts: the reader makes the trainer between them."""
+    block = (
+        (REPOSITORY / "docs" / "nemo.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    )
+    first, mark, second = block.replace("/dev/shm/mlf-jobs/job-145", str(base)).partition("# 3. With the trainer made")
+    assert mark
+    default, given = nl.AutoResume(), list[object]()
+
+    def yours(restore: object) -> nl.AutoResume:
+        given.append(restore)
+        return default
+
+    names: dict[str, Any] = {
+        "callbacks": [],
+        "args": SimpleNamespace(ckpt_mlf_every_n_steps=1, ckpt_std_every_n_steps=100, sync_save=False),
+        "nemo": SimpleNamespace(lightning=SimpleNamespace(AutoResume=yours)),
+    }
+    exec(first, names)
+    names["trainer"] = trainer = trainer_with(names["callbacks"])
+    exec(mark + second, names)
+    assert given == [...]
+    assert names["auto_resume"].default is default
+    assert names["auto_resume"].get_trainer_ckpt_path() is None
+    save(trainer, version(base, 1), 1)
+    settle(trainer)
+    assert names["auto_resume"].get_trainer_ckpt_path() == version(base, 1)
+    check_load(trainer, version(base, 1), 1)
+    finish(trainer)
+
+
 def disabled(base: Path) -> None:
     trainer = trainer_of(base, enabled=False)
     theirs, default = trainer.strategy.checkpoint_io, nl.AutoResume()
@@ -452,6 +486,7 @@ CASES = {
         context,
         planted_links,
         wrapping_twice,
+        the_page,
         disabled,
         refusals,
     )

@@ -36,7 +36,7 @@ class VerifiedFile:
         self.record = record
         self._store = store
         self._name = name
-        self._cached: OrderedDict[int, bytes] = OrderedDict()
+        self._cached: OrderedDict[int, bytearray] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, begin: int, end: int) -> bytearray:
@@ -76,21 +76,24 @@ class VerifiedFile:
                 self._verified(block, into[start - begin : start - begin + taken])
                 block += -(-taken // size)
 
-    def _block(self, block: int) -> bytes:
+    def _block(self, block: int) -> bytearray:
         with self._lock:
             content = self._cached.get(block)
             if content is not None:
                 self._cached.move_to_end(block)
                 return content
+            self._make_room()  # before there is one more
         start = block * self.record.block_size
-        fresh = bytearray(min(self.record.block_size, self.record.size - start))
-        self._verified(block, memoryview(fresh))
-        content = bytes(fresh)
+        content = bytearray(min(self.record.block_size, self.record.size - start))
+        self._verified(block, memoryview(content))
         with self._lock:
+            self._make_room()
             self._cached[block] = content
-            while len(self._cached) > _CACHED_BLOCKS:
-                self._cached.popitem(last=False)
         return content
+
+    def _make_room(self) -> None:
+        while len(self._cached) >= _CACHED_BLOCKS:
+            self._cached.popitem(last=False)
 
     def _verified(self, block: int, into: memoryview) -> None:
         size = self.record.block_size

@@ -98,7 +98,7 @@ def _run(whole: memoryview, words: _Words) -> Any:
     try:
         return Machine(bytes(records["data.pkl"]), words).run()
     finally:
-        words.records = {}
+        words.forget()
 
 
 def _records(whole: memoryview) -> dict[str, memoryview]:
@@ -176,6 +176,10 @@ class _Words:
             "torch._tensor._rebuild_from_type_v2": _Token(self._from_type),
             **_TOKENS,
         }
+
+    def forget(self) -> None:
+        """Let go of the archive and of what was made of it: this refers to itself, so nobody knows when it goes."""
+        self.records, self._storages = {}, {}
 
     def find(self, name: str) -> Any:
         if name in self._tokens:

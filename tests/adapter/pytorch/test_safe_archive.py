@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import signal
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.unpickling import safe_tensors
 from ml_flashpoint.unpickling.checks import check_bytes
 from ml_flashpoint.unpickling.safe_archive import load_archive, refused_names
 from tests.workers.fuzz_archives import VALUES, archive_of, parts_of, saved
@@ -200,3 +203,24 @@ def test_many_forged_archives_are_refused_or_good(seed: int) -> None:
 def test_a_name_that_is_not_allowed_is_named() -> None:
     with pytest.raises(UnsafeContentError, match=r"posix\.mkdir"):
         _load(archive_of(b"\x80\x02cposix\nmkdir\nX\x01\x00\x00\x00x\x85R."))
+
+
+def test_what_is_loaded_goes_with_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when garbage is collected next, which may be after many others: an import loads item after item."""
+    made: list[weakref.ref[Any]] = []
+    make = safe_tensors.storage
+
+    def noting(*args: Any) -> Any:
+        storage = make(*args)
+        made.append(weakref.ref(storage))
+        return storage
+
+    monkeypatch.setattr(safe_tensors, "storage", noting)
+    stream = io.BytesIO()
+    torch.save(torch.ones(5), stream)
+    gc.disable()
+    try:
+        assert torch.equal(load_archive(stream.getvalue(), "w", path="p"), torch.ones(5))
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()

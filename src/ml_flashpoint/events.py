@@ -14,7 +14,6 @@ events are `format.events`'s, and importable from here.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import io
@@ -26,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.events import (
     KINDS,
@@ -304,4 +304,4 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-atexit.register(flush)
+at_exit(flush)

@@ -10,7 +10,6 @@ which saver and save travel by pickle and where the saver is a `HandedOffSaver`.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -37,6 +36,7 @@ from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
@@ -497,4 +497,4 @@ def _close_savers() -> None:
         saver.close()
 
 
-atexit.register(_close_savers)
+at_exit(_close_savers)

@@ -14,7 +14,6 @@ thread.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -30,6 +29,7 @@ from ml_flashpoint.core.object_content import PieceBuffer
 from ml_flashpoint.core.persist_options import PersistHealth, PersistOptions
 from ml_flashpoint.core.persist_task import PersistTask
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.errors import (
     CapacityError,
     DeadlineError,
@@ -446,5 +446,5 @@ def _finish_all() -> None:
         persisting.end(exit_deadline_s())
 
 
-atexit.register(_finish_all)
+at_exit(_finish_all)
 os.register_at_fork(after_in_child=_live.clear)

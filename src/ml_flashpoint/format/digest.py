@@ -10,7 +10,6 @@ forked child (which starts its own), and are stopped before the interpreter is t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import queue
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.errors import DigestMismatchError, FlashpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -391,4 +391,4 @@ def _stop_pool() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pool)
-atexit.register(_stop_pool)
+at_exit(_stop_pool)

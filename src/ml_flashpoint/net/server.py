@@ -6,7 +6,6 @@ Owns listening sockets, the threads behind them, the order of requests and repli
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.channel import STALL_S, Channel, ConnectionLostError, track
 from ml_flashpoint.net.client import Address, check_address, check_credentials
@@ -373,5 +373,5 @@ def _disown_servers() -> None:
     _live_servers.clear()
 
 
-atexit.register(_close_live_servers)
+at_exit(_close_live_servers)
 os.register_at_fork(after_in_child=_disown_servers)

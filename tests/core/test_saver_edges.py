@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,14 +75,18 @@ def test_a_hand_off_that_waits_for_an_arena_holds_nobody_up(
     saver.save(version(tmpfs, 1), TENSORS)
     earlier = saver.begin()
 
+    asked = threading.Event()
+
     def full(size: int, *, exact: bool = False) -> None:
+        asked.set()
         raise CapacityError("full")
 
     monkeypatch.setattr(store_of(saver).arenas, "has_free", lambda size: False)
     monkeypatch.setattr(store_of(saver), "acquire", full)
     handing_off = threading.Thread(target=saver.hand_off, daemon=True)
     handing_off.start()
-    time.sleep(0.3)  # it waits for the earlier save by now
+    assert asked.wait(30)  # now it waits for the earlier save
+    handing_off.join(0.1)
     assert handing_off.is_alive()
     saver.fail(earlier, SaveError("given up"))
     handing_off.join(10)

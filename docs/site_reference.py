@@ -7,6 +7,7 @@ that a site can be built without torch, and with none of the packages that doors
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$", re.MULTILIN
 _Definition = ast.ClassDef | ast.FunctionDef
 
 
+def _parsed(file: Path) -> ast.Module:
+    return _parsed_at(file, file.stat().st_mtime_ns)
+
+
+@functools.cache
+def _parsed_at(file: Path, written_ns: int) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 @dataclass(frozen=True)
 class Module:
     """A module's source: where its names come from."""
@@ -83,7 +93,7 @@ class Module:
         path = SOURCES.joinpath(*name.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.exists():
-                return cls(name, ast.parse(file.read_text(encoding="utf-8")))
+                return cls(name, _parsed(file))
         return None
 
     def definition(self, name: str) -> tuple[Module, _Definition] | None:
@@ -103,7 +113,7 @@ class Module:
         """What the module's own `__getattr__` imports: anywhere in a package, there is one public class of a name."""
         folder = SOURCES.joinpath(*self.name.split("."))
         for file in sorted(folder.rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
+            tree = _parsed(file)
             for node in tree.body:
                 if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                     return Module(".".join(file.relative_to(SOURCES).with_suffix("").parts), tree), node

@@ -8,40 +8,38 @@ import re
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.support.processes import child_environment
+from ml_flashpoint.cli.demo import nodes
+from tests.support.processes import child_environment, marked_processes
 
 pytestmark = [pytest.mark.slow(200), pytest.mark.timeout(400)]
 
 STEPS = 48
 SHM = Path("/dev/shm")
 FOLDERS = "flashpoint-demo-*"
+_MARK = "MLF_TEST_DEMO"
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind() -> Iterator[None]:
+def _leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Looks for what this test's demos have started, and for folders that belong to no demo that runs: others may."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(_MARK, mark)
     before = set(SHM.glob(FOLDERS))
-    processes = set(_demo_processes())
     yield
-    assert set(SHM.glob(FOLDERS)) <= before
-    assert set(_demo_processes()) <= processes
+    assert [process.pid for process in marked_processes(**{_MARK: mark})] == []
+    assert [folder for folder in set(SHM.glob(FOLDERS)) - before if not _is_in_use(folder)] == []
 
 
-def _demo_processes() -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if "FLASHPOINT_DEMO_RUN" in process.environ():
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
+def _is_in_use(folder: Path) -> bool:
+    owner = nodes._FOLDER.fullmatch(folder.name)
+    return owner is not None and nodes._runs(pid=int(owner[1]), started_ms=int(owner[2]))
 
 
 def _argv(*args: str, job: str | None = None) -> list[str]:
@@ -155,8 +153,6 @@ def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals) -> No
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 def test_folders_of_other_users_are_not_swept(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ml_flashpoint.cli.demo import nodes
-
     theirs = tmpfs / f"flashpoint-demo-{2**22}-1-theirs"  # no process has such an id
     theirs.mkdir()
     monkeypatch.setattr(nodes, "_SHM", tmpfs)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -39,6 +40,7 @@ WORKERS = REPOSITORY / "tests" / "workers"
 DEFAULT_TIMEOUT_S = 60.0
 
 _HOST = "127.0.0.1"
+_NOT_EPHEMERAL = range(20_000, 32_768)  # net.ipv4.ip_local_port_range begins there, unless somebody has changed it
 _MARK = "FLASHPOINT_TEST_CLUSTER"
 _RANK_PREFIX = re.compile(r"\[rank(\d+)\]:")
 _SHOWN_CHARACTERS = 8_000
@@ -70,10 +72,13 @@ def contiguous(world_size: int, nodes: int) -> tuple[int, ...]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nothing listens on, and that the kernel gives nobody who asks for any:
+    whoever it is for binds it later, and gloo's groups of other jobs would have it by then."""
+    for port in random.SystemRandom().sample(_NOT_EPHEMERAL, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
+    raise OSError("there is no free port")
 
 
 def _agrees(report: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

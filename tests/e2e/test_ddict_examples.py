@@ -84,8 +84,11 @@ class Program:
 
 
 def sockets_of(process: psutil.Process) -> set[str]:
-    """The names of the Unix sockets that a process serves at."""
-    return {Path(str(its.laddr)).name for its in process.net_connections("unix")}
+    """The names of the Unix sockets that a process serves at; none of one that has ended since it was found."""
+    try:
+        return {Path(str(its.laddr)).name for its in process.net_connections("unix")}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 @contextlib.contextmanager

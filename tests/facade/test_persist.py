@@ -444,7 +444,7 @@ def test_a_signal_that_comes_while_the_store_is_locked_does_not_lock_up(base: Pa
             manifests = lambda: any(".manifest" in name for name in FaultyFileSystem.store)  # noqa: E731
             wait_until(manifests, "the part is written")
             threading.Event().wait(0.2)  # the thread wants the store's lock to end its loan
-            free = persisting._changed.acquire(timeout=2)
+            free = persisting._changed.acquire(timeout=30)
             assert free, "the handler waits for who waits for the training thread"
             persisting._changed.release()
 
@@ -466,7 +466,8 @@ def test_persisting_gives_way_to_saves_where_memory_is_short(
             assert fp.wait()
         wait_until(lambda: "memory was needed" in str(fp.health.persist_error), f"it is told: {fp.health}")
         assert fp.health.failures == 0
-        assert fp.health.blocked_total_s < 3, "no save waits for what is lent, as it would for what is being replicated"
+        # Waiting, four saves would take 4 s each: what is lent is persisted at that rate.
+        assert fp.health.blocked_total_s < 8, "no save waits for what is lent, as it would for what is being replicated"
         assert fp.health.persisted is None
     assert persisted_steps(tmp_path / "store") == [6]
 

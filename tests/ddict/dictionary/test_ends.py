@@ -112,7 +112,7 @@ def test_a_value_of_every_manager_is_read_from_one_that_answers(make: Make, monk
 
 
 def test_without_replication_a_lost_manager_is_lost(make: Make) -> None:
-    dictionary = make(2, timeout=5)
+    dictionary = make(2, timeout=20)
     keys = {dictionary.which_manager(key): key for key in range(50)}
     dictionary.update(dict.fromkeys(keys.values(), 1))
     before = kill_manager(dictionary, 1)

@@ -32,9 +32,11 @@ settings.load_profile("repository")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives each worker of pytest-xdist a network of its own, if that can be done, and asks for CUDA devices before
-    tests are imported, some of which play one."""
-    _has_cuda()
-    if hasattr(config, "workerinput"):
+    tests are imported, some of which play one. The controller, which runs no tests, needs no torch for that."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or config.getoption("dist", "no") == "no":
+        _has_cuda()
+    if is_worker:
         own_network.enter()
 
 

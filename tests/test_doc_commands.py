@@ -46,6 +46,7 @@ _ELSEWHERE = {
 }
 _NOT_RUN = {
     "make ": "they run the tests, among them this one, or take hours",
+    "python -m benchmarks.": "they measure for minutes, on a machine that does nothing else",
     "pip install ": "tests/test_release.py installs wheel and sdist, into environments of its own",
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "it is for the next line",
     "torchrun --nnodes=2 --nproc-per-node=8 ": "it takes two machines with GPUs; tests/e2e has jobs of two nodes",

@@ -12,7 +12,6 @@ import torch
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
-from ml_flashpoint.ddict.runtime import supervisor
 
 
 def answer(dictionary: DDict, pipe: Connection) -> None:
@@ -81,5 +80,5 @@ def create_and_wait(pipe: Connection) -> None:
         dictionary.checkpoint()
         assert dictionary.sync_to_newest_checkpoint() == 0
         runtime: Any = dictionary._runtime
-        pipe.send((str(runtime.base), [*runtime.pids().values(), supervisor.fork_server().pid]))
+        pipe.send((str(runtime.base), list(runtime.pids().values())))
         time.sleep(600)

@@ -58,7 +58,8 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
         coordinator = CoordinatorServer(configuration)
         undo.callback(coordinator.close)
         its = configuration.to_json()
-        runtime.start([{"configuration": its, "manager": number} for number in range(options.managers)])
+        configs = [{"configuration": its, "manager": number} for number in range(options.managers)]
+        runtime.start(configs, spare=options.replicated)
         undo.pop_all()
     return configuration, coordinator, runtime
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
-from ml_flashpoint.ddict.manager.shard import StoredValue
+from ml_flashpoint.ddict.manager.arenas import values_of
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -144,17 +144,18 @@ def test_a_holder_that_came_back_empty_gets_every_snapshot_again(pair: Cluster) 
     assert owner.restart(lose_node=True) == contents
 
 
-def test_a_pinned_value_that_is_let_go_is_released_at_the_end(pair: Cluster) -> None:
+def test_a_value_is_released_when_its_last_owner_lets_go(pair: Cluster) -> None:
     owner = pair[0]
     owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    entries = list(owner.entries.values())
-    (value_id,) = value_ids(owner)
-    with owner.snapshots.pin(entries), owner.snapshots.pin(entries) as second:
+    values = values_of(owner.entries.values())
+    with owner.arenas.own(values), owner.arenas.own(values) as second:
         owner.take_out(b"big")
         second.close()
         second.close()
-        assert owner.released == []
-    assert owner.released == [value_id]
+        assert owner.arenas.is_owned(values[0].value_id)
+        assert not owner.store.arenas.has_free(300_000)
+    assert not owner.arenas.is_owned(values[0].value_id)
+    assert owner.store.arenas.has_free(300_000)
 
 
 def test_a_value_let_go_while_it_is_sealed_belongs_to_the_snapshot(pair: Cluster) -> None:
@@ -162,33 +163,25 @@ def test_a_value_let_go_while_it_is_sealed_belongs_to_the_snapshot(pair: Cluster
     data = os.urandom(300_000)
     owner.put(0, {b"big": data}, stored=True)
     entries = list(owner.entries.values())
-    with owner.snapshots.pin(entries):
+    with owner.arenas.own(values_of(entries)):
         owner.take_out(b"big")
         owner.seal(0, entries=entries)
-    assert owner.released == []
+    assert not owner.store.arenas.has_free(300_000)
     assert owner.restart() == {0: {b"big": data}}
 
 
-def test_a_part_that_is_pinned_does_not_retire(pair: Cluster) -> None:
+def test_a_part_that_is_owned_does_not_retire(pair: Cluster) -> None:
     owner = pair[0]
     data = os.urandom(300_000)
     owner.put(0, {b"big": data}, stored=True)
     owner.seal(0)
     entries = list(owner.entries.values())
-    with owner.snapshots.pin(entries):
+    with owner.arenas.own(values_of(entries)):
         owner.take_out(b"big")
         owner.snapshots.forget_after(-1)
         owner.seal(1, entries=entries)
     owner.snapshots.retain([1])
     assert owner.restart(lose_node=True) == {1: {b"big": data}}
-
-
-def test_a_value_that_no_snapshot_has_is_the_callers(pair: Cluster) -> None:
-    owner = pair[0]
-    owner.put(0, {b"big": os.urandom(300_000)}, stored=True)
-    value = owner.entries[b"big"].value
-    assert isinstance(value, StoredValue)
-    assert not owner.snapshots.let_go(value)
 
 
 @pytest.mark.slow
@@ -220,8 +213,8 @@ def test_puts_seals_and_retirement_at_once(pair: Cluster) -> None:
         with lock:
             entries = list(owner.entries.values())
             content = content_of(entries)
-            pin = owner.snapshots.pin(entries)
-        with pin:
+            owned = owner.arenas.own(values_of(entries))
+        with owned:
             owner.seal(checkpoint_id, entries=entries)
         sealed[checkpoint_id] = content
         if checkpoint_id == 25:
@@ -231,13 +224,6 @@ def test_puts_seals_and_retirement_at_once(pair: Cluster) -> None:
         owner.snapshots.retain(sorted(sealed)[-2:])
         done.wait(0.002)
 
-    in_use = owner.snapshots._in_use
-
-    def in_use_under_the_lock(value_id: str) -> bool:
-        with lock:
-            return in_use(value_id)
-
-    owner.snapshots._in_use = in_use_under_the_lock
     threads = [threading.Thread(target=guarded, args=(work, at)) for at, work in enumerate((put, put, seal, retire))]
     for thread in threads:
         thread.start()
@@ -304,7 +290,7 @@ def test_bad_arguments_are_refused(pair: Cluster) -> None:
             "secret": SECRET,
             "peer_address": lambda _: None,
             "tell_holder": lambda *_: None,
-            "in_use": lambda _: False,
+            "is_owned": lambda _: False,
             "incarnation": "1",
             **changed,
         }

@@ -18,7 +18,7 @@ from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.objects import object_blobs, object_size, read_object
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.manager.arenas import Reading, ValueArenas
+from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -60,6 +60,11 @@ def paths(store: RankStore) -> list[str]:
     return sorted(path.name for path in store.directory.glob("arena-*"))
 
 
+def used_bytes(arenas: ValueArenas) -> int:
+    """Of arenas that hold values, or are promised to some."""
+    return arenas._store.arenas.resident_bytes()[0]
+
+
 # ---- one process ------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +80,7 @@ def test_a_value_is_written_adopted_and_read(arenas: ValueArenas, writer: ValueW
         assert np.array_equal(found["table"], value["table"])
         assert found["table"].flags.writeable == copy
         assert found["name"] == "x"
-    assert arenas.used_bytes == stored.nbytes
+    assert used_bytes(arenas) == stored.nbytes
 
 
 def test_what_is_written_to_a_view_stays_with_its_reader(arenas: ValueArenas, writer: ValueWriter) -> None:
@@ -112,7 +117,7 @@ def test_an_arena_is_reused_only_when_nobody_looks_at_it(
 ) -> None:
     first = put(arenas, writer, full(1))
     view = read_value(str(first.arena.path), first.value_id)
-    arenas.release(first)
+    arenas.release((first,))
     second = put(arenas, writer, full(2))
     assert second.arena is not first.arena
     assert torch.equal(view, full(1))  # type: ignore[arg-type]
@@ -123,7 +128,7 @@ def test_an_arena_is_reused_only_when_nobody_looks_at_it(
     with pytest.raises(StaleValueError):
         read_value(str(first.arena.path), first.value_id)
     assert torch.equal(read_value(str(third.arena.path), third.value_id), full(3))  # type: ignore[arg-type]
-    assert arenas.used_bytes == second.nbytes + third.nbytes
+    assert used_bytes(arenas) == second.nbytes + third.nbytes
 
 
 def test_an_arena_that_is_looked_at_is_not_grown_for_another_value(
@@ -131,10 +136,10 @@ def test_an_arena_that_is_looked_at_is_not_grown_for_another_value(
 ) -> None:
     first = put(arenas, writer, full(1))
     view = read_value(str(first.arena.path), first.value_id)
-    arenas.release(first)
+    arenas.release((first,))
     larger = put(arenas, writer, torch.full((3 * COUNT,), 2.0))
     assert larger.arena is not first.arena
-    arenas.release(larger)
+    arenas.release((larger,))
     del view
     assert put(arenas, writer, torch.full((3 * COUNT,), 3.0)).arena in (first.arena, larger.arena)
     assert len(paths(store)) == 2
@@ -144,7 +149,7 @@ def test_a_mapping_that_is_kept_follows_an_arena_that_grew_or_was_replaced(
     tmpfs: Path, store: RankStore, arenas: ValueArenas, writer: ValueWriter
 ) -> None:
     first = put(arenas, writer, full(1))
-    arenas.release(first)
+    arenas.release((first,))
     grown = put(arenas, writer, torch.full((2 * COUNT,), 2.0))
     assert grown.arena is first.arena
     assert torch.equal(read_value(str(grown.arena.path), grown.value_id), torch.full((2 * COUNT,), 2.0))  # type: ignore[arg-type]
@@ -163,7 +168,7 @@ def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(arenas: V
     stored = [put(arenas, writer, full(i)) for i in range(5)]
     assert len(writer._kept) == 3
     for value in stored:
-        arenas.release(value)
+        arenas.release((value,))
     assert store.arenas.delete_free(0) == 5 * stored[0].nbytes
     put(arenas, writer, full(9))
     assert len(writer._kept) == 1
@@ -181,7 +186,7 @@ def test_many_threads_put_and_get(arenas: ValueArenas, writer: ValueWriter) -> N
             stored = put(arenas, writer, value)
             if not torch.equal(read_value(str(stored.arena.path), stored.value_id), value):  # type: ignore[arg-type]
                 wrong.append(number)
-            arenas.release(stored)
+            arenas.release((stored,))
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -190,7 +195,7 @@ def test_many_threads_put_and_get(arenas: ValueArenas, writer: ValueWriter) -> N
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
-    assert arenas.used_bytes == 0
+    assert used_bytes(arenas) == 0
 
 
 # ---- promises ---------------------------------------------------------------------------------------------------
@@ -213,7 +218,7 @@ def test_only_what_was_written_whole_is_adopted(arenas: ValueArenas, writer: Val
     with pytest.raises(StaleValueError), writer.writing(room.path, room.value_id):
         pass  # it holds a value: not to be written over
     arenas.abandon([room.value_id])
-    assert arenas.used_bytes == stored.nbytes
+    assert used_bytes(arenas) == stored.nbytes
 
 
 def test_a_damaged_object_is_not_adopted(arenas: ValueArenas) -> None:
@@ -223,15 +228,15 @@ def test_a_damaged_object_is_not_adopted(arenas: ValueArenas) -> None:
     with pytest.raises(ObjectFormatError):
         arenas.adopt(room.value_id)
     arenas.abandon([room.value_id])
-    assert arenas.used_bytes == 0
+    assert used_bytes(arenas) == 0
 
 
 def test_room_that_was_given_up_is_used_again(store: RankStore, arenas: ValueArenas, writer: ValueWriter) -> None:
     rooms = [arenas.allocate(500_000) for _ in range(3)]
-    assert arenas.used_bytes == sum(room.size for room in rooms)
+    assert used_bytes(arenas) == sum(room.size for room in rooms)
     arenas.abandon([room.value_id for room in rooms])
     arenas.abandon([room.value_id for room in rooms])
-    assert arenas.used_bytes == 0
+    assert used_bytes(arenas) == 0
     for room in rooms:
         with pytest.raises(StaleValueError):
             arenas.adopt(room.value_id)
@@ -247,7 +252,7 @@ def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore
     large = arenas.allocate(3_000_000)
     assert sum(store.arenas.resident_bytes()) <= (4 << 20) + (1 << 16)
     assert 0 < len(paths(store)) < 10
-    assert arenas.used_bytes == large.size
+    assert used_bytes(arenas) == large.size
 
 
 def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
@@ -265,7 +270,7 @@ def test_no_room_is_a_typed_error_and_no_leak(small_tmpfs: Path) -> None:
     room = arenas.allocate(2 << 20)
     with pytest.raises(CapacityError):
         arenas.allocate(3 << 20)
-    assert arenas.used_bytes == room.size
+    assert used_bytes(arenas) == room.size
     arenas.abandon([room.value_id])
     assert arenas.allocate(3 << 20).size >= 3 << 20
     store.close()
@@ -282,10 +287,7 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
         arenas.fill("v-x", blobs)
     arenas.fill(room.value_id, blobs)
     stored = arenas.adopt(room.value_id)
-    with Reading(stored) as view:
-        assert not is_free(room.path)
-        sent = bytes(view)
-    assert is_free(room.path)
+    sent = bytes(stored.arena.buffer[: stored.size])
     assert len(sent) == stored.size
     for found in (
         read_value(room.path, room.value_id),
@@ -296,16 +298,14 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
         assert np.array_equal(found["b"], value["b"])
 
 
-def test_what_the_manager_sends_is_not_reused_meanwhile(arenas: ValueArenas, writer: ValueWriter) -> None:
+def test_a_value_that_somebody_else_owns_is_not_reused(arenas: ValueArenas, writer: ValueWriter) -> None:
     stored = put(arenas, writer, full(1))
-    reading = Reading(stored)
-    arenas.release(stored)  # between the two
-    with reading as view:
+    with arenas.own((stored,)):
+        arenas.release((stored,))
         assert put(arenas, writer, full(2)).arena is not stored.arena
-        assert torch.equal(read_object(view, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
+        sent = bytes(stored.arena.buffer[: stored.size])
+        assert torch.equal(read_object(sent, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
     assert put(arenas, writer, full(3)).arena is stored.arena
-    with pytest.raises(StaleValueError):
-        Reading(stored)
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
@@ -322,8 +322,8 @@ def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
         version="step-3_ckpt", rank=0, world_size=1, save_id=stored.value_id, node="n0", objects=(record,)
     )
     part = store.commit(manifest, [stored.arena])
-    arenas.release(stored)
-    assert arenas.used_bytes == 0
+    arenas.release((stored,))
+    assert not arenas.is_owned(stored.value_id)
     assert put(arenas, writer, full(2)).arena is not stored.arena
     assert torch.equal(read_value(str(stored.arena.path), stored.value_id), full(1))  # type: ignore[arg-type]
     store.drop(part)
@@ -339,7 +339,7 @@ def test_a_reader_in_another_process_keeps_its_bytes(
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
         assert child.next_report("holding") == ("holding", 1.0)
-        arenas.release(stored)
+        arenas.release((stored,))
         others = [put(arenas, writer, full(i)) for i in range(2, 5)]
         assert stored.arena not in [other.arena for other in others]
         child.say("go on")
@@ -353,7 +353,7 @@ def test_the_lock_of_a_reader_goes_with_it(arenas: ValueArenas, writer: ValueWri
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
         child.next_report("holding")
-        arenas.release(stored)
+        arenas.release((stored,))
         if how == "killed while stopped":
             child.stop()
         assert put(arenas, writer, full(2)).arena is not stored.arena
@@ -365,7 +365,7 @@ def test_a_fork_of_a_reader_is_a_reader(arenas: ValueArenas, writer: ValueWriter
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_a_view_in_a_fork, str(stored.arena.path), stored.value_id) as child:
         child.next_report("forked")
-        arenas.release(stored)
+        arenas.release((stored,))
         assert put(arenas, writer, full(2)).arena is not stored.arena
         child.say("go on")
         child.join()
@@ -399,7 +399,7 @@ def test_a_writer_that_comes_late_is_refused_and_spoils_nothing(arenas: ValueAre
         assert child.next_report("refused")
         assert torch.equal(read_value(room.path, stored.value_id), full(2))  # type: ignore[arg-type]
         pending = arenas.allocate(room.size)
-        arenas.release(stored)
+        arenas.release((stored,))
     with Child(value_support.write_late, pending.path, room.value_id) as child:
         child.next_report("ready")
         child.say("go on")  # and another's promise is as safe as another's value
@@ -428,10 +428,10 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(aren
         assert isinstance(found, list)
         assert torch.equal(found[0], value[0])  # type: ignore[arg-type]
         del found
-        arenas.release(stored)
+        arenas.release((stored,))
         whole += 1
     assert whole >= 3
-    assert arenas.used_bytes == 0
+    assert used_bytes(arenas) == 0
 
 
 def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, writer: ValueWriter) -> None:
@@ -444,13 +444,13 @@ def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, 
         ):
             one.next_report("reading")
             other.next_report("reading")
-            arenas.release(current)
+            arenas.release((current,))
             used = current.arena
             for _ in range(10_000):  # until the arena was free at the moment that it was asked for
                 current = put(arenas, writer, full(i))
                 if current.arena is used:
                     break
-                arenas.release(current)
+                arenas.release((current,))
             assert current.arena is used
             seen += one.next_report("gone")[1] + other.next_report("gone")[1]
     assert seen > 0

@@ -19,6 +19,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.ddict.checkpoints.index import PartRef
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
+from ml_flashpoint.ddict.manager.arenas import ValueArenas, values_of
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
@@ -87,7 +88,7 @@ class Member:
 
     Attributes:
         entries: what its shard holds: the entry of each key.
-        in_use: ids of stored values in it.
+        arenas: of the stored values in it.
         saves: snapshots with verified copies, by checkpoint, as the coordinator knows them.
         failures: of the last recovery.
     """
@@ -97,8 +98,6 @@ class Member:
         self.number = number
         self.folder = cluster.base / cluster.nodes[number]
         self.entries: dict[bytes, Entry] = {}
-        self.in_use: set[str] = set()
-        self.released: list[str] = []
         self.saves: dict[int, PartRef] = {}
         self.failures: dict[int, FlashpointError] = {}
         self.unreachable = False
@@ -108,6 +107,7 @@ class Member:
 
     def up(self) -> None:
         self.store = RankStore(self.folder, self.number, lock_deadline_s=5.0)
+        self.arenas = ValueArenas(self.store, "0" * 16)
         self.incarnation = f"{self.number}x{os.getpid()}x{next(self._lives)}"
         self.snapshots = Snapshots(
             self.store,
@@ -116,16 +116,11 @@ class Member:
             secret=SECRET,
             peer_address=self.cluster.address_of,
             tell_holder=lambda holder, keep, before: self.cluster.reach(holder).drop_copies(self.number, keep, before),
-            in_use=lambda value_id: value_id in self.in_use,
+            is_owned=self.arenas.is_owned,
             incarnation=self.incarnation,
-            release=self._release,
         )
         self.snapshots.start()
         self.is_up = True
-
-    def _release(self, value: StoredValue) -> None:
-        self.released.append(value.value_id)
-        self.store.release(value.arena)
 
     def down(self, *, lose_node: bool = False) -> None:
         """End it, with the memory of its node if so wished."""
@@ -133,7 +128,7 @@ class Member:
         self.saves = {each: ref for each, ref in self.saves.items() if there.get(each) == ref}
         self.snapshots.close()
         self.store.close()
-        self.entries, self.in_use = {}, set()
+        self.entries = {}
         self.is_up = False
         if lose_node:
             shutil.rmtree(self.folder)
@@ -148,7 +143,7 @@ class Member:
         found, self.failures = self.snapshots.recover(self.saves.values())
         if found:
             self.entries = {entry.key: entry for entry in found[max(found)]}
-            self.in_use = {e.value.value_id for its in found.values() for e in its if isinstance(e.value, StoredValue)}
+            self.arenas.own(values_of(entry for its in found.values() for entry in its))
         return {checkpoint_id: content_of(entries) for checkpoint_id, entries in found.items()}
 
     def put(self, checkpoint_id: int, content: Mapping[bytes, bytes | None], *, stored: bool = False) -> None:
@@ -160,16 +155,14 @@ class Member:
             value: InlineValue | StoredValue = InlineValue(data)
             if stored:
                 value = make_value(self.store, f"v-{self.incarnation}-{next(self._values):012}", data)
-                self.in_use.add(value.value_id)
+                self.arenas.own((value,))
             self.entries[key] = Entry(key, checkpoint_id, "w-1", value)
 
     def take_out(self, key: bytes) -> None:
         """The shard has no more use for an entry."""
         entry = self.entries.pop(key, None)
-        if entry is not None and isinstance(entry.value, StoredValue):
-            self.in_use.discard(entry.value.value_id)
-            if not self.snapshots.let_go(entry.value):
-                self.store.release(entry.value.arena)
+        if entry is not None:
+            self.arenas.release(values_of((entry,)))
 
     def seal(self, checkpoint_id: int, deadline_s: float = 20.0, *, entries: list[Entry] | None = None) -> Content:
         """Seal what is in the shard, or these entries."""

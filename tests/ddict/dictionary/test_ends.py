@@ -14,7 +14,7 @@ import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.client import mapping as mapped
-from ml_flashpoint.ddict.client.session import Found
+from ml_flashpoint.ddict.client.access import Found
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictError,

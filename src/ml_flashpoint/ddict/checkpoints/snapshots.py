@@ -1,6 +1,6 @@
 """Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
 
-Owns the life of snapshots and of the sealed values that they refer to: when a part is committed, pushed, kept and
+Owns the life of snapshots: when a part is committed, pushed, kept and
 dropped. The bytes of a snapshot are `index`'s and `index`'s, what goes into a part `parts`',
 the copies at other managers `copies`', reading it all back `recovery`'s. Which checkpoint is
 committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
@@ -16,7 +16,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -32,7 +31,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
 )
 from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder
 from ml_flashpoint.ddict.checkpoints.recovery import Recoverer
-from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.manager.shard import Entry
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
@@ -58,11 +57,8 @@ class Snapshots:
         nodes: node of every manager, by number. Their number is the world size.
         peer_address: see `PeerAddress`.
         tell_holder: see `TellHolder`. Must have a deadline of its own.
-        in_use: whether a value id is still in the shard's history, so that its part must stay although no snapshot
-            needs it; once false, it must stay so. It may take locks under which :meth:`pin` and :meth:`let_go` are
-            called, but none under which anything else of this object is.
-        release: frees the arena of a value that :meth:`let_go` took over and that did not become a part after all;
-            by default ``store.release(value.arena)``.
+        is_owned: whether somebody needs a value id, so that its part must stay although no snapshot does; once false,
+            it must stay so.
         incarnation: of this manager process, letters and digits.
         host: address to serve peers on, and the one told to them.
 
@@ -79,9 +75,8 @@ class Snapshots:
         secret: bytes,
         peer_address: PeerAddress,
         tell_holder: TellHolder,
-        in_use: Callable[[str], bool],
+        is_owned: Callable[[str], bool],
         incarnation: str,
-        release: Callable[[StoredValue], None] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         topology = Topology(tuple(nodes))
@@ -90,9 +85,8 @@ class Snapshots:
         self._manager = manager
         self._managers = topology.world_size
         self._incarnation = incarnation
-        self._in_use = in_use
+        self._is_owned = is_owned
         self._tell_holder = tell_holder
-        self._release = release or (lambda value: store.release(value.arena))
         snapshot_attempt(format_stamp(0), incarnation)  # refuses what cannot be in a name
         self._holders = strategy.copies_of(manager, topology)
         self._held = strategy.held_by(manager, topology)
@@ -109,8 +103,6 @@ class Snapshots:
         self._lock = threading.Lock()
         self._builder = PartBuilder(store, topology.node_of(manager), self._managers, self._next_stamp)
         self._snapshots: dict[int, BuiltSnapshot] = {}
-        self._pins: Counter[str] = Counter()
-        self._let_go: dict[str, StoredValue] = {}
         self._last_stamp = self._newest_stamp()
         self._closed = threading.Event()
 
@@ -145,48 +137,6 @@ class Snapshots:
         if self._service is not None:
             self._service.close()
 
-    # ---- values -------------------------------------------------------------------------------------------
-
-    def pin(self, entries: Iterable[Entry]) -> contextlib.ExitStack:
-        """Keep the values of these entries until what is returned is closed, also those let go of meanwhile.
-
-        For the time between taking the entries from the shard and :meth:`seal`: call it under the same lock.
-        """
-        ids = [entry.value.value_id for entry in entries if isinstance(entry.value, StoredValue)]
-        with self._lock:
-            self._pins.update(ids)
-        pinned = contextlib.ExitStack()
-        pinned.callback(self._unpin, ids)
-        return pinned
-
-    def _unpin(self, ids: Sequence[str]) -> None:
-        free = []
-        with self._lock:
-            self._pins.subtract(ids)
-            for value_id in ids:
-                if not self._pins[value_id]:
-                    del self._pins[value_id]
-                    value = self._let_go.pop(value_id, None)
-                    if value is not None and self._store.find(value_id, self._manager) is None:
-                        free.append(value)
-        for value in free:
-            self._release(value)
-
-    def let_go(self, value: StoredValue) -> bool:
-        """The shard has no more use for a value. Returns whether its arena is now this object's business, because it
-        is part of a snapshot or about to be: it is freed when no snapshot needs it. False: the caller releases it.
-        """
-        with self._lock:
-            if self._pins[value.value_id]:
-                self._let_go[value.value_id] = value
-                return True
-            return self._store.find(value.value_id, self._manager) is not None
-
-    def take_back(self, value: StoredValue) -> None:
-        """The shard has use for a value again, which was let go of."""
-        with self._lock:
-            self._let_go.pop(value.value_id, None)
-
     # ---- sealing ------------------------------------------------------------------------------------------
 
     def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
@@ -197,8 +147,7 @@ class Snapshots:
         of earlier snapshots that a holder has lost are pushed first.
 
         Args:
-            entries: of all keys that there are. Stored values must be pinned by the caller, or in the shard until this
-                returns.
+            entries: of all keys that there are. Somebody must own their values until this returns.
 
         Raises:
             DeadlineError: not all holders had it in time.
@@ -207,7 +156,7 @@ class Snapshots:
         """
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s
-        with self.pin(entries), self._turn(deadline):
+        with self._turn(deadline):
             with self._building:
                 built = self._build(checkpoint_id, list(entries), deadline)
             self._push(deadline)
@@ -327,12 +276,9 @@ class Snapshots:
         with self._lock:
             needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
         mine = [part for part in self._store.held() if part.rank == self._manager]
-        spare = [part for part in mine if part.save_id not in needed and not self._in_use(part.save_id)]
-        with self._lock:
-            dropped = [part for part in spare if not self._pins[part.save_id]]
-            for part in dropped:
-                self._store.drop(part)
-                self._let_go.pop(part.save_id, None)
+        dropped = [part for part in mine if part.save_id not in needed and not self._is_owned(part.save_id)]
+        for part in dropped:
+            self._store.drop(part)
         gone = {part.save_id for part in dropped}
         keep = [part.save_id for part in mine if part.save_id not in gone]
         self._copies.forget(gone)

@@ -1,29 +1,37 @@
 """Reading and writing keys through one handle: what `DDict` is made of.
 
-Owns which manager a key goes to, how single keys, all keys and many keys at once are asked for, and the small writes
-that are collected and sent together. Keys are encoded here; what a user may say and gets to hear is `DDict`'s.
+Owns which manager a key goes to, how values get to managers and back, how single keys, all keys and many keys at once
+are asked for, and the small writes that are collected and sent together. What a user may say is `DDict`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.client import codec
+from ml_flashpoint.ddict.client import codec, objects, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
+from ml_flashpoint.ddict.client.keepalive import Client
 from ml_flashpoint.ddict.client.keys import decode_key, place
-from ml_flashpoint.ddict.client.session import Client, Found
-from ml_flashpoint.ddict.errors import DDictError, DDictKeyError
-from ml_flashpoint.ddict.manager.requests import PERSISTENT
+from ml_flashpoint.ddict.client.links import Exchange
+from ml_flashpoint.ddict.errors import DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
+from ml_flashpoint.ddict.manager.requests import PERSISTENT, rebuild_error
 from ml_flashpoint.ddict.options import COORDINATOR
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Reply
 
 _AT_ONCE = 256
-
-
 _MOST = 1024
 _MOST_BYTES = 4 << 20
+
+
+class Found(NamedTuple):
+    """A value that was read, and the sequence number of its entry."""
+
+    value: Any
+    sequence: int
 
 
 class Access:
@@ -59,16 +67,15 @@ class Access:
         self, manager: int, key: bytes, *, deadline: float | None = None, copy: bool = False, wait: bool = False
     ) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
-        handle = self.handle
-        deadline = handle.deadline() if deadline is None else deadline
-
-        def send(epoch: int) -> Found:
-            fields: dict[str, Any] = {"c": handle.checkpoint_id, "e": epoch}
-            if wait:
-                fields["wait"] = True
-            return self.client.get(manager, key, fields, deadline=deadline, copy=copy)
-
-        return handle.in_epoch(send, deadline)
+        deadline = self.handle.deadline() if deadline is None else deadline
+        while True:
+            answer = self.ask(manager, "get", key, deadline=deadline, wait=wait)
+            try:
+                return _found(answer.fields, answer.blobs, copy)
+            except StaleValueError:
+                # It was written anew between the answer and the look at it.
+                if time.monotonic() >= deadline:
+                    raise DDictTimeoutError("the value changes faster than it can be read", manager=manager) from None
 
     def write(
         self,
@@ -81,38 +88,76 @@ class Access:
         deadline: float,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
+        told: dict[str, Any] = {"f": flags} if flags else {}
+        if sequence is not None:
+            told["x"] = sequence
+        again = sequence is None  # a conditional write that was done would fail the second time
+        lasting = bool(flags & PERSISTENT)
+        if encoded.inline:
+            blobs = key, codec.to_inline(encoded)
+            answer = self.change(manager, "put", *blobs, again=again, lasting=lasting, deadline=deadline, **told)
+            return bool(answer["ok"])
         handle = self.handle
 
         def send(epoch: int) -> bool:
-            fields: dict[str, Any] = {"c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            if flags:
-                fields["f"] = flags
-            if sequence is not None:
-                fields["x"] = sequence
-            return self.client.put(manager, key, encoded, fields, deadline=deadline)
+            fields = {**told, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
 
-        return handle.write(send, deadline, lasting=bool(flags & PERSISTENT))
+            def put(exchange: Exchange) -> bool:
+                return self._put_large(exchange, key, encoded, fields)
+
+            while True:
+                try:
+                    return self.client.links.attempt(manager, put, deadline=deadline, again=again)
+                except StaleValueError:
+                    # The manager was replaced after it had given the reservation.
+                    if time.monotonic() >= deadline:
+                        raise DDictTimeoutError("the manager changes all the time", manager=manager) from None
+
+        return handle.write(send, deadline, lasting=lasting)
+
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, fields: dict[str, Any]) -> bool:
+        with _reserved(exchange, encoded, fields) as reservation:
+            value_id = reservation["v"]
+            told = {**fields, "v": value_id}
+            if not exchange.local:
+                blobs = objects.object_blobs(encoded, reservation["size"], value_id)
+                return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
+            with self.client.writer.writing(reservation["path"], value_id) as slot:
+                slot.write(encoded)
+                return bool(exchange.request("put", told, (key,)).fields["ok"])
 
     def change(
-        self, manager: int, operation: str, *key: bytes, again: bool = False, deadline: float, **fields: Any
+        self,
+        manager: int,
+        operation: str,
+        *blobs: bytes,
+        again: bool = False,
+        lasting: bool = False,
+        deadline: float,
+        **fields: Any,
     ) -> dict[str, Any]:
         """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
-        A key that was deleted would not be there the second time."""
+        A key that was deleted would not be there the second time. ``lasting``: see `Handle.write`."""
         handle = self.handle
 
         def send(epoch: int) -> dict[str, Any]:
             told = {**fields, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            return self.client.links.call(manager, operation, told, key, deadline=deadline, again=again).fields
+            return self.client.links.call(manager, operation, told, blobs, deadline=deadline, again=again).fields
 
-        return handle.write(send, deadline)
+        return handle.write(send, deadline, lasting=lasting)
 
-    def ask(self, manager: int, operation: str, *key: bytes, deadline: float, **fields: Any) -> Reply:
-        """Ask one manager something about a key, or all of its keys."""
+    def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
+        """Ask one manager something about a key, or some or all of its keys."""
         handle = self.handle
 
         def send(epoch: int) -> Reply:
             told = {**fields, "c": handle.checkpoint_id, "e": epoch}
-            return self.client.links.call(manager, operation, told, key, deadline=deadline)
+
+            def request(exchange: Exchange) -> Reply:
+                # A manager elsewhere, which it may be since a moment ago, sends large values along.
+                return exchange.request(operation, told if exchange.local else {**told, "remote": True}, blobs)
+
+            return self.client.links.attempt(manager, request, deadline=deadline)
 
         return handle.in_epoch(send, deadline)
 
@@ -193,18 +238,51 @@ class Access:
                 yield items
 
     def _get_many(self, manager: int, keys: list[bytes], deadline: float) -> list[Found | FlashpointError]:
-        def send(epoch: int) -> list[Found | FlashpointError]:
-            fields = {"c": self.handle.checkpoint_id, "e": epoch}
-            return self.client.get_many(manager, keys, fields, deadline=deadline, copy=False)
+        """Each with its own outcome."""
+        answer = self.ask(manager, "many", *keys, deadline=deadline, ops=[["get", {}, 1]] * len(keys))
+        found: list[Found | FlashpointError] = []
+        at = 0
+        for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
+            blobs = answer.blobs[at : at + count]
+            at += count
+            if error is not None:
+                found.append(rebuild_error(error))
+                continue
+            try:
+                found.append(_found(own, blobs, copy=False))
+            except StaleValueError:
+                found.append(self.get(manager, key, deadline=deadline))
+        return found
 
-        return self.handle.in_epoch(send, deadline)
+
+@contextlib.contextmanager
+def _reserved(exchange: Exchange, encoded: codec.Encoded, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A reservation for a large value, which the manager gets back if it is not put."""
+    size = objects.object_size(encoded)
+    reservation = exchange.request("allocate", {"n": size, "c": fields["c"], "e": fields["e"]}).fields
+    try:
+        yield reservation
+    except BaseException:
+        with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
+            exchange.request("abandon", {"v": reservation["v"]})
+        raise
+
+
+def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
+    if "path" in fields:
+        value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
+    elif "v" in fields:
+        value = objects.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
+    else:
+        value = codec.from_inline(blobs[0], copy=copy)
+    return Found(value, fields["s"])
 
 
 class Batch:
     """Writes of one handle, by manager. Not thread-safe."""
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._items: dict[int, dict[bytes, bytes]] = {}
         self._bytes: dict[int, int] = {}
 
@@ -245,13 +323,12 @@ class Batch:
         items = list(self._items.get(manager, {}).items())
         if not items:
             return
-        handle = self._handle
-
-        def send(epoch: int) -> None:
-            fields = {"c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            handle.client.put_many(manager, items, fields, deadline=deadline)
-
-        handle.write(send, deadline)
+        blobs = [part for item in items for part in item]
+        ops = [["put", {}, 2] for _ in items]
+        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline)
+        for error, _, _ in answer["outcomes"]:
+            if error is not None:
+                raise rebuild_error(error)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)

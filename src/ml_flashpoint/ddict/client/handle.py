@@ -17,8 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ml_flashpoint.ddict.client.keepalive import Standing, await_leaves
-from ml_flashpoint.ddict.client.session import Client, client_of
+from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,

@@ -1,4 +1,4 @@
-"""Keeps the writing handles of a process attached, and tells them when an epoch begins.
+"""What the handles of a process share: connections, and a session that keeps those that write attached.
 
 Owns what the coordinator is told of each handle, also by others than the handle: when it is gone, or does nothing; and
 the connection, the session, by whose end the coordinator knows that the process was killed.
@@ -15,7 +15,8 @@ import time
 import weakref
 from typing import Any
 
-from ml_flashpoint.ddict.client.links import Exchange, Links
+from ml_flashpoint.ddict.client.links import Exchange, Links, is_local, locator
+from ml_flashpoint.ddict.client.shared_memory import ValueWriter
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
@@ -25,7 +26,7 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     writes_lost,
 )
-from ml_flashpoint.ddict.options import COORDINATOR
+from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -301,4 +302,45 @@ def await_leaves(deadline: float) -> None:
         keepalive.await_end(deadline)
 
 
-os.register_at_fork(after_in_child=_keepalives.clear)
+class Client:
+    """A process's side of a dictionary, which all of its handles share. Thread-safe."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.links = Links(locator(configuration), configuration.secret)
+        self.is_local = is_local(configuration)
+        self.keepalive = Keepalive(self.links)
+        self.writer = ValueWriter()
+        self._finalizer = weakref.finalize(self, _close, self.keepalive, self.writer)
+
+    def close(self) -> None:
+        """Let go of everything; also done when the last handle of the process is gone."""
+        self.keepalive.close()
+        self._finalizer()
+
+
+def _close(keepalive: Keepalive, writer: ValueWriter) -> None:
+    keepalive.close_later()
+    writer.close()
+
+
+_clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()
+_clients_lock = threading.Lock()
+
+
+def client_of(configuration: Configuration) -> Client:
+    """This process's client for a dictionary, made if there is none."""
+    with _clients_lock:
+        client = _clients.get(configuration.dictionary)
+        if client is None:
+            client = _clients[configuration.dictionary] = Client(configuration)
+        return client
+
+
+def _after_fork() -> None:
+    global _clients_lock
+    _clients_lock = threading.Lock()
+    _clients.clear()
+    _keepalives.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

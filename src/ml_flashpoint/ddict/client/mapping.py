@@ -252,7 +252,7 @@ class Mapped(MutableMapping[Any, Any]):
         Until then they cannot be read, not even by this handle. Moving to another checkpoint ends the batch, too.
         """
         if self._batch is None:
-            self._batch = Batch(self._handle)
+            self._batch = Batch(self._access)
 
     def end_batch_put(self) -> None:
         """Send what was collected.

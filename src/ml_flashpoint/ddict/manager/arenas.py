@@ -1,7 +1,8 @@
 """The manager's side of large values: which arena a value gets, and when an arena may hold another one.
 
-Owns allocation and the rule of reuse; what is in an arena is `objects`', the clients' side `shared_memory`', and
-what becomes of values that were sealed is up to whoever sealed them.
+Owns allocation, the rule of reuse, and the count of those who need a value: the shard, each checkpoint that is kept,
+and whoever reads it for others. What is in an arena is `objects`', the clients' side `shared_memory`', and what becomes
+of values that were sealed is up to whoever sealed them.
 
 Whoever reads a value, or writes one, holds a shared lock (flock) on the arena's file, for as long as it has a view of
 it, and the kernel takes the lock away when that process dies. An arena is given out again only after an exclusive lock
@@ -24,15 +25,16 @@ import re
 import resource
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.manager.shard import StoredValue
+from ml_flashpoint.ddict.errors import DDictPersistError, StaleValueError
+from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.object_format import Layout, ParsedHeader, encode_header, header_length, parse_header
 
@@ -170,12 +172,13 @@ class ValueArenas:
         self._lock = threading.Lock()
         self._next = 0
         self._promised: dict[str, Arena] = {}
-        self._used_bytes = 0
+        self._owners: Counter[str] = Counter()
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of arenas that hold values, or are promised to some."""
-        return self._used_bytes
+    def promised_bytes(self) -> int:
+        """Bytes of arenas that values are yet to be written to."""
+        with self._lock:
+            return sum(arena.size for arena in self._promised.values())
 
     def allocate(self, nbytes: int) -> Reservation:
         """Room for a value of so many bytes (`objects.object_size`), until `adopt` or `abandon`.
@@ -192,7 +195,6 @@ class ValueArenas:
             value_id = f"v-{self._incarnation}-{self._next:012d}"
             self._next += 1
             self._promised[value_id] = arena
-            self._used_bytes += arena.size
         write_token(arena, value_id)
         return Reservation(value_id, str(arena.path), arena.size)
 
@@ -223,7 +225,7 @@ class ValueArenas:
             target[:_TOKEN_AT] = views[0][:_TOKEN_AT]
 
     def adopt(self, value_id: str) -> StoredValue:
-        """Take note that the value was written. The arena is its own until `release`.
+        """Take note that the value was written. Whoever calls this owns it, until `release`.
 
         Raises:
             StaleValueError: nothing was promised to this value, or it is not there. A promise stays.
@@ -237,74 +239,96 @@ class ValueArenas:
         with self._lock:
             if self._promised.pop(value_id, None) is None:
                 raise StaleValueError(f"there is no reservation for value {value_id}")
+            self._owners[value_id] = 1
         return StoredValue(value_id, arena, layout.size)
 
-    def count(self, value: StoredValue) -> None:
-        """Take note of a value that came another way (recovered, say) in an arena that the store has in use."""
+    def own(self, values: Iterable[StoredValue]) -> contextlib.ExitStack:
+        """Somebody else needs these, too, which have an owner or are parts of the store. Call `release` for each when
+        that is over, or close what is returned."""
+        owned = list(values)
         with self._lock:
-            self._used_bytes += value.arena.size
+            self._owners.update(value.value_id for value in owned)
+        ended = contextlib.ExitStack()
+        ended.callback(self.release, owned)
+        return ended
 
-    def discount(self, value: StoredValue) -> None:
-        """Take no more note of a value of which somebody else releases the arena."""
+    def release(self, values: Iterable[StoredValue]) -> None:
+        """An owner does not need these any more. The arena of one that nobody needs is free, unless it is a part of the
+        store by now: then it is for `RankStore.drop`."""
+        free = []
         with self._lock:
-            self._used_bytes -= value.arena.size
+            for value in values:
+                self._owners[value.value_id] -= 1
+                if self._owners[value.value_id] <= 0:
+                    del self._owners[value.value_id]
+                    free.append(value)
+        for value in free:
+            if self._store.find(value.value_id, self._store.rank) is None:
+                self._store.release(value.arena)
 
-    def release(self, value: StoredValue) -> None:
-        """The value is not needed any more. Its arena is free, unless it is a part of the store by now: then it is
-        for `RankStore.drop`. To be called once for each value."""
-        with self._lock:
-            self._used_bytes -= value.arena.size
-        if self._store.find(value.value_id, self._store.rank) is None:
-            self._store.release(value.arena)
+    def is_owned(self, value_id: str) -> bool:
+        """Whether anybody needs a value; once nobody does, nobody will."""
+        return value_id in self._owners
 
     def abandon(self, value_ids: Iterable[str]) -> None:
         """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
         for value_id in value_ids:
             with self._lock:
                 arena = self._promised.pop(value_id, None)
-                if arena is None:
-                    continue
-                self._used_bytes -= arena.size
-            self._store.release(arena)
+            if arena is not None:
+                self._store.release(arena)
 
 
-class Reading:
-    """A value's bytes, locked from construction until the end of the ``with`` block, which gives a memoryview of them:
-    nobody can reuse them meanwhile, whoever releases the value.
+class KeptCheckpoints:
+    """The entries of a manager's checkpoints, as they were when each was prepared. Their values stay until they are
+    let go of; which are needed is the coordinator's to say. Thread-safe."""
 
-    Raises:
-        StaleValueError: it was released before.
-    """
+    def __init__(self, arenas: ValueArenas) -> None:
+        self._arenas = arenas
+        self._lock = threading.RLock()
+        self._kept: dict[int, list[Entry]] = {}
 
-    def __init__(self, value: StoredValue) -> None:
-        self._fd = -1
-        gone = f"value {value.value_id} is gone"
-        try:
-            self._fd = os.open(value.arena.path, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._view = value.arena.buffer[: value.size]
-            check_header(self._view, value.value_id, value.arena.size)
-        except BaseException as error:
-            self._close()
-            # No file; it is being cleared; its mapping was given back.
-            if isinstance(error, (FileNotFoundError, BlockingIOError)) or type(error) is ValueError:
-                raise StaleValueError(gone) from None
-            raise
+    def keep(self, checkpoint_id: int, entries: list[Entry]) -> None:
+        """Keep these, which somebody owns now, in place of what was kept of this checkpoint."""
+        self._arenas.own(values_of(entries))
+        with self._lock:
+            before = self._kept.pop(checkpoint_id, [])
+            self._kept[checkpoint_id] = entries
+        self._arenas.release(values_of(before))
 
-    def __enter__(self) -> memoryview:
-        return self._view
+    def __contains__(self, checkpoint_id: int) -> bool:
+        return checkpoint_id in self._kept
 
-    def __exit__(self, *_: object) -> None:
-        self._view.release()
-        self._close()
+    def entries(self, checkpoint_id: int) -> list[Entry]:
+        """Of a checkpoint that is kept."""
+        return self._kept[checkpoint_id]
 
-    def __del__(self) -> None:
-        self._close()
+    @contextlib.contextmanager
+    def using(self, checkpoint_id: int) -> Iterator[list[Entry]]:
+        """The entries, whose values stay as they are meanwhile, whoever lets go of them.
 
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        Raises:
+            DDictPersistError: there are none.
+        """
+        with self._lock:
+            if checkpoint_id not in self._kept:
+                raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
+            entries = self._kept[checkpoint_id]
+            owned = self._arenas.own(values_of(entries))
+        with owned:
+            yield entries
+
+    def retain(self, is_wanted: Callable[[int], bool]) -> None:
+        """Let go of checkpoints of which ``is_wanted(checkpoint_id)`` is false."""
+        with self._lock:
+            gone = [self._kept.pop(each) for each in list(self._kept) if not is_wanted(each)]
+        for entries in gone:
+            self._arenas.release(values_of(entries))
+
+
+def values_of(entries: Iterable[Entry]) -> list[StoredValue]:
+    """Their large values."""
+    return [entry.value for entry in entries if isinstance(entry.value, StoredValue)]
 
 
 def write_token(arena: Arena, value_id: str) -> None:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
-from ml_flashpoint.ddict.checkpoints.kept import KeptCheckpoints
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.client.links import Links, Locate
 from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, StaleEpochError
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, is_unused
+from ml_flashpoint.ddict.manager.arenas import KeptCheckpoints, ValueArenas, is_unused, values_of
 from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Fields, Result, deadline_of
-from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard, StoredValue, Value
+from ml_flashpoint.ddict.manager.shard import Entry, Shard, StoredValue, Value
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
@@ -97,8 +96,7 @@ class Manager:
         """Handles whose process was killed: what of them is on its way still comes too late."""
         self._discarded: dict[str, int] = {}
         self._begun = threading.Lock()
-        self._inline_bytes = 0
-        self._stored: set[str] = set()
+        self._shard_bytes = 0
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
         self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.options.limit_bytes)
         self.shard = Shard(self._let_go, is_final=not self.rules.snapshots)
@@ -109,11 +107,11 @@ class Manager:
             secret=configuration.secret,
             peer_address=self._peer_address,
             tell_holder=self._tell_holder,
-            in_use=self._is_in_use,
+            is_owned=self.arenas.is_owned,
             incarnation=self.incarnation,
             host=host,
         )
-        self._kept = KeptCheckpoints(self.changed, self.snapshots)  # all that is committed and was not let go of
+        self._kept = KeptCheckpoints(self.arenas)  # all that is committed and was not let go of
         self.parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
         self._restarted = restarted
         self._ready = threading.Event()  # requests may come before
@@ -227,43 +225,28 @@ class Manager:
     # ---- values -------------------------------------------------------------------------------------------
 
     def _let_go(self, value: Value) -> None:
-        if isinstance(value, InlineValue):
-            self._inline_bytes -= value.nbytes + _ENTRY_BYTES
-            return
-        self._stored.discard(value.value_id)
-        if self.snapshots.let_go(value):
-            self.arenas.discount(value)  # it is a snapshot's now, beside what users may have
-        else:
-            self.arenas.release(value)
-
-    def _is_in_use(self, value_id: str) -> bool:
-        return value_id in self._stored
+        self._shard_bytes -= value.nbytes + _ENTRY_BYTES
+        if isinstance(value, StoredValue):
+            self.arenas.release((value,))
 
     def _load(self, checkpoints: Mapping[int, Sequence[Entry]]) -> None:
         """Hold these, and nothing else; under the lock."""
-        before = set(self._stored)
+        before = {id(value) for value in self.shard.values()}
         self.shard.load(checkpoints.items())
         values = list(self.shard.values())
-        for value in values:
-            if isinstance(value, StoredValue) and value.value_id not in before:
-                self.arenas.count(value)
-                self.snapshots.take_back(value)
-        self._stored = {v.value_id for v in values if isinstance(v, StoredValue)}
-        self._inline_bytes = sum(v.nbytes + _ENTRY_BYTES for v in values if isinstance(v, InlineValue))
+        self.arenas.own(v for v in values if isinstance(v, StoredValue) and id(v) not in before)
+        self._shard_bytes = sum(value.nbytes + _ENTRY_BYTES for value in values)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all values, older checkpoints included."""
-        return self._inline_bytes + self.arenas.used_bytes
+        return self._shard_bytes + self.arenas.promised_bytes
 
     def put(self, entry: Entry) -> None:
         """Add an entry for which there is room; under the lock."""
-        value = entry.value
         self.shard.put(entry)
-        if isinstance(value, InlineValue):
-            self._inline_bytes += value.nbytes + _ENTRY_BYTES
-        elif value is not None:
-            self._stored.add(value.value_id)
+        if entry.value is not None:
+            self._shard_bytes += entry.value.nbytes + _ENTRY_BYTES
         if self.waiting:
             self.changed.notify_all()
 
@@ -354,6 +337,7 @@ class Manager:
                 if self.rules.replicated:
                     self.snapshots.forget_after(-1)
                 self._kept.keep(base, entries)
+                self.arenas.release(values_of(entries))
             with self.changed:
                 if self.rules.snapshots:
                     wanted = {each: self._kept.entries(each) for each in keep if each in self._kept}

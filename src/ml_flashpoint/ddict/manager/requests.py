@@ -27,7 +27,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     StaleEpochError,
 )
-from ml_flashpoint.ddict.manager.arenas import Reading, inline_number, number_to_inline
+from ml_flashpoint.ddict.manager.arenas import inline_number, number_to_inline
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.format import errors as core_errors
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
@@ -117,28 +117,26 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         _check_own(session, value_id)
         if len(blobs) > 1:
             manager.arenas.fill(value_id, blobs[1:])
-        value: Value | None = manager.arenas.adopt(value_id)
-        session.reserved.discard(value_id)
-    else:
-        if len(blobs) < 2:
-            raise ProtocolError("a put needs a value")
-        value = InlineValue(blobs[1])
-    entry = Entry(
-        key, checkpoint_id, writer, value, persistent=bool(flags & PERSISTENT), broadcast=bool(flags & BROADCAST)
-    )
+    elif len(blobs) < 2:
+        raise ProtocolError("a put needs a value")
+    persistent, broadcast = bool(flags & PERSISTENT), bool(flags & BROADCAST)
     with manager.changed:
+        if value_id is None:
+            value: Value = InlineValue(blobs[1])
+            manager.make_room(value.nbytes, deadline)
+        else:
+            value = manager.arenas.adopt(value_id)
+            session.reserved.discard(value_id)
+        is_put = False
         try:
-            if isinstance(value, InlineValue):
-                manager.make_room(value.nbytes, deadline)
             _check_writable(manager, fields)
-            if not _is_as_expected(manager, key, fields):
-                _release(manager, value)
-                return {"ok": False}, ()
-            manager.put(entry)
-        except BaseException:
-            _release(manager, value)
-            raise
-    return {"ok": True}, ()
+            if _is_as_expected(manager, key, fields):
+                manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
+                is_put = True
+        finally:
+            if isinstance(value, StoredValue) and not is_put:
+                manager.arenas.release((value,))
+    return {"ok": is_put}, ()
 
 
 @operation
@@ -219,17 +217,19 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         value = entry.value
-        reader = Reading(value) if isinstance(value, StoredValue) and fields.get("remote") else None
+        owned = None
+        if isinstance(value, StoredValue) and fields.get("remote"):
+            owned = manager.arenas.own((value,))
     answer: Fields = {"s": entry.sequence}
     if isinstance(value, InlineValue):
         return answer, (value.data,)
     assert value is not None
     answer["v"], answer["size"] = value.value_id, value.arena.size
-    if reader is None:
+    if owned is None:
         answer["path"] = str(value.arena.path)
         return answer, ()
-    with reader as buffer:  # copied, so that nothing keeps the arena while the network is slow
-        return answer, (bytes(buffer),)
+    with owned:  # copied, so that nothing keeps the arena while the network is slow
+        return answer, (bytes(value.arena.buffer[: value.size]),)
 
 
 @operation
@@ -284,7 +284,8 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
 
 @operation
 def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Several operations on data, ``[[operation, fields, number of blobs], ...]``, each with its own outcome."""
+    """Several operations on data, ``[[operation, fields, number of blobs], ...]``, each with its own outcome. Fields
+    that they have in common come with the request itself."""
     deadline = deadline_of(fields)
     outcomes: list[list[Any]] = []
     is_full = False
@@ -296,7 +297,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
         operation, own, count = each
         if not isinstance(own, dict) or type(count) is not int or not 0 <= count <= len(blobs) - at:
             raise ProtocolError("not the fields of an operation")
-        own["e"] = fields.get("e")
+        own = {**fields, **own}
         own["t"] = 0.0 if is_full else max(0.0, deadline - time.monotonic())
         try:
             found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
@@ -327,11 +328,6 @@ def _key(blobs: list[bytes]) -> bytes:
 def _check_own(session: Session, value_id: object) -> None:
     if value_id not in session.reserved:
         raise ProtocolError(f"this connection has no reservation called {value_id!a}")
-
-
-def _release(manager: Manager, value: Value | None) -> None:
-    if isinstance(value, StoredValue):
-        manager.arenas.release(value)
 
 
 def _check_writable(manager: Manager, fields: Fields) -> None:

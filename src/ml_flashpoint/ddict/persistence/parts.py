@@ -26,7 +26,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
     gather,
 )
 from ml_flashpoint.ddict.client.keys import place
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew
+from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew, values_of
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, PersistedCheckpoint
 from ml_flashpoint.format.errors import DamagedError
@@ -83,7 +83,7 @@ class PartReader:
             self._read = checkpoint, entries
 
     def take(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
-        """The entries of a checkpoint, read now if they were not before.
+        """The entries of a checkpoint, read now if they were not before. Their values are the caller's to release.
 
         Raises:
             FlashpointError: see `read`.
@@ -101,7 +101,7 @@ class PartReader:
         with self._lock:
             found, self._read = self._read, None
         if found is not None:
-            self._release(found[1])
+            self._arenas.release(values_of(found[1]))
 
     def read(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
         """The entries of a checkpoint that this manager is to have.
@@ -116,14 +116,9 @@ class PartReader:
             for part in own:
                 self._read_part(checkpoint, part, entries)
         except BaseException:
-            self._release(entries)
+            self._arenas.release(values_of(entries))
             raise
         return entries
-
-    def _release(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            if isinstance(entry.value, StoredValue):
-                self._arenas.release(entry.value)
 
     def _read_part(self, checkpoint: PersistedCheckpoint, part: int, entries: list[Entry]) -> None:
         own = PartRef(_INLINE, checkpoint.checkpoint_id)

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ml_flashpoint.ddict.runtime import ray_manager
+from ml_flashpoint.ddict.runtime import ray_runtime
 from ml_flashpoint.ddict.runtime import reaper as folder_reaper
 from ml_flashpoint.ddict.runtime.folder import BASE_VARIABLE, join_folder
-from ml_flashpoint.ddict.runtime.ray_manager import RayManager, node_base
+from ml_flashpoint.ddict.runtime.ray_runtime import RayManager, node_base
 from tests.ddict.test_folder_reaper import DEADLINE_S, end, held_by_another, reapers
 from tests.support.forked import wait_until
 
@@ -25,7 +25,7 @@ DICTIONARY, NODE = "a dictionary", "a node"
 def play_ray(monkeypatch: pytest.MonkeyPatch, *, restarted: bool) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=restarted, get_node_id=lambda: NODE)
     util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
-    monkeypatch.setattr(ray_manager, "ray", SimpleNamespace(get_runtime_context=lambda: context, util=util))
+    monkeypatch.setattr(ray_runtime, "ray", SimpleNamespace(get_runtime_context=lambda: context, util=util))
 
 
 def start(base: Path) -> RayManager:

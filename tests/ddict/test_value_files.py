@@ -15,8 +15,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.client.codec import encode
-from ml_flashpoint.ddict.client.objects import object_blobs, object_size, read_object
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter, read_value
+from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.format.digest import block_count

@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
 from ml_flashpoint.ddict.client.codec import INLINE_LIMIT, Encoded, encode, from_inline, to_inline
-from ml_flashpoint.ddict.client.objects import (
+from ml_flashpoint.ddict.client.shared_memory import (
     object_blobs,
     object_size,
     read_object,

@@ -13,8 +13,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.client.codec import encode
-from ml_flashpoint.ddict.client.objects import object_size
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter, read_value
+from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_size, read_value
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, is_unused
 from ml_flashpoint.ddict.manager.shard import StoredValue

@@ -30,7 +30,7 @@ from ml_flashpoint.ddict import (
 )
 from ml_flashpoint.ddict.runtime.folder import sweep
 from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, actor_name
-from ml_flashpoint.ddict.runtime.ray_manager import node_base
+from ml_flashpoint.ddict.runtime.ray_runtime import node_base
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until

@@ -18,7 +18,7 @@ import ray
 
 from ml_flashpoint.ddict import DDict, DDictCheckpointRetiredError, DDictError, DDictWritesLostError
 from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, actor_name
-from ml_flashpoint.ddict.runtime.ray_manager import node_base
+from ml_flashpoint.ddict.runtime.ray_runtime import node_base
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until
 from tests.support.ray_cluster import RayCluster, ray_cluster

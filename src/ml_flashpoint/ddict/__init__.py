@@ -13,7 +13,7 @@ from ml_flashpoint.extras import require
 require("ddict", "torch", "cloudpickle")
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.dictionary import DDict
+    from ml_flashpoint.ddict.dictionary import DDict, ManagerStats
     from ml_flashpoint.ddict.errors import (
         DDictCheckpointRetiredError,
         DDictDestroyedError,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         PosixCheckpointPersister,
     )
     from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, NullCheckpointPersister
-    from ml_flashpoint.ddict.stats import ManagerStats
 
 __all__ = [
     "CheckpointPersister",

@@ -1,7 +1,7 @@
 """`DDict`: the dictionary as its users have it.
 
 Owns checkpoints, persistence, managers and handles as users see them. The mapping is `mapping`'s, what a handle knows
-`handle`'s, what travels `client`'s, how dictionaries come into being `creation`'s.
+`handle`'s, what travels `client`'s, how dictionaries come into being `embedded`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from ml_flashpoint.ddict.client.keys import encode_key
@@ -19,9 +20,64 @@ from ml_flashpoint.ddict.client.mapping import Mapped
 from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
-from ml_flashpoint.ddict.runtime.creation import Runtime, create
-from ml_flashpoint.ddict.stats import ManagerStats, stats_of
+from ml_flashpoint.ddict.runtime.embedded import Runtime, create
 from ml_flashpoint.format.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """One manager, as `DDict.stats` has it.
+
+    Attributes:
+        manager: its number.
+        node: number of its node.
+        keys: keys with any value in the working set.
+        used_bytes: of values, those of older checkpoints included.
+        limit_bytes: most that they may take.
+        oldest: oldest checkpoint of the working set.
+        sealed: checkpoints that it could be recovered at.
+        copies: managers that are known to have verified copies of all of these.
+        missing_copies: those that are to have them, and may not.
+        copies_on_same_node: managers that are to have copies and are on its own node, whose loss would take both: on
+            Ray, after a node was lost that there was no other for.
+        frozen: whether it refuses writes.
+        persisted: newest checkpoint of the whole dictionary that this run has persisted, or has begun with; -1: none.
+        persist_error: why the last one that was due, or asked for, could not be; None: it could.
+    """
+
+    manager: int
+    node: int
+    keys: int
+    used_bytes: int
+    limit_bytes: int
+    oldest: int
+    sealed: tuple[int, ...]
+    copies: tuple[int, ...]
+    missing_copies: tuple[int, ...]
+    copies_on_same_node: tuple[int, ...]
+    frozen: bool
+    persisted: int
+    persist_error: str | None
+
+
+def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> list[ManagerStats]:
+    """What all managers, by number, and the coordinator have told."""
+    found = []
+    for told in answers:
+        its = dict(told)
+        holders, place, copies = its.pop("holders"), its.pop("place"), set(its.pop("copies"))
+        found.append(
+            ManagerStats(
+                **{**its, "sealed": tuple(its["sealed"])},
+                copies=tuple(each for each in holders if each in copies),
+                missing_copies=tuple(each for each in holders if each not in copies),
+                copies_on_same_node=tuple(each for each in holders if answers[each]["place"] == place),
+                persisted=state["persisted"],
+                persist_error=state["persist_error"],
+            )
+        )
+    return found
+
 
 _STOP_S = 20.0
 

@@ -1,6 +1,8 @@
-"""What a manager puts into the parts of a snapshot, and what it leaves in those of earlier ones.
+"""The parts of snapshots: what a manager puts into them, and reading them back.
 
-Owns committing values and snapshots to the store, and which index is full. It knows no holders, and drops nothing.
+Owns committing values and snapshots to the store, which index is full, and the verification of every byte that a
+recovered snapshot consists of: from the own store, and what is missing or damaged there from the holders. Keeping,
+copying and dropping them is `snapshots`'; which are wanted is known, as the coordinator names each by its part.
 
 A snapshot has what has changed since the one before. It is full after `index.LONGEST_CHAIN` that were not, and
 when those would take more than twice what a full one does: so there is never more in their segments that is dead than
@@ -9,32 +11,61 @@ what lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.ddict.checkpoints.copies import Peers
 from ml_flashpoint.ddict.checkpoints.index import (
+    INLINE,
     LONGEST_CHAIN,
     SNAPSHOT,
+    STORED,
     VALUE,
     Index,
+    IndexEntry,
     PartRef,
+    decode_index,
     encode_index,
+    fold,
     gather,
     gone,
     index_bytes,
     labels_of,
     object_header,
+    part_kind,
     plan_object,
+    split_object,
 )
-from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import BlockDigester, digest_workers
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.digest import BlockDigester, digest_workers, verify_blocks
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    ManifestError,
+    ObjectNotFoundError,
+    ReplicationError,
+)
+from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.net.channel import TransferCancelledError
+from ml_flashpoint.replication.small_fetch import fetch_manifest
+from ml_flashpoint.replication.store_backend import IncomingCopy
+from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 8
+"""Parts that are verified, or fetched, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +200,212 @@ class PartBuilder:
 
 def _bytes_of(entries: Iterable[Entry]) -> int:
     return sum(map(index_bytes, entries))
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What could be recovered: every byte was verified, and is in the own store.
+
+    Attributes:
+        entries: of each snapshot, by checkpoint, as they were sealed, in no particular order. Those that several
+            snapshots share are the same objects.
+        built: the snapshots.
+        failures: of those that could not be.
+    """
+
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    built: dict[int, BuiltSnapshot] = field(default_factory=dict)
+    failures: dict[int, FlashpointError] = field(default_factory=dict)
+
+
+class Recoverer:
+    """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile.
+
+    Args:
+        holders: managers that hold copies of it, in order of preference.
+        cancelled: once true, what is under way is broken off.
+    """
+
+    def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers, cancelled: Callable[[], bool]) -> None:
+        self._store = store
+        self._rank = store.rank
+        self._managers = len(peers.nodes)
+        self._holders = list(holders)
+        self._peers = peers
+        self._cancelled = cancelled
+        self._looking = threading.Lock()
+        self._found: list[Holder] | None = None
+        self._parts: dict[PartRef, HeldPart | FlashpointError] = {}
+        self._indices: dict[PartRef, Index] = {}
+        self._segments: dict[PartRef, memoryview] = {}
+        self._entries: dict[IndexEntry, Entry] = {}
+        self._values: dict[PartRef, StoredValue] = {}
+
+    def recover(self, snapshots: Iterable[PartRef]) -> Recovery:
+        """Every snapshot of these that can be had whole.
+
+        Raises:
+            TransferCancelledError: `cancelled` returned true.
+        """
+        recovery = Recovery()
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
+            for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
+                try:
+                    self._recover_one(ref, recovery, pool)
+                except TransferCancelledError:
+                    raise
+                except FlashpointError as error:
+                    _log.warning("manager %d: checkpoint %d is lost: %s", self._rank, ref.step, error)
+                    recovery.failures[ref.step] = error
+        for segment in self._segments.values():
+            segment.release()
+        return recovery
+
+    def _recover_one(self, ref: PartRef, recovery: Recovery, pool: ThreadPoolExecutor) -> None:
+        def bring(parts: Collection[PartRef]) -> None:
+            list(pool.map(self._part, set(parts)))
+
+        chain = [*self._index(ref).chain, ref]
+        bring(chain)
+        indices = [self._index(each) for each in chain]
+        told = fold(indices)
+        bring([each.part for each in told if each.kind == STORED])
+        entries = [self._entry(each) for each in told]
+        stored = {id(entry): its.part for entry, its in zip(entries, told, strict=True) if its.kind == STORED}
+        if not indices[-1].entries and len(chain) > 1:
+            chain.pop()
+        recovery.entries[ref.step] = entries
+        recovery.built[ref.step] = BuiltSnapshot(
+            ref,
+            tuple(chain),
+            {id(entry): entry for entry in entries},
+            stored,
+            sum(self._segments[each].nbytes for each in chain) + sum(len(each.entries) for each in indices),
+            sum(map(index_bytes, entries)),
+        )
+
+    def _index(self, ref: PartRef) -> Index:
+        if ref not in self._indices:
+            part = self._part(ref)
+            path = str(self._store.base / part.version / part.names[0])
+            data, self._segments[ref] = split_object(_used(part), _record(part).file_size, path)
+            self._indices[ref] = decode_index(data, ref, self._rank, self._managers, path)
+        return self._indices[ref]
+
+    def _entry(self, told: IndexEntry) -> Entry:
+        if told not in self._entries:
+            self._entries[told] = told.entry(self._value(told))
+        return self._entries[told]
+
+    def _value(self, told: IndexEntry) -> Value:
+        if told.kind == INLINE:
+            return told.inline_value(self._segments[told.part])
+        part = self._part(told.part)
+        assert part.manifest is not None  # it was verified
+        if part_kind(part.manifest) != VALUE or told.length != _record(part).size:
+            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.attempt)
+        # The same object for all, since users compare them by identity.
+        return self._values.setdefault(told.part, StoredValue(told.part.attempt, part.arenas[0], told.length))
+
+    # ---- parts --------------------------------------------------------------------------------------------
+
+    def _part(self, ref: PartRef) -> HeldPart:
+        """A part of this manager, verified; fetched if need be. No two threads ask for the same one."""
+        found = self._parts.get(ref)
+        if found is None:
+            try:
+                found = self._own(ref) or self._fetch(ref)
+            except TransferCancelledError:
+                raise
+            except FlashpointError as error:
+                found = error
+            self._parts[ref] = found
+        if isinstance(found, FlashpointError):
+            raise found
+        return found
+
+    def _own(self, ref: PartRef) -> HeldPart | None:
+        part = self._store.find(ref.attempt, self._rank)
+        if part is None or part.doomed or part.version != ref.version:
+            return None
+        try:
+            if part.manifest is None or part_kind(part.manifest) is None:
+                raise DamagedError("the manifest of a part is damaged", step=ref.step, rank=self._rank)
+            record = _record(part)
+            path = self._store.base / part.version / record.name
+            verify_blocks(_used(part), record.digests, record.block_size, path=path, workers=digest_workers())
+        except DamagedError as error:
+            _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
+            return None
+        return part
+
+    def _fetch(self, ref: PartRef) -> HeldPart:
+        for last in (False, True):
+            try:
+                holders = self._reachable(anew=last)
+                return self._fetch_from(holders, ref)
+            except TransferCancelledError:
+                raise
+            except FlashpointError as error:
+                if last:
+                    raise
+                _log.warning("manager %d: asking holders once more for %s: %s", self._rank, ref.attempt, error)
+        raise AssertionError("unreachable")
+
+    def _reachable(self, *, anew: bool) -> list[Holder]:
+        with self._looking:
+            if self._found is None or anew:
+                self._found = []
+                for number in self._holders:
+                    try:
+                        self._found.append(Holder(self._peers.nodes[number], self._peers.address(number)))
+                    except FlashpointError as error:
+                        _log.warning("manager %d: %s", self._rank, error)
+            return list(self._found)
+
+    def _fetch_from(self, holders: Sequence[Holder], ref: PartRef) -> HeldPart:
+        manifest = self._manifest(holders, ref)
+        with ExitStack() as undo:
+            incoming = IncomingCopy(self._store, manifest)
+            undo.callback(incoming.abort)
+            fetch_object_from_holders(
+                holders,
+                self._peers.secret,
+                ref.version,
+                manifest.objects[0],
+                incoming.buffers[0],
+                rank=self._rank,
+                deadline_s=transfer_deadline_s(),
+                cancelled=self._cancelled,
+            )
+            incoming.commit()
+            undo.pop_all()
+        part = self._store.find(ref.attempt, self._rank)
+        assert part is not None  # it was committed
+        return part
+
+    def _manifest(self, holders: Sequence[Holder], ref: PartRef) -> Manifest:
+        failures: list[FlashpointError] = []
+        for holder in holders:
+            try:
+                manifest = fetch_manifest(
+                    holder, self._peers.secret, ref.version, self._rank, ref.attempt, deadline_s=transfer_deadline_s()
+                )
+                if manifest.world_size != self._managers or part_kind(manifest) is None:
+                    raise ManifestError("a holder gave the manifest of another part", node=holder.node)
+                return manifest
+            except FlashpointError as error:
+                failures.append(error)
+        kinds = {type(error) for error in failures} or {ObjectNotFoundError}
+        kind = kinds.pop() if len(kinds) == 1 else ReplicationError
+        causes = "; ".join(dict.fromkeys(error.message for error in failures)) or "nobody holds a copy"
+        raise kind(f"no holder could give a part: {causes}", step=ref.step, rank=self._rank, path=ref.attempt)
+
+
+def _record(part: HeldPart) -> ObjectRecord:
+    assert part.manifest is not None  # parts without are not opened
+    return part.manifest.objects[0]
+
+
+def _used(part: HeldPart) -> memoryview:
+    return part.arenas[0].buffer[: _record(part).size]

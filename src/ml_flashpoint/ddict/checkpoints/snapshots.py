@@ -29,8 +29,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
     part_kind,
     snapshot_attempt,
 )
-from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder
-from ml_flashpoint.ddict.checkpoints.recovery import Recoverer
+from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder, Recoverer
 from ml_flashpoint.ddict.manager.shard import Entry
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError

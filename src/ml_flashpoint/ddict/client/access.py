@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.client import codec, objects, shared_memory
+from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
 from ml_flashpoint.ddict.client.keepalive import Client
 from ml_flashpoint.ddict.client.keys import decode_key, place
@@ -120,7 +120,7 @@ class Access:
             value_id = reservation["v"]
             told = {**fields, "v": value_id}
             if not exchange.local:
-                blobs = objects.object_blobs(encoded, reservation["size"], value_id)
+                blobs = shared_memory.object_blobs(encoded, reservation["size"], value_id)
                 return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
             with self.client.writer.writing(reservation["path"], value_id) as slot:
                 slot.write(encoded)
@@ -258,7 +258,7 @@ class Access:
 @contextlib.contextmanager
 def _reserved(exchange: Exchange, encoded: codec.Encoded, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A reservation for a large value, which the manager gets back if it is not put."""
-    size = objects.object_size(encoded)
+    size = shared_memory.object_size(encoded)
     reservation = exchange.request("allocate", {"n": size, "c": fields["c"], "e": fields["e"]}).fields
     try:
         yield reservation
@@ -272,7 +272,7 @@ def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
     if "path" in fields:
         value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
-        value = objects.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
+        value = shared_memory.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
     else:
         value = codec.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])

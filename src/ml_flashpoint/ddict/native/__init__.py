@@ -6,8 +6,7 @@ called ``ray.init``.
 
 from ml_flashpoint.ddict.errors import BarrierBrokenError, ProcessFailedError
 from ml_flashpoint.ddict.native.barrier import Barrier
-from ml_flashpoint.ddict.native.collective import CollectiveGroup, RankInfo
-from ml_flashpoint.ddict.native.machine import Node, System
+from ml_flashpoint.ddict.native.collective import CollectiveGroup, Node, RankInfo, System
 from ml_flashpoint.ddict.native.process import ThisProcess, this_process
 from ml_flashpoint.ddict.native.processes import Policy, ProcessGroup, ProcessTemplate
 

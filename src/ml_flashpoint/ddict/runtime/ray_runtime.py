@@ -1,12 +1,13 @@
 """Managers as Ray actors, and the coordinator: the runtime for a cluster.
 
-Owns placing, starting and ending the actors. Ray restarts those that die, on another node if theirs is lost. What an
-actor does is `ray_manager`'s, and how it is found `ray_locations`'. The coordinator is in the process that makes the
-dictionary, or in an actor, for a driver by Ray Client.
+Owns placing, starting and ending the actors, a manager's life inside of one, and the folder that the managers of a
+dictionary share on a Ray node. Ray restarts those that die, on another node if theirs is lost. Data never goes through
+Ray: clients ask the actor where the manager listens (`ray_locations`), and talk to that. The coordinator is in the
+process that makes the dictionary, or in an actor, for a driver by Ray Client.
 
-The managers of one node are a bundle of a placement group, whose bundles are spread over the nodes. A bundle whose
-node is lost goes to another one, which then has two if no node was to spare. Ray is told what the managers' processes
-need; what values need is `total_mem`, which users plan for as for their own memory.
+The managers of one node are a bundle of a placement group, whose bundles are spread over the nodes. A bundle whose node
+is lost goes to another one, which then has two if no node was to spare. Ray is told what the managers' processes need;
+what values need is `total_mem`, which users plan for as for their own memory.
 
 Actors belong to the process that makes the dictionary: when that ends, so do they. Their arguments, with the secret in
 them, can be had by whoever may run code in the Ray cluster, who could do everything else as well.
@@ -17,11 +18,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
+import secrets
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -31,22 +37,107 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.manager.served import ServedManager
 from ml_flashpoint.ddict.options import Configuration
-from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, actor_name
-from ml_flashpoint.ddict.runtime.ray_manager import RayManager
-from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.knobs import NODE_ID_VARIABLE
-
-_COORDINATOR_STOP_S: Final = 5.0
-
+from ml_flashpoint.ddict.runtime.folder import join_folder, remove_unused, runtime_root, sweep
+from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, Place, actor_name
+from ml_flashpoint.ddict.runtime.reaper import Reaper
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, ddict_keep_folder_s
 
 _log = logging.getLogger(__name__)
+
+_BEGIN_AGAIN_S: Final = 1.0
+_COORDINATOR_STOP_S: Final = 5.0
 MANAGER_BYTES: Final = 384 << 20
 """Memory that Ray reserves for a manager's process, its values not included."""
 
 START_TIMEOUT_S: Final = 120.0
 _STOP_S: Final = 20.0
 _CALLS_AT_ONCE: Final = 8
+
+
+def node_base(root: Path, dictionary: str, ray_node: str) -> Path:
+    """Folder of a dictionary on one Ray node: several may be on one machine, and must not share it."""
+    return root / hashlib.sha256(f"{dictionary}/{ray_node}".encode()).hexdigest()[:12]
+
+
+class RayManager:
+    """An actor with one manager, which serves from construction on.
+
+    When the actor's process dies, Ray makes it anew, here or on another node; then this is constructed again, with the
+    same arguments. ``environment``: variables that the creator has set.
+    """
+
+    def __init__(self, configuration: Mapping[str, Any], number: int, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own use of what it deprecates
+            restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        try:
+            self._begin(configuration, number, restarted)
+        except Exception as error:
+            if not restarted:
+                raise
+            # An error here would be the end of the actor; the end of the process is not.
+            _log.error("manager %d cannot start, and begins again: %s", number, error)
+            time.sleep(_BEGIN_AGAIN_S)
+            os._exit(1)
+
+    def _begin(self, configuration: Mapping[str, Any], number: int, restarted: bool) -> None:
+        node = str(ray.get_runtime_context().get_node_id())
+        host = str(ray.util.get_node_ip_address())
+        root = runtime_root()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._reaper: Reaper | None = None
+        self._hold = join_folder(node_base(root, str(configuration["dictionary"]), node))
+        try:
+            sweep(root)  # not before: the folder to come back to may be held by nobody
+            self._reaper = Reaper(self._hold.folder, ddict_keep_folder_s(), str(number))
+            self._served = ServedManager(
+                {
+                    "configuration": {**configuration, "base": str(self._hold.folder)},
+                    "manager": number,
+                    "incarnation": secrets.token_hex(8),
+                    "restarted": restarted,
+                    "host": host,
+                    "place": node,
+                }
+            )
+        except BaseException:
+            # What is in the folder is for the next one that comes back. The reaper sees to its end: this one's or, if
+            # there is none yet, that of the process before, or else a sweep does.
+            if not restarted:
+                self._leave_folder()
+            raise
+        unix, tcp = self._served.server.addresses
+        assert len(tcp) == 3
+        self._place = Place(node, unix[1], tcp[1], tcp[2])
+        atexit.register(self.stop)
+
+    def place(self) -> dict[str, Any]:
+        """Where the manager listens, a `Place` as plain JSON."""
+        return dataclasses.asdict(self._place)
+
+    def stop(self) -> None:
+        """End the manager, and remove its node's folder with the last one there. Idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self._served.close()
+            except FlashpointError as error:
+                _log.error("a manager did not end orderly: %s", error)
+            finally:
+                self._leave_folder()
+
+    def _leave_folder(self) -> None:
+        self._hold.close()
+        if self._reaper is not None:
+            self._reaper.dismiss()
+        remove_unused(self._hold.folder)
 
 
 class RayCoordinator:

@@ -188,7 +188,7 @@ def test_of_those_that_have_ended_a_killed_one_is_named(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(native_processes, "wait_for", look_late)
     with group_of(2, ddict_members.fail_after_signal, str(tmp_path)) as group:
-        puids, sentinels = group.puids, [member.process.sentinel for member in group._state.members]
+        puids, sentinels = group.puids, [member.process.sentinel for member in group._members]
         wait_until(lambda: all((tmp_path / str(puid)).exists() for puid in puids), "the start of both")
         for puid, number in zip(puids, (signal.SIGUSR1, signal.SIGKILL), strict=True):
             os.kill(group.pids[puid], number)

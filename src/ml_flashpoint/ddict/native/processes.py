@@ -108,16 +108,6 @@ class _Member:
         return not self.signals if isinstance(self.process, RayProcess) else -code not in self.signals
 
 
-@dataclass(eq=False)
-class _State:
-    members: list[_Member] = field(default_factory=list)
-    barriers: list[Barrier] = field(default_factory=list)
-    failed: _Member | None = None
-    failure_text: str = ""
-    ignore_errors: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-
 class ProcessGroup:
     """Processes that are started together and waited for together. Thread-safe but for its start.
 
@@ -129,7 +119,12 @@ class ProcessGroup:
     """
 
     def __init__(self, *, ignore_error_on_exit: bool = False) -> None:
-        self._state = _State(ignore_errors=ignore_error_on_exit)
+        self._ignore_errors = ignore_error_on_exit
+        self._members: list[_Member] = []
+        self._barriers: list[Barrier] = []
+        self._failed: _Member | None = None
+        self._failure_text = ""
+        self._changed = threading.Condition()
         self._watch: threading.Thread | None = None
         self._is_init = self._closed = False
 
@@ -149,7 +144,7 @@ class ProcessGroup:
         if not isinstance(template, ProcessTemplate):
             raise InvalidArgumentError("must be a ProcessTemplate", argument="template", value=template)
         self._check_not_started()
-        self._state.members += [_Member(_next_puid(), template) for _ in range(nproc)]
+        self._members += [_Member(_next_puid(), template) for _ in range(nproc)]
 
     def init(self) -> None:
         """Make ready to start, so that `start` is fast: the fork server imports what members need.
@@ -159,7 +154,7 @@ class ProcessGroup:
             DDictError: it was started.
         """
         self._check_not_started()
-        if not self._state.members:
+        if not self._members:
             raise InvalidArgumentError("has no processes", argument="ProcessGroup", value=self)
         self._is_init = True
         if not is_on_ray():
@@ -175,8 +170,7 @@ class ProcessGroup:
         if not self._is_init:
             self.init()
         self._check_not_started()
-        state = self._state
-        _running.add(state)
+        _running.add(self)
         try:
             works = [(member, work) for work, members in self._pickled_works() for member in members]
             if is_on_ray():
@@ -188,7 +182,7 @@ class ProcessGroup:
         except BaseException:
             self.close()
             raise
-        self._watch = threading.Thread(target=_watch_over, args=(state,), name="ddict-group", daemon=True)
+        self._watch = threading.Thread(target=self._watch_over, name="ddict-group", daemon=True)
         self._watch.start()
 
     def join(self, timeout: float | None = None) -> None:
@@ -204,29 +198,28 @@ class ProcessGroup:
         """
         if self._watch is None:
             raise DDictError("the group was not started")
-        state = self._state
-        with state.changed:
-            done = state.changed.wait_for(lambda: all(member.ended for member in state.members), timeout)
-            failed, state.failed = (state.failed, None) if done else (None, state.failed)
-            running = [member.puid for member in state.members if not member.ended]
+        with self._changed:
+            done = self._changed.wait_for(lambda: all(member.ended for member in self._members), timeout)
+            failed, self._failed = (self._failed, None) if done else (None, self._failed)
+            running = [member.puid for member in self._members if not member.ended]
         if not done:
             raise DDictTimeoutError(f"processes {running} still run after {timeout} s")
         if failed is not None:
             name = getattr(failed.template.target, "__qualname__", "?")
-            text = f":\n{state.failure_text.strip()}" if state.failure_text else ""
+            text = f":\n{self._failure_text.strip()}" if self._failure_text else ""
             message = f"a process of the group, in {name}, {_how(failed.exit_code)}{text}"
             raise ProcessFailedError(message, puid=failed.puid, exit_code=failed.exit_code)
 
     def kill(self, signal_number: int = 9) -> None:
         """Send a signal to all members that run, by default SIGKILL. Those that end by it do not count as failed."""
-        for member in self._state.members:
+        for member in self._members:
             if member.process is not None and not member.ended:
                 member.signals.add(signal_number)
                 _send(member, signal_number)
 
     def stop(self) -> None:
         """End all members that still run: SIGTERM, then SIGKILL. All have ended on return."""
-        _dismiss(self._state)
+        self._dismiss()
         if self._watch is not None:
             self._watch.join(_END_TIMEOUT_S)
 
@@ -234,8 +227,8 @@ class ProcessGroup:
         """Stop, and let go of everything but what is known of the members. Nothing happens the second time."""
         self.stop()
         self._closed = True
-        _running.discard(self._state)
-        for member in self._state.members:
+        _running.discard(self)
+        for member in self._members:
             if member.process is not None and self._watch is None:
                 member.process.join()  # the start failed: nobody else reaps them
             if member.report is not None:
@@ -245,18 +238,18 @@ class ProcessGroup:
     @property
     def puids(self) -> list[int]:
         """Numbers of the members that run, or are to be started."""
-        return [member.puid for member in self._state.members if not member.ended]
+        return [member.puid for member in self._members if not member.ended]
 
     @property
     def inactive_puids(self) -> list[tuple[int, int]]:
         """Number and exit code of the members that have ended, in the order of their numbers."""
-        members = self._state.members
+        members = self._members
         return [(member.puid, member.exit_code) for member in members if member.ended and member.exit_code is not None]
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the members that run, by number."""
-        return {m.puid: m.process.pid for m in self._state.members if m.process is not None and not m.ended}
+        return {m.puid: m.process.pid for m in self._members if m.process is not None and not m.ended}
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -273,16 +266,69 @@ class ProcessGroup:
 
         works = []
         with barriers_in_pickles() as barriers:
-            for _, same in itertools.groupby(self._state.members, key=lambda member: id(member.template)):
+            for _, same in itertools.groupby(self._members, key=lambda member: id(member.template)):
                 members = list(same)
                 template = members[0].template
                 work = (template.target, tuple(template.args), dict(template.kwargs or {}))
                 works.append((cloudpickle.dumps(work), members))
-        self._state.barriers = barriers
+        self._barriers = barriers
         return works
 
+    def _watch_over(self) -> None:
+        """Note how members end, until all have."""
+        running = {member.process.sentinel: member for member in self._members}
+        while running:
+            ended = [running.pop(sentinel) for sentinel in wait_for(list(running))]
+            for member in ended:
+                member.process.join()
+            # Of those that have ended meanwhile, a signal is the cause, and an exit code may be its consequence.
+            for member in sorted(ended, key=lambda member: member.process.exitcode >= 0):
+                failed = member.has_failed
+                text = _report_of(member) if failed else ""
+                with self._changed:
+                    member.exit_code, member.ended = member.process.exitcode, True
+                    if failed and self._failed is None and not self._ignore_errors:
+                        self._failed, self._failure_text = member, text
+                    self._changed.notify_all()
+                if failed:
+                    self._heed_failure(member)
+        _running.discard(self)
 
-_running: set[_State] = set()
+    def _heed_failure(self, member: _Member) -> None:
+        # The end of the others first: it waits for nobody, and a barrier may be one that does not answer.
+        if self._ignore_errors:
+            _log.warning("process %d %s", member.puid, _how(member.exit_code))
+        else:
+            threading.Thread(target=self._dismiss, name="ddict-group-end", daemon=True).start()
+        self._tell_barriers(f"process {member.puid} {_how(member.exit_code)}")
+
+    def _tell_barriers(self, reason: str) -> None:
+        def tell_all() -> None:
+            for barrier in self._barriers:
+                with contextlib.suppress(DDictError):
+                    barrier.abort(reason)
+
+        if self._barriers:
+            telling = threading.Thread(target=tell_all, name="ddict-group-barriers", daemon=True)
+            telling.start()
+            telling.join(_BARRIERS_S)  # the ends of the other members are to be noted, too
+
+    def _dismiss(self) -> None:
+        """SIGTERM to all that run, SIGKILL to those who do not heed it; returns when all are known to have ended."""
+        running = [member for member in self._members if member.process is not None and not member.ended]
+        for member in running:
+            member.dismissed = True
+            _send(member, 15)
+        give_up = time.monotonic() + TERMINATION_GRACE_S
+        late = {member.process.sentinel: member for member in running}
+        while late and (left := give_up - time.monotonic()) > 0:
+            for sentinel in wait_for(list(late), left):
+                late.pop(sentinel)
+        for member in late.values():
+            _send(member, 9)
+
+
+_running: set[ProcessGroup] = set()
 
 
 def _next_puid() -> int:
@@ -333,63 +379,6 @@ def _visible_devices(gpus: Sequence[int]) -> str:
     return ",".join(seen[gpu] if gpu < len(seen) else str(gpu) for gpu in gpus)
 
 
-def _watch_over(state: _State) -> None:
-    """Note how members end, until all have."""
-    running = {member.process.sentinel: member for member in state.members}
-    while running:
-        ended = [running.pop(sentinel) for sentinel in wait_for(list(running))]
-        for member in ended:
-            member.process.join()
-        # Of those that have ended meanwhile, a signal is the cause, and an exit code may be its consequence.
-        for member in sorted(ended, key=lambda member: member.process.exitcode >= 0):
-            failed = member.has_failed
-            text = _report_of(member) if failed else ""
-            with state.changed:
-                member.exit_code, member.ended = member.process.exitcode, True
-                if failed and state.failed is None and not state.ignore_errors:
-                    state.failed, state.failure_text = member, text
-                state.changed.notify_all()
-            if failed:
-                _heed_failure(state, member)
-    _running.discard(state)
-
-
-def _heed_failure(state: _State, member: _Member) -> None:
-    # The end of the others first: it waits for nobody, and a barrier may be one that does not answer.
-    if state.ignore_errors:
-        _log.warning("process %d %s", member.puid, _how(member.exit_code))
-    else:
-        threading.Thread(target=_dismiss, args=(state,), name="ddict-group-end", daemon=True).start()
-    _tell_barriers(state, f"process {member.puid} {_how(member.exit_code)}")
-
-
-def _tell_barriers(state: _State, reason: str) -> None:
-    def tell_all() -> None:
-        for barrier in state.barriers:
-            with contextlib.suppress(DDictError):
-                barrier.abort(reason)
-
-    if state.barriers:
-        telling = threading.Thread(target=tell_all, name="ddict-group-barriers", daemon=True)
-        telling.start()
-        telling.join(_BARRIERS_S)  # the ends of the other members are to be noted, too
-
-
-def _dismiss(state: _State) -> None:
-    """SIGTERM to all that run, SIGKILL to those who do not heed it; returns when all are known to have ended."""
-    running = [member for member in state.members if member.process is not None and not member.ended]
-    for member in running:
-        member.dismissed = True
-        _send(member, 15)
-    give_up = time.monotonic() + TERMINATION_GRACE_S
-    late = {member.process.sentinel: member for member in running}
-    while late and (left := give_up - time.monotonic()) > 0:
-        for sentinel in wait_for(list(late), left):
-            late.pop(sentinel)
-    for member in late.values():
-        _send(member, 9)
-
-
 def _send(member: _Member, signal_number: int) -> None:
     # The fork server reaps a member only when it has ended, and the sentinel then says so at once.
     if isinstance(member.process, RayProcess):
@@ -415,8 +404,8 @@ def _how(exit_code: int | None) -> str:
 
 
 def _dismiss_all() -> None:
-    for state in list(_running):
-        _dismiss(state)
+    for group in list(_running):
+        group._dismiss()
 
 
 def _forget_all() -> None:

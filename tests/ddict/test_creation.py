@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ml_flashpoint.ddict.errors import DDictManagerLostError
-from ml_flashpoint.ddict.manager.requests import describe_error, rebuild_error
+from ml_flashpoint.ddict.errors import REQUESTS, DDictManagerLostError
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ranks.strategies import Topology
 
@@ -23,6 +22,6 @@ def test_each_strategy_that_has_a_name_survives_a_node(name: str, managers_per_n
 def test_whether_to_try_again_is_what_the_manager_says(retryable: bool) -> None:
     error = DDictManagerLostError("gone", manager=3)
     error.retryable = retryable
-    rebuilt = rebuild_error(describe_error(error))
+    rebuilt = REQUESTS.rebuild(REQUESTS.describe(error))
     assert isinstance(rebuilt, DDictManagerLostError)
     assert rebuilt.retryable is retryable

@@ -113,8 +113,8 @@ def lose_a_manager_after(reader: DDict, d: DDict, monkeypatch: pytest.MonkeyPatc
     d.wait_for_commit()
     d.update(dict.fromkeys(keys, "half a step"))
     reader.checkpoint_id = d.checkpoint_id
-    client = reader._handle.client
-    get_many, epoch = client.get_many, d._access.ask_main("state")["epoch"]
+    access = reader._access
+    get_many, epoch = access._get_many, d._access.ask_main("state")["epoch"]
 
     def get_and_lose(*args: Any, **named: Any) -> Any:
         monkeypatch.undo()
@@ -123,7 +123,7 @@ def lose_a_manager_after(reader: DDict, d: DDict, monkeypatch: pytest.MonkeyPatc
         await_that(lambda: d._access.ask_main("state")["epoch"] > epoch)
         return found
 
-    monkeypatch.setattr(client, "get_many", get_and_lose)
+    monkeypatch.setattr(access, "_get_many", get_and_lose)
     return keys
 
 

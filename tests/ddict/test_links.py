@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict.client.links import Links
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError
-from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.server import Peer, RequestServer
 

@@ -209,8 +209,8 @@ def test_only_what_was_written_whole_is_adopted(arenas: ValueArenas, writer: Val
         read_value(room.path, room.value_id)
     with pytest.raises(StaleValueError):
         arenas.adopt(f"v-{INCARNATION}-000000000099")
-    with writer.writing(room.path, room.value_id) as slot:
-        slot.write(encoded)
+    with writer.writing(room.path, room.value_id) as write:
+        write(encoded)
     stored = arenas.adopt(room.value_id)
     with pytest.raises(StaleValueError):
         arenas.adopt(room.value_id)
@@ -256,8 +256,8 @@ def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore
 
 def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
     room = arenas.allocate(1000)
-    with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as slot:
-        slot.write(encode(torch.zeros(room.size)))
+    with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as write:
+        write(encode(torch.zeros(room.size)))
     assert is_free(room.path)
     with pytest.raises(StaleValueError):
         arenas.adopt(room.value_id)

@@ -29,8 +29,8 @@ def put(arenas: ValueArenas, writer: ValueWriter, value: object) -> StoredValue:
     """What a client and a manager do together."""
     encoded = encode(value)
     room = arenas.allocate(object_size(encoded))
-    with writer.writing(room.path, room.value_id) as slot:
-        slot.write(encoded)
+    with writer.writing(room.path, room.value_id) as write:
+        write(encoded)
         return arenas.adopt(room.value_id)
 
 
@@ -71,21 +71,21 @@ def hold_a_view_in_a_fork(report: Any, path: str, value_id: str) -> None:
 
 def write_and_wait(report: Any, path: str, value_id: str, when: str) -> None:
     """Stands still before the value is written, or after."""
-    with ValueWriter().writing(path, value_id) as slot:
+    with ValueWriter().writing(path, value_id) as write:
         if when == "after":
-            slot.write(encode(torch.full((100_000,), 7.0)))
+            write(encode(torch.full((100_000,), 7.0)))
         report("locked")
         report.listen()
         if when == "before":
-            slot.write(encode([torch.full((1 << 20,), 7.0), "text"]))
+            write(encode([torch.full((1 << 20,), 7.0), "text"]))
 
 
 def write_late(report: Any, path: str, value_id: str) -> None:
     report("ready")
     report.listen()
     try:
-        with ValueWriter().writing(path, value_id) as slot:
-            slot.write(encode(torch.full((100_000,), 666.0)))
+        with ValueWriter().writing(path, value_id) as write:
+            write(encode(torch.full((100_000,), 666.0)))
     except StaleValueError as error:
         report("refused", str(error))
     else:

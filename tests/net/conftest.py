@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.server import RequestServer
 from tests.net.requests_support import SECRET, Echo

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictKeyError
-from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.errors import REQUESTS, DDictCheckpointRetiredError, DDictKeyError
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.client import Address, Connection

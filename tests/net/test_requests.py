@@ -13,8 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictError, DDictKeyError, DDictTimeoutError
-from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.errors import (
+    REQUESTS,
+    DDictCheckpointRetiredError,
+    DDictError,
+    DDictKeyError,
+    DDictTimeoutError,
+)
 from ml_flashpoint.format.errors import (
     CapacityError,
     FlashpointError,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.errors import REQUESTS, DDictError
 from ml_flashpoint.format.errors import (
     AuthenticationError,
     FlashpointError,

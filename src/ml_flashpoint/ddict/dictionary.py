@@ -138,8 +138,7 @@ class DDict(Mapped):
     @checkpoint_id.setter
     def checkpoint_id(self, checkpoint_id: int) -> None:
         check_checkpoint_id(checkpoint_id)
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         self._handle.move(checkpoint_id, deadline)
 
     def checkpoint(self) -> int:
@@ -151,8 +150,7 @@ class DDict(Mapped):
                 `replication` or a persister, one that is older than the working set is still being committed.
             DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
         """
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         self._handle.move(self.checkpoint_id + 1, deadline, onwards=True)
         return self.checkpoint_id
 
@@ -178,8 +176,7 @@ class DDict(Mapped):
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
         none)."""
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         self._handle.sync(deadline)
         return self.checkpoint_id
 
@@ -217,8 +214,7 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: there is no persister, or it failed.
         """
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         return int(self._access.ask_main("persist_newest", deadline=deadline)["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:

@@ -1,16 +1,19 @@
 """Every error that a dictionary, or what a program needs around one, raises on purpose.
 
-Owns the types. All are `FlashpointError`s and survive pickling; those that name a checkpoint or a manager keep it as
-an attribute.
+Owns the types, and how they travel. All are `FlashpointError`s and survive pickling; those that name a checkpoint or a
+manager keep it as an attribute.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
+from ml_flashpoint.format import errors as core_errors
 from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError
+from ml_flashpoint.net.messages import Dialect, errors_of
 
 
 class DDictError(FlashpointError):
@@ -148,3 +151,14 @@ class ProcessFailedError(DDictError):
 
 class BarrierBrokenError(DDictError, threading.BrokenBarrierError):
     """A process cannot pass a barrier: another one died, gave up, or aborted it."""
+
+
+# ---- how they travel ---------------------------------------------------------------------------------------
+
+REQUESTS: Final = Dialect(
+    purpose=b"ml_flashpoint.ddict requests",
+    errors=errors_of(core_errors, sys.modules[__name__]),
+    failure=DDictError,
+    timeout=DDictTimeoutError,
+)
+"""What clients, managers and the coordinator of a dictionary agree on."""

@@ -15,18 +15,18 @@ from typing import Any, TypeAlias
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.client.links import Links, locator
-from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
 from ml_flashpoint.ddict.manager.arenas import allow_many_files
-from ml_flashpoint.ddict.manager.requests import REQUESTS, Fields, Result, deadline_of, integer, left_of, text
+from ml_flashpoint.ddict.manager.requests import Result, deadline_of, left_of
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import ProtocolError
 from ml_flashpoint.net.client import Address
+from ml_flashpoint.net.messages import Fields, integer, text
 from ml_flashpoint.net.server import Peer, RequestServer
 
 _Operation: TypeAlias = "Callable[[CoordinatorServer, _Session, Fields], Fields]"
-_OPERATIONS: dict[str, _Operation] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -39,13 +39,8 @@ class _Session:
 
 class CoordinatorServer:
     """See the module. Thread-safe. Serves from construction until :meth:`close`; in a forked child it is closed.
-
-    Args:
-        host: address to serve all nodes on; None: a Unix socket in the dictionary's folder.
-
-    Raises:
-        JobInUseError: another live dictionary persists under this name and path.
-    """
+    ``host``: address to serve all nodes on; None: a Unix socket in the dictionary's folder. Raises `JobInUseError`:
+    another live dictionary persists under this name and path."""
 
     def __init__(self, configuration: Configuration, host: str | None = None) -> None:
         allow_many_files()  # each connection is one
@@ -133,17 +128,6 @@ _ASKED: dict[str, tuple[Callable[..., Fields | None], str]] = {
 """What handles ask the coordinator, and the arguments of that, in order."""
 
 
-def _operation(function: _Operation) -> _Operation:
-    _OPERATIONS[function.__name__.lstrip("_")] = function
-    return function
-
-
-@_operation
-def _hello(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return {"manager": COORDINATOR}
-
-
-@_operation
 def _attach(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Keep the handles alive that join with this session, for as long as this connection lasts."""
     session.name = text(fields, "session")
@@ -151,14 +135,12 @@ def _attach(server: CoordinatorServer, session: _Session, fields: Fields) -> Fie
     return {}
 
 
-@_operation
 def _watch(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
     deadline = time.monotonic() + integer(fields, "s")
     return {"epoch": server.coordinator.await_epoch(integer(fields, "e"), deadline, session.peer.is_gone)}
 
 
-@_operation
 def _state(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     return {**server.coordinator.state(), **server.coordinator.persisting_state(), "frozen": server.frozen}
 
@@ -170,20 +152,12 @@ def _manager(server: CoordinatorServer, fields: Fields) -> int:
     return number
 
 
-@_operation
-def _sealed(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    """What a manager has sealed, for the one that comes after it."""
-    return {"sealed": server.coordinator.sealed_by(_manager(server, fields))}
-
-
-@_operation
 def _returned(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """A manager was started anew, and waits for an epoch to begin."""
     server.coordinator.returned(_manager(server, fields), text(fields, "incarnation"))
     return {}
 
 
-@_operation
 def _freeze(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Have all managers refuse writes, or take them again."""
     deadline = deadline_of(fields)
@@ -193,19 +167,12 @@ def _freeze(server: CoordinatorServer, session: _Session, fields: Fields) -> Fie
     return {}
 
 
-@_operation
 def _persist_newest(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     if not server.run.persister.persists:
         raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
     return {"checkpoint_id": server.coordinator.persist_newest(left_of(fields), session.peer.is_gone)}
 
 
-@_operation
-def _persisted_ids(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return {"ids": server.run.persister.ids()}
-
-
-@_operation
 def _restore(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
     """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
     deadline, checkpoint_id, by = deadline_of(fields), integer(fields, "checkpoint_id"), text(fields, "w")
@@ -216,3 +183,18 @@ def _restore(server: CoordinatorServer, session: _Session, fields: Fields) -> Fi
 
     left = max(0.1, deadline - time.monotonic())
     return server.coordinator.restore(checkpoint_id, checkpoint.to_fields(), left, begin_run, by)
+
+
+_OPERATIONS: dict[str, _Operation] = {
+    "hello": lambda server, session, fields: {"manager": COORDINATOR},
+    "attach": _attach,
+    "watch": _watch,
+    "state": _state,
+    # What a manager has sealed, for the one that comes after it.
+    "sealed": lambda server, session, fields: {"sealed": server.coordinator.sealed_by(_manager(server, fields))},
+    "returned": _returned,
+    "freeze": _freeze,
+    "persist_newest": _persist_newest,
+    "persisted_ids": lambda server, session, fields: {"ids": server.run.persister.ids()},
+    "restore": _restore,
+}

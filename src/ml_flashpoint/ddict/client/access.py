@@ -16,8 +16,8 @@ from ml_flashpoint.ddict.client.handle import Handle
 from ml_flashpoint.ddict.client.keepalive import Client
 from ml_flashpoint.ddict.client.keys import decode_key, place
 from ml_flashpoint.ddict.client.links import Exchange
-from ml_flashpoint.ddict.errors import DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
-from ml_flashpoint.ddict.manager.requests import PERSISTENT, rebuild_error
+from ml_flashpoint.ddict.errors import REQUESTS, DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
+from ml_flashpoint.ddict.manager.requests import PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Reply
@@ -122,8 +122,8 @@ class Access:
             if not exchange.local:
                 blobs = shared_memory.object_blobs(encoded, reservation["size"], value_id)
                 return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
-            with self.client.writer.writing(reservation["path"], value_id) as slot:
-                slot.write(encoded)
+            with self.client.writer.writing(reservation["path"], value_id) as write:
+                write(encoded)
                 return bool(exchange.request("put", told, (key,)).fields["ok"])
 
     def change(
@@ -208,11 +208,7 @@ class Access:
         return self.handle.in_one_epoch(ask, deadline)
 
     def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
-        """The same, some hundred at a time.
-
-        Raises:
-            DDictError: another epoch has begun meanwhile.
-        """
+        """The same, some hundred at a time. Raises `DDictError`: another epoch has begun meanwhile."""
         handle, deadline = self.handle, self.handle.deadline()
         epoch, keys = handle.in_one_epoch(lambda: (handle.epoch, self._keys_of(managers, deadline)()), deadline)
         for some in self._items(keys, handle.deadline):
@@ -246,7 +242,7 @@ class Access:
             blobs = answer.blobs[at : at + count]
             at += count
             if error is not None:
-                found.append(rebuild_error(error))
+                found.append(REQUESTS.rebuild(error))
                 continue
             try:
                 found.append(_found(own, blobs, copy=False))
@@ -287,14 +283,8 @@ class Batch:
         self._bytes: dict[int, int] = {}
 
     def add(self, manager: int, key: bytes, inline: bytes, deadline: float) -> None:
-        """Collect a write; sends what there is for this manager if that is much.
-
-        Args:
-            inline: the value, by `codec.to_inline`.
-
-        Raises:
-            FlashpointError: what was sent could not be written.
-        """
+        """Collect a write; sends what there is for this manager if that is much. ``inline``: the value, by
+        `codec.to_inline`. Raises `FlashpointError`: what was sent could not be written."""
         items = self._items.setdefault(manager, {})
         items[key] = inline
         self._bytes[manager] = self._bytes.get(manager, 0) + len(key) + len(inline)
@@ -306,11 +296,7 @@ class Batch:
         self._items.get(manager, {}).pop(key, None)
 
     def flush(self, deadline: float) -> None:
-        """Send everything.
-
-        Raises:
-            FlashpointError: some of it could not be written. That stays, to be sent again.
-        """
+        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again."""
         for manager in list(self._items):
             self._send(manager, deadline)
 
@@ -328,7 +314,7 @@ class Batch:
         answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline)
         for error, _, _ in answer["outcomes"]:
             if error is not None:
-                raise rebuild_error(error)
+                raise REQUESTS.rebuild(error)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)

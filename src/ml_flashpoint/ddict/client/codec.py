@@ -44,8 +44,7 @@ from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, bytes_of, dtype_
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-INLINE_LIMIT: Final = 256 << 10
-"""Values of fewer bytes than this are kept inline."""
+INLINE_LIMIT: Final = 256 << 10  # values of fewer bytes than this are kept inline
 
 Kind = Literal["tensor", "array", "bytes", "number", "plain", "pickle"]
 _PLAIN: Final = frozenset((bytes, str, int, float, bool, type(None)))
@@ -55,21 +54,14 @@ _PART: Final = struct.Struct(">cQH")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A value taken apart. Shares its memory with the value.
+    """A value taken apart. Shares its memory with the value."""
 
-    Attributes:
-        kind: how it is put together again.
-        tensors: strided tensors, on any device.
-        arrays: of each tensor: None, or dtype and shape of the array that it stands for, like ``<f4 2,3``.
-        pickled: the rest, or a number; empty if there is none.
-        nbytes: bytes of all that.
-    """
-
-    kind: Kind
-    tensors: list[torch.Tensor]
+    kind: Kind  # how it is put together again
+    tensors: list[torch.Tensor]  # strided tensors, on any device
+    # of each tensor: None, or dtype and shape of the array that it stands for, like ``<f4 2,3``
     arrays: list[str | None]
-    pickled: bytes
-    nbytes: int
+    pickled: bytes  # the rest, or a number; empty if there is none
+    nbytes: int  # bytes of all that
 
     @property
     def inline(self) -> bool:
@@ -81,11 +73,7 @@ class Encoded:
 
 
 def encode(value: object) -> Encoded:
-    """Take a value apart.
-
-    Raises:
-        InvalidArgumentError: it cannot be pickled.
-    """
+    """Take a value apart. Raises `InvalidArgumentError`: it cannot be pickled."""
     kind = type(value)
     if kind in _PLAIN:
         if kind is bytes and len(value) >= INLINE_LIMIT:  # type: ignore[arg-type]
@@ -328,14 +316,8 @@ def to_inline(encoded: Encoded) -> bytes:
 
 
 def from_inline(data: Buffer, *, copy: bool = False) -> object:
-    """The value that these bytes stand for, in memory of its own. For clients only: it may unpickle.
-
-    Args:
-        copy: give arrays that can be written to, as `read_object` does.
-
-    Raises:
-        DamagedError: they are no value.
-    """
+    """The value that these bytes stand for, in memory of its own. For clients only: it may unpickle. ``copy``: give
+    arrays that can be written to, as `read_object` does. Raises `DamagedError`: they are no value."""
     octets = data if type(data) is bytes else bytes(data)
     try:
         tag = octets[:1]

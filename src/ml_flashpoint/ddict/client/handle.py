@@ -70,11 +70,7 @@ class Handle:
         self._finalizer.atexit = False
 
     def deadline(self, timeout_s: float | None = None) -> float:
-        """When a call that begins now must end.
-
-        Raises:
-            DDictDestroyedError: the handle is of no more use.
-        """
+        """When a call that begins now must end. Raises `DDictDestroyedError`: the handle is of no more use."""
         if self._closed:
             raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -82,12 +78,9 @@ class Handle:
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def in_epoch(self, send: Callable[[int], _Result], deadline: float) -> _Result:
-        """Make a request in the epoch of this handle, and again in the next one if that is over.
-
-        Raises:
-            DDictWritesLostError: told once: what this handle wrote is lost.
-            DDictCheckpointRetiredError: told once: where this handle stands was committed, and was taken back.
-        """
+        """Make a request in the epoch of this handle, and again in the next one if that is over. Raises
+        `DDictWritesLostError`: told once: what this handle wrote is lost; `DDictCheckpointRetiredError`: told once:
+        where this handle stands was committed, and was taken back."""
         standing = self._standing
         while True:
             if standing.untold is not None:
@@ -99,14 +92,8 @@ class Handle:
                 self._catch_up(epoch, deadline, error)
 
     def in_one_epoch(self, make: Callable[[], _Result], deadline: float) -> _Result:
-        """Make several requests, all in one epoch: what they find is of one cut.
-
-        Args:
-            make: makes them; again, if an epoch began in their midst.
-
-        Raises:
-            DDictTimeoutError: epochs began all the time.
-        """
+        """Make several requests, all in one epoch: what they find is of one cut. ``make``: makes them; again, if an
+        epoch began in their midst. Raises `DDictTimeoutError`: epochs began all the time."""
         while True:
             epoch = self.epoch
             found = make()
@@ -141,15 +128,9 @@ class Handle:
             raise DDictReadOnlyError("this handle was made with read_only=True")
 
     def write(self, send: Callable[[int], _Result], deadline: float, *, lasting: bool = False) -> _Result:
-        """Write at one manager.
-
-        Args:
-            send: makes the request, given the epoch, and returns its result.
-            lasting: the write does not belong to a checkpoint, and does not make this a writing handle.
-
-        Raises:
-            DDictWritesLostError: what this handle wrote before is lost, and it has not gone back yet.
-        """
+        """Write at one manager. ``send``: makes the request, given the epoch, and returns its result. ``lasting``: the
+        write does not belong to a checkpoint, and does not make this a writing handle. Raises `DDictWritesLostError`:
+        what this handle wrote before is lost, and it has not gone back yet."""
         self.check_writable()
         standing = self._standing
         standing.check_whole()
@@ -197,12 +178,9 @@ class Handle:
     # ---- checkpoints --------------------------------------------------------------------------------------
 
     def move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
-        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
-
-        Raises:
-            DDictWritesLostError: what this handle wrote is lost, and it has not gone back yet.
-            DDictTimeoutError: an older checkpoint cannot retire, as others have not done their part in time.
-        """
+        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped. Raises
+        `DDictWritesLostError`: what this handle wrote is lost, and it has not gone back yet; `DDictTimeoutError`: an
+        older checkpoint cannot retire, as others have not done their part in time."""
         with self._turn(deadline):
             self._standing.check_whole()
             self._finish_rollback(deadline)
@@ -259,16 +237,10 @@ class Handle:
         standing.went_back(to, state)
 
     def await_commit(self, checkpoint_id: int, deadline: float, *, if_written: bool = False) -> int:
-        """Wait until a checkpoint is committed. Returns the newest that is.
-
-        Args:
-            if_written: do not wait where nobody writes.
-
-        Raises:
-            InvalidArgumentError: this handle writes there, or below, so it would wait for itself.
-            DDictWritesLostError: what this handle wrote is lost, so it will not be.
-            DDictTimeoutError: it was not in time.
-        """
+        """Wait until a checkpoint is committed. Returns the newest that is. ``if_written``: do not wait where nobody
+        writes. Raises `InvalidArgumentError`: this handle writes there, or below, so it would wait for itself;
+        `DDictWritesLostError`: what this handle wrote is lost, so it will not be; `DDictTimeoutError`: it was not in
+        time."""
         with self._turn(deadline):  # to the end: what is heard is of where the handle is now
             self._standing.check_whole()
             self._finish_rollback(deadline)

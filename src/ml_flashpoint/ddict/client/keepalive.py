@@ -44,15 +44,13 @@ class Standing:
         self.handle = handle
         self.checkpoint_id = checkpoint_id
         self.epoch = epoch
-        self.joined = False
-        """Whether it counts as writing: only then does it matter where it is, and that it leaves."""
+        self.joined = False  # whether it counts as writing: only then does it matter where it is, and that it leaves
         self.uncommitted: dict[int, int] = {}
         """For checkpoints that it wrote at, the one whose commit covers that, if it is not known to be committed."""
         self.has_written = False
         self.lost: tuple[str, int, int | None] | None = None
         """What it has to go back for before it writes or moves, as `errors.writes_lost` has it."""
-        self.untold: DDictError | None = None
-        """What it has to be told before anything else."""
+        self.untold: DDictError | None = None  # what it has to be told before anything else
         self._session = session
         self._fixed = -1
         self._base = -1
@@ -172,11 +170,8 @@ class Keepalive:
         _keepalives.add(self)
 
     def begin(self, deadline: float) -> None:
-        """Have a session.
-
-        Raises:
-            DDictManagerLostError: the coordinator is not there, or has as many as it can take.
-        """
+        """Have a session. Raises `DDictManagerLostError`: the coordinator is not there, or has as many as it can
+        take."""
         self._start()
         if not self._attached.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError(

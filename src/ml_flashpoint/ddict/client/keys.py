@@ -36,8 +36,7 @@ import xxhash
 
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 
-MAX_KEY_BYTES: Final = 64 << 10
-"""Longest encoded key."""
+MAX_KEY_BYTES: Final = 64 << 10  # longest encoded key
 
 _FLOAT: Final = struct.Struct(">d")
 _LENGTH: Final = struct.Struct(">I")
@@ -47,12 +46,9 @@ _NAN: Final = _FLOAT.pack(math.nan)
 
 
 def encode_key(key: Hashable) -> bytes:
-    """The bytes of a key. Subclasses of `str`, `int`, `tuple` and so on that are equal to a plain one are it.
-
-    Raises:
-        TypeError: it cannot be hashed, as in a `dict`.
-        InvalidArgumentError: its encoding is longer than `MAX_KEY_BYTES`, nested too deep, or it cannot be pickled.
-    """
+    """The bytes of a key. Subclasses of `str`, `int`, `tuple` and so on that are equal to a plain one are it. Raises
+    `TypeError`: it cannot be hashed, as in a `dict`; `InvalidArgumentError`: its encoding is longer than
+    `MAX_KEY_BYTES`, nested too deep, or it cannot be pickled."""
     if type(key) is str:
         data = b"s" + key.encode("utf-8", "surrogatepass")
     elif type(key) is int:
@@ -69,11 +65,7 @@ def encode_key(key: Hashable) -> bytes:
 
 
 def decode_key(data: bytes) -> Hashable:
-    """The key that these bytes stand for. For clients only: it may unpickle.
-
-    Raises:
-        DamagedError: they are no key.
-    """
+    """The key that these bytes stand for. For clients only: it may unpickle. Raises `DamagedError`: they are no key."""
     try:
         return _decode(bytes(data), 0)
     except (ValueError, IndexError, struct.error, RecursionError) as error:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
-from ml_flashpoint.ddict.manager.requests import REQUESTS
+from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.channel import ConnectionLostError
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
 
 _Found = TypeVar("_Found")
-GRACE_S = 0.5
-"""What a request may take more than the manager is told, so that its own error comes first."""
+GRACE_S = 0.5  # what a request may take more than the manager is told, so that its own error comes first
 
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
@@ -36,11 +34,7 @@ _CONNECT_S = 10.0
 
 
 def locator(configuration: Configuration) -> Locate:
-    """Finds the managers of a dictionary.
-
-    Raises:
-        InvalidArgumentError: the runtime is not known.
-    """
+    """Finds the managers of a dictionary. Raises `InvalidArgumentError`: the runtime is not known."""
     kind = configuration.runtime.get("kind")
     if kind == "embedded":
         base = Path(configuration.base)
@@ -69,14 +63,8 @@ class Locate(Protocol):
     """Finds managers."""
 
     def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """Where a manager is; None: not anywhere at the moment, or not found in time.
-
-        Args:
-            anew: it was not where this said last time.
-
-        Raises:
-            DDictDestroyedError: the dictionary is gone.
-        """
+        """Where a manager is; None: not anywhere at the moment, or not found in time. ``anew``: it was not where this
+        said last time. Raises `DDictDestroyedError`: the dictionary is gone."""
 
 
 class Exchange:
@@ -85,8 +73,7 @@ class Exchange:
     def __init__(self, connection: Connection, deadline: float) -> None:
         self._connection = connection
         self._deadline = deadline
-        self.local = connection.local
-        """Whether the manager is on this node, so that its memory can be mapped."""
+        self.local = connection.local  # whether the manager is on this node, so that its memory can be mapped
 
     def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
         """One request; see `Connection.request`."""
@@ -173,12 +160,8 @@ class Links:
         return self.connect(manager, timeout_s)
 
     def connect(self, manager: int, timeout_s: float) -> Connection:
-        """A new connection, which is in no pool.
-
-        Raises:
-            ConnectionLostError: nobody is there.
-            DDictTimeoutError: no answer in time.
-        """
+        """A new connection, which is in no pool. Raises `ConnectionLostError`: nobody is there; `DDictTimeoutError`: no
+        answer in time."""
         deadline = time.monotonic() + timeout_s
         doubtful = manager in self._doubtful
         address = self._locate(manager, timeout_s, anew=doubtful)

@@ -6,6 +6,7 @@ checkpoints are `handle`'s; making, persisting and ending a dictionary is `dicti
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
@@ -54,10 +55,8 @@ class Mapped(MutableMapping[Any, Any]):
 
     def _get(self, key: Any, *, copy: bool = False, wait: bool = True) -> Any:
         encoded = encode_key(key)
-        try:
+        with _naming(key):
             return self._access.get(self._access.manager_of(encoded), encoded, copy=copy, wait=wait).value
-        except DDictKeyError as error:
-            raise _key_error(key, error) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._put(key, value)
@@ -73,8 +72,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def bput(self, key: Any, value: Any) -> None:
         """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         encoded_key, encoded = encode_key(key), codec.encode(value)
         for manager in self._access.managers:
             self._access.write(manager, encoded_key, encoded, BROADCAST, deadline=deadline)
@@ -91,12 +89,11 @@ class Mapped(MutableMapping[Any, Any]):
                 # Each gets a fair part of what is left of the time, and what it may be late is part of that.
                 share = (deadline - time.monotonic()) / left
                 share -= min(GRACE_S, share / 2) if left > 1 else 0.0
-                found = self._access.get(manager, encoded, deadline=time.monotonic() + share, copy=copy, wait=True)
-                return found.value
+                with _naming(key):
+                    got = self._access.get(manager, encoded, deadline=time.monotonic() + share, copy=copy, wait=True)
+                    return got.value
             except (DDictManagerLostError, DDictTimeoutError) as error:
                 lost = error
-            except DDictKeyError as error:
-                raise _key_error(key, error) from None
         assert lost is not None
         raise lost
 
@@ -113,13 +110,10 @@ class Mapped(MutableMapping[Any, Any]):
         self._access.write(manager, encoded_key, encoded, flags, deadline=deadline)
 
     def __delitem__(self, key: Any) -> None:
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         encoded = encode_key(key)
-        try:
+        with _naming(key):
             self._access.change(self._access.manager_of(encoded), "delete", encoded, deadline=deadline)
-        except DDictKeyError as error:
-            raise _key_error(key, error) from None
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -131,21 +125,21 @@ class Mapped(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         return self._pop(key, default, deadline)
 
     def _pop(self, key: Any, default: Any, deadline: float) -> Any:
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
         try:
-            while True:
-                found = self._access.get(manager, encoded, copy=True, deadline=deadline)
-                if self._access.change(manager, "delete", encoded, deadline=deadline, x=found.sequence)["ok"]:
-                    return found.value
-        except DDictKeyError as error:
+            with _naming(key):
+                while True:
+                    found = self._access.get(manager, encoded, copy=True, deadline=deadline)
+                    if self._access.change(manager, "delete", encoded, deadline=deadline, x=found.sequence)["ok"]:
+                        return found.value
+        except DDictKeyError:
             if default is _MISSING:
-                raise _key_error(key, error) from None
+                raise
             return default
 
     def popitem(self) -> tuple[Any, Any]:
@@ -155,8 +149,7 @@ class Mapped(MutableMapping[Any, Any]):
             DDictKeyError: there is none.
         """
         none: Any = object()
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         while True:
             for key in self._access.keys(self._access.managers, deadline):
                 value = self._pop(key, none, deadline)
@@ -171,8 +164,7 @@ class Mapped(MutableMapping[Any, Any]):
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
         encoded_key = encode_key(key)
         manager = self._access.manager_of(encoded_key)
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         while True:
             try:
                 return self._access.get(manager, encoded_key, deadline=deadline).value
@@ -191,8 +183,7 @@ class Mapped(MutableMapping[Any, Any]):
         for argument, number in (("amount", amount), ("default", default)):
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
-        deadline = self._handle.deadline()
-        self._flush(deadline)
+        deadline = self._begin()
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
         added = self._access.change(manager, "add", encoded, deadline=deadline, amount=amount, default=default)
@@ -317,13 +308,24 @@ class Mapped(MutableMapping[Any, Any]):
         """Number of keys that managers on this node have."""
         return self._access.count(self._access.local, self._handle.deadline())
 
+    def _begin(self) -> float:
+        """A call begins before which is sent what was collected: its deadline."""
+        deadline = self._handle.deadline()
+        self._flush(deadline)
+        return deadline
+
     def _flush(self, deadline: float) -> None:
         if self._batch is not None:
             self._batch.flush(deadline)
 
 
-def _key_error(key: Any, error: DDictKeyError) -> DDictKeyError:
-    return DDictKeyError(f"{key!a}: {error.message}", manager=error.manager, checkpoint_id=error.checkpoint_id)
+@contextlib.contextmanager
+def _naming(key: Any) -> Iterator[None]:
+    try:
+        yield
+    except DDictKeyError as error:
+        its = {"manager": error.manager, "checkpoint_id": error.checkpoint_id}
+        raise DDictKeyError(f"{key!a}: {error.message}", **its) from None
 
 
 def _is_wanted(value: Any, wanted: Any) -> bool:

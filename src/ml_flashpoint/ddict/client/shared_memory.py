@@ -26,8 +26,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -93,17 +92,9 @@ def object_size(encoded: Encoded) -> int:
 
 
 def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
-    """Write a value into an arena, its header last.
-
-    Args:
-        arena: the whole file, 1-D uint8, writable.
-
-    Returns:
-        The bytes of the object; the rest of the file is unused.
-
-    Raises:
-        CapacityError, InvalidArgumentError: the arena is smaller than `object_size`.
-    """
+    """Write a value into an arena, its header last. ``arena``: the whole file, 1-D uint8, writable. Returns the bytes
+    of the object; the rest of the file is unused. Raises `CapacityError`, `InvalidArgumentError`: the arena is smaller
+    than `object_size`."""
     layout, items = _layout(encoded)
     header = encode_header(layout, arena.numel(), _metadata(encoded, value_id))
     octets = arena.numpy()
@@ -199,25 +190,6 @@ def _view(buffer: Any, entry: Entry, described: str | None, copy: bool) -> objec
     return cpu_clone(tensor) if copy else tensor
 
 
-@dataclass(eq=False)
-class Slot:
-    """Room for one value, locked."""
-
-    value_id: str
-    _arena: Arena = field(repr=False)
-
-    def write(self, encoded: Encoded) -> int:
-        """Copy the value in. Returns the bytes of the object.
-
-        Raises:
-            CapacityError, InvalidArgumentError: it does not fit.
-        """
-        size = write_object(encoded, self._arena.tensor, self.value_id)
-        if cuda.are_on_devices(encoded.tensors):
-            self._arena.lock_in_background()
-        return size
-
-
 class ValueWriter:
     """Writes values into arenas that managers have allocated, over mappings that are kept. Thread-safe."""
 
@@ -233,13 +205,10 @@ class ValueWriter:
         self._kept = OrderedDict()
 
     @contextlib.contextmanager
-    def writing(self, path: str, value_id: str) -> Iterator[Slot]:
-        """The arena that was allocated to a value, locked until the end of the block, which is for when the manager
-        has acknowledged the value.
-
-        Raises:
-            StaleValueError: the arena is gone, or not kept for this value any more.
-        """
+    def writing(self, path: str, value_id: str) -> Iterator[Callable[[Encoded], int]]:
+        """A function that copies a value into the arena that was allocated to it, and returns the bytes of the object.
+        The arena is locked until the end of the block, which is for when the manager has acknowledged the value. Raises
+        `StaleValueError`: the arena is gone, or not kept for this value any more."""
         arena = self._take(path)
         locked = False
         try:
@@ -255,7 +224,7 @@ class ValueWriter:
                 if not has_token(arena, value_id):
                     raise StaleValueError(f"the arena is not kept for value {value_id} any more", path=path)
                 locked = True
-                yield Slot(value_id, arena)
+                yield partial(_write, arena, value_id)
             finally:
                 os.close(fd)
         finally:
@@ -290,6 +259,13 @@ class ValueWriter:
             kept, self._kept = list(self._kept.values()), OrderedDict()
         for arena in kept:
             arena.close()
+
+
+def _write(arena: Arena, value_id: str, encoded: Encoded) -> int:
+    size = write_object(encoded, arena.tensor, value_id)
+    if cuda.are_on_devices(encoded.tensors):
+        arena.lock_in_background()
+    return size
 
 
 _live_writers: weakref.WeakSet[ValueWriter] = weakref.WeakSet()

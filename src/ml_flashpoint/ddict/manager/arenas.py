@@ -60,16 +60,9 @@ def _parse_again(header: bytes, file_size: int) -> ParsedHeader:
 
 
 def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) -> tuple[Layout, str]:
-    """Where everything of this value lies, and its kind, from the object's header.
-
-    Args:
-        buffer: the file, or the part of it that is in use.
-        file_size: bytes of the file, if `buffer` is only the part in use.
-
-    Raises:
-        StaleValueError: it holds another value, or none.
-        ObjectFormatError: it is damaged.
-    """
+    """Where everything of this value lies, and its kind, from the object's header. ``buffer``: the file, or the part of
+    it that is in use. ``file_size``: bytes of the file, if `buffer` is only the part in use. Raises `StaleValueError`:
+    it holds another value, or none; `ObjectFormatError`: it is damaged."""
     with memoryview(buffer) as view:
         if view.nbytes < 8 or view[:8] == _NO_LENGTH:
             raise StaleValueError(f"there is no value here, {value_id} was expected")
@@ -87,16 +80,9 @@ def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) ->
 
 
 def header_anew(buffer: Buffer, was: str, value_id: str, file_size: int) -> bytes:
-    """The header of an object that was taken out of its file, for another file and under another value id.
-
-    Args:
-        buffer: the object, whole and without the unused rest of its file.
-        was: id of the value so far.
-        file_size: bytes of the other file.
-
-    Raises:
-        ObjectFormatError: it is not the object of that value.
-    """
+    """The header of an object that was taken out of its file, for another file and under another value id. ``buffer``:
+    the object, whole and without the unused rest of its file. ``was``: id of the value so far. ``file_size``: bytes of
+    the other file. Raises `ObjectFormatError`: it is not the object of that value."""
     with memoryview(buffer) as view:
         parsed = parse_header(view, None)
         if parsed.layout.size != view.nbytes or parsed.metadata.get("value") != was:
@@ -125,11 +111,8 @@ def decode_number(data: bytes) -> int | float:
 
 
 def inline_number(data: bytes) -> int | float | None:
-    """The integer or float in a small value, None if it is something else.
-
-    Raises:
-        DamagedError: it is marked as a number and is none.
-    """
+    """The integer or float in a small value, None if it is something else. Raises `DamagedError`: it is marked as a
+    number and is none."""
     if data[:1] not in (b"i", b"f"):
         return None
     try:
@@ -140,28 +123,17 @@ def inline_number(data: bytes) -> int | float | None:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for one value, for its writer alone.
+    """Room for one value, for its writer alone."""
 
-    Attributes:
-        value_id: of the value to come.
-        path: the arena's file.
-        size: bytes of the file.
-    """
-
-    value_id: str
-    path: str
-    size: int
+    value_id: str  # of the value to come
+    path: str  # the arena's file
+    size: int  # bytes of the file
 
 
 class ValueArenas:
-    """See the module. Thread-safe.
-
-    Args:
-        store: the manager's, made with ``reusable=is_unused``.
-        incarnation: 16 hex digits, different each time that the manager starts.
-        limit_bytes: most that arenas may take, free ones included: before a new one is made, free ones that do not
-            suit are given back. It is not enforced otherwise.
-    """
+    """See the module. Thread-safe. ``store``: the manager's, made with ``reusable=is_unused``. ``incarnation``: 16 hex
+    digits, different each time that the manager starts. ``limit_bytes``: most that arenas may take, free ones included:
+    before a new one is made, free ones that do not suit are given back. It is not enforced otherwise."""
 
     def __init__(self, store: RankStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
         if not _INCARNATION.fullmatch(incarnation):
@@ -181,11 +153,8 @@ class ValueArenas:
             return sum(arena.size for arena in self._promised.values())
 
     def allocate(self, nbytes: int) -> Reservation:
-        """Room for a value of so many bytes (`objects.object_size`), until `adopt` or `abandon`.
-
-        Raises:
-            CapacityError: there is none.
-        """
+        """Room for a value of so many bytes (`objects.object_size`), until `adopt` or `abandon`. Raises
+        `CapacityError`: there is none."""
         if self._limit_bytes is not None and not self._store.arenas.has_free(nbytes):
             in_use, free = self._store.arenas.resident_bytes()
             if in_use + free + nbytes > self._limit_bytes:
@@ -199,12 +168,9 @@ class ValueArenas:
         return Reservation(value_id, str(arena.path), arena.size)
 
     def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
-        """Write what a client on another node sent (`objects.object_blobs`) into the arena promised to it.
-
-        Raises:
-            StaleValueError: nothing is promised to this value.
-            InvalidArgumentError: it is more than fits. The promise stays.
-        """
+        """Write what a client on another node sent (`objects.object_blobs`) into the arena promised to it. Raises
+        `StaleValueError`: nothing is promised to this value; `InvalidArgumentError`: it is more than fits. The promise
+        stays."""
         with self._lock:
             arena = self._promised.get(value_id)
         if arena is None:
@@ -225,12 +191,9 @@ class ValueArenas:
             target[:_TOKEN_AT] = views[0][:_TOKEN_AT]
 
     def adopt(self, value_id: str) -> StoredValue:
-        """Take note that the value was written. Whoever calls this owns it, until `release`.
-
-        Raises:
-            StaleValueError: nothing was promised to this value, or it is not there. A promise stays.
-            ObjectFormatError: what is there is damaged. The promise stays.
-        """
+        """Take note that the value was written. Whoever calls this owns it, until `release`. Raises `StaleValueError`:
+        nothing was promised to this value, or it is not there. A promise stays; `ObjectFormatError`: what is there is
+        damaged. The promise stays."""
         with self._lock:
             arena = self._promised.get(value_id)
         if arena is None:
@@ -305,11 +268,8 @@ class KeptCheckpoints:
 
     @contextlib.contextmanager
     def using(self, checkpoint_id: int) -> Iterator[list[Entry]]:
-        """The entries, whose values stay as they are meanwhile, whoever lets go of them.
-
-        Raises:
-            DDictPersistError: there are none.
-        """
+        """The entries, whose values stay as they are meanwhile, whoever lets go of them. Raises `DDictPersistError`:
+        there are none."""
         with self._lock:
             if checkpoint_id not in self._kept:
                 raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)

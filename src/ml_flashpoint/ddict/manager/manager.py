@@ -1,7 +1,7 @@
 """One manager: its share of the keys, their values, and what it does for the others.
 
 Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, and how one that was
-started anew comes to hold what the one before it held. What requests mean is `peer_requests`'. It knows neither how its
+started anew comes to hold what the one before it held. What requests mean is `requests`'. It knows neither how its
 process was started nor how peers find it: that is given to it.
 """
 
@@ -12,15 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
-from ml_flashpoint.ddict.client.links import Links, Locate
-from ml_flashpoint.ddict.errors import DDictFullError, DDictManagerLostError, StaleEpochError
-from ml_flashpoint.ddict.manager.arenas import KeptCheckpoints, ValueArenas, is_unused, values_of
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Fields, Result, deadline_of
+from ml_flashpoint.ddict.client.links import Links, locator
+from ml_flashpoint.ddict.errors import (
+    REQUESTS,
+    DDictFullError,
+    DDictManagerLostError,
+    DDictTimeoutError,
+    StaleEpochError,
+)
+from ml_flashpoint.ddict.manager.arenas import KeptCheckpoints, ValueArenas, allow_many_files, is_unused, values_of
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
 from ml_flashpoint.ddict.manager.shard import Entry, Shard, StoredValue, Value
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
@@ -28,11 +35,8 @@ from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.net.server import Peer
-
-if TYPE_CHECKING:
-    pass
-
+from ml_flashpoint.net.messages import Fields
+from ml_flashpoint.net.server import Peer, RequestServer
 
 _log = logging.getLogger(__name__)
 
@@ -46,85 +50,76 @@ _ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One connection of a client or another manager.
-
-    Attributes:
-        reserved: values that it has a reservation for and has not put yet.
-    """
+    """One connection of a client or another manager."""
 
     peer: Peer
-    reserved: set[str] = field(default_factory=set)
+    reserved: set[str] = field(default_factory=set)  # values that it has a reservation for and has not put yet
 
 
 class Manager:
-    """See the module. Thread-safe.
+    """See the module. Thread-safe. Serves from construction until :meth:`close`.
 
     Args:
-        incarnation: of this process, 16 hexadecimal digits.
-        restarted: whether there was one of this number before, whose values it is to have.
-        host: address to serve other nodes on.
-        place: node that this runs on, where that is not always the same one.
+        config: ``configuration`` as JSON, number of the ``manager``, its ``incarnation`` (16 hexadecimal digits),
+            whether it was ``restarted``, so that it is to have the values of the one before it, and, where other
+            machines are to reach it, its ``host`` and the ``place`` (node) that it runs on, not always the same one.
     """
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        number: int,
-        locate: Locate,
-        *,
-        incarnation: str,
-        restarted: bool = False,
-        host: str = "127.0.0.1",
-        place: str | None = None,
-    ) -> None:
-        self.configuration = configuration
-        self.number = number
-        self.place = place or str(configuration.options.nodes[number])
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        allow_many_files()
+        self.configuration = configuration = Configuration.from_json(config["configuration"])
+        self.number = number = int(config["manager"])
         self.rules = configuration.options
-        self.incarnation = incarnation
+        self.place = config.get("place") or str(self.rules.nodes[number])
+        self.incarnation = str(config["incarnation"])
         self.changed = threading.Condition(threading.RLock())
         """Guards the shard; notified when it changes while somebody waits."""
         self.waiting = 0
         self.frozen = False
         self.ended = threading.Event()
-        self.links = Links(locate, configuration.secret)
+        self.links = Links(locator(configuration), configuration.secret)
         self.run = PersistedRun(configuration)
         self.persister = self.run.persister
-        self.epoch = 0
-        """Guarded by the lock, like the shard: requests of another one are refused."""
+        self.epoch = 0  # guarded by the lock, like the shard: requests of another one are refused
         self.dead: dict[str, None] = {}
         """Handles whose process was killed: what of them is on its way still comes too late."""
         self._discarded: dict[str, int] = {}
         self._begun = threading.Lock()
         self._shard_bytes = 0
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
-        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=configuration.options.limit_bytes)
+        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
         self.shard = Shard(self._let_go, is_final=not self.rules.snapshots)
         self.snapshots = Snapshots(
             self.store,
-            nodes=[f"node-{node}" for node in configuration.options.nodes],
-            strategy=configuration.options.make_strategy(),
+            nodes=[f"node-{node}" for node in self.rules.nodes],
+            strategy=self.rules.make_strategy(),
             secret=configuration.secret,
             peer_address=self._peer_address,
             tell_holder=self._tell_holder,
             is_owned=self.arenas.is_owned,
             incarnation=self.incarnation,
-            host=host,
+            host=config.get("host") or "127.0.0.1",
         )
         self._kept = KeptCheckpoints(self.arenas)  # all that is committed and was not let go of
         self.parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
-        self._restarted = restarted
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
+        unix_path, host = str(Path(configuration.base, f"m-{number}.sock")), config.get("host")
+        try:
+            self.server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
+        except BaseException:
+            self._end()
+            raise
+        self._start(restarted=config.get("restarted") is True)
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to serve. One that was started anew is ready when the epoch has begun that it asks for."""
+    def _start(self, *, restarted: bool) -> None:
+        """One that was started anew is ready when the epoch has begun that it asks for."""
         if self.rules.replicated:
             self.snapshots.start()
-        if self._restarted:
+        if restarted:
             threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
         else:
             self._ready.set()
@@ -167,19 +162,20 @@ class Manager:
         return error
 
     def close(self) -> None:
-        """End. Files stay where they are."""
+        """Stop serving. Files stay where they are."""
         self.ended.set()
+        self.server.close()
+        self._end()
+
+    def _end(self) -> None:
         self.links.close()
         self.snapshots.close()
         self.persister.close()
         self.store.close()
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Wait until this manager has begun, and has what it is to have.
-
-        Raises:
-            DDictManagerLostError: not in time; or that is lost.
-        """
+        """Wait until this manager has begun, and has what it is to have. Raises `DDictManagerLostError`: not in time;
+        or that is lost."""
         if not self._ready.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
         if self._lost is not None:
@@ -252,11 +248,7 @@ class Manager:
 
     def make_room(self, nbytes: int, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
-        of meanwhile: look at the shard after this, not before.
-
-        Raises:
-            DDictFullError: there still is none.
-        """
+        of meanwhile: look at the shard after this, not before. Raises `DDictFullError`: there still is none."""
         limit = self.configuration.options.limit_bytes
         nbytes += _ENTRY_BYTES
         if self.used_bytes + nbytes <= limit:
@@ -272,14 +264,8 @@ class Manager:
             )
 
     def wait_for(self, holds: Callable[[], bool], deadline: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does.
-
-        Args:
-            is_gone: whether nobody waits for the answer any more.
-
-        Raises:
-            StaleEpochError: another epoch has begun meanwhile.
-        """
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does. ``is_gone``:
+        whether nobody waits for the answer any more. Raises `StaleEpochError`: another epoch has begun meanwhile."""
         self.waiting += 1
         epoch = self.epoch
         try:
@@ -293,14 +279,22 @@ class Manager:
         finally:
             self.waiting -= 1
 
+    def wait_for_keys(self, checkpoint_id: int, deadline: float, is_gone: Callable[[], bool]) -> None:
+        """Wait until all keys of a checkpoint are written again at a later one."""
+        with self.changed:
+            if not self.wait_for(lambda: self.shard.missing_after(checkpoint_id) is None, deadline, is_gone):
+                raise DDictTimeoutError(
+                    f"checkpoint {checkpoint_id} cannot retire: not all of its keys are written at a later one, "
+                    f"such as {self.shard.missing_after(checkpoint_id)!r}",
+                    manager=self.number,
+                    checkpoint_id=checkpoint_id,
+                    hint="write every key at each checkpoint, or once with pput()",
+                )
+
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: object) -> None:
-        """Under the lock: refuse what belongs to another epoch.
-
-        Raises:
-            StaleEpochError: this does.
-        """
+        """Under the lock: refuse what belongs to another epoch. Raises `StaleEpochError`: this does."""
         if epoch != self.epoch:
             raise StaleEpochError(f"manager {self.number} is in epoch {self.epoch}", manager=self.number)
 
@@ -361,12 +355,8 @@ class Manager:
                 self._kept.keep(checkpoint_id, entries)
 
     def discard(self, handle: str, to: int, number: int, *, dead: bool) -> None:
-        """Discard what a handle wrote above a checkpoint.
-
-        Args:
-            number: higher in later requests, which may overtake earlier ones.
-            dead: whatever comes of that handle yet is refused.
-        """
+        """Discard what a handle wrote above a checkpoint. ``number``: higher in later requests, which may overtake
+        earlier ones. ``dead``: whatever comes of that handle yet is refused."""
         with self.changed:
             if number <= self._discarded.get(handle, 0):
                 return
@@ -393,11 +383,8 @@ class Manager:
             self.snapshots.forget_after(committed)
 
     def seal(self, checkpoint_id: int, deadline: float) -> str:
-        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part.
-
-        Raises:
-            FlashpointError: not now.
-        """
+        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part. Raises
+        `FlashpointError`: not now."""
         with self._kept.using(checkpoint_id) as entries:
             return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
 

@@ -1,25 +1,26 @@
-"""What clients, managers and the coordinator of a dictionary agree on, and what the requests for keys and values mean.
+"""What the requests to a manager mean.
 
-Owns the dialect, the registry of a manager's operations, checking fields (a peer that knows the secret may still be
-wrong), and reading and writing the shard for clients. Layout, handshake and connections are those of
-`ml_flashpoint.net`; on a Unix socket each side also checks that the other runs as the same user, on TCP each message
-carries a code.
+Owns the registry of a manager's operations, checking fields (a peer that knows the secret may still be wrong), and
+reading and writing the shard for clients. Layout, handshake and connections are those of `ml_flashpoint.net`; on a Unix
+socket each side also checks that the other runs as the same user, on TCP each message carries a code.
 
-An operation is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; those for all but keys and values
-are `peer_requests`'. Times are in seconds; ``t`` is what is left to the client. ``c`` is a checkpoint, ``w`` the
-writing handle, ``e`` the epoch, ``v`` a value id; the key is the first blob.
+An operation is a function ``(manager, session, fields, blobs) -> (fields, blobs)``, or, for all but keys and values,
+``(manager, fields) -> fields``. Times are in seconds; ``t`` is what is left to the client. ``c`` is a
+checkpoint, ``w`` the writing handle, ``e`` the epoch, ``v`` a value id; the key is the first blob.
 """
 
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ml_flashpoint.ddict import errors as ddict_errors
+from ml_flashpoint.ddict.checkpoints.index import part_ref
 from ml_flashpoint.ddict.client.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.errors import (
+    REQUESTS,
     DDictError,
     DDictFullError,
     DDictKeyError,
@@ -29,43 +30,26 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.manager.arenas import inline_number, number_to_inline
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.format import errors as core_errors
+from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
-from ml_flashpoint.net.messages import Dialect, Fields, errors_of, integer, list_of, number, text
+from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ml_flashpoint.ddict.manager.manager import Manager, Session
 
-__all__ = ["Fields", "integer", "list_of", "number", "text"]
-
-REQUESTS: Final = Dialect(
-    purpose=b"ml_flashpoint.ddict requests",
-    errors=errors_of(core_errors, ddict_errors),
-    failure=DDictError,
-    timeout=DDictTimeoutError,
-)
-
-describe_error = REQUESTS.describe
-rebuild_error = REQUESTS.rebuild
-
 Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
 Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
+PeerOperation: TypeAlias = "Callable[[Manager, Fields], Fields | None]"
 
-OPERATIONS: dict[str, Operation] = {}
-"""By name; filled by the modules that define them."""
-
-AT_ONCE: set[str] = set()
+OPERATIONS: dict[str, Operation] = {}  # by name
+AT_ONCE: Final = frozenset(
+    ("abandon", "begin", "discard", "drop_copies", "freeze", "hello", "prepare", "seal", "settle", "stats")
+)
 """Those that are answered also while the manager recovers; all others wait until it has."""
-
-PERSISTENT, BROADCAST = 1, 2
-"""Flags of a put, field ``f``."""
-
-LONGEST_S = 1e6
-"""Longest time that a client may say it has."""
-
-
+PERSISTENT, BROADCAST = 1, 2  # flags of a put, field ``f``
+_LONGEST_S = 1e6  # that a client may say it has
 _NUMBER_BYTES = 100
 _LENGTH = struct.Struct(">I")
 
@@ -76,16 +60,10 @@ def operation(function: Operation) -> Operation:
     return function
 
 
-def operation_at_once(function: Operation) -> Operation:
-    """The same, for one of `AT_ONCE`."""
-    AT_ONCE.add(function.__name__.lstrip("_"))
-    return operation(function)
-
-
 def left_of(fields: Fields) -> float:
     """Seconds that the client has left. Raises `ProtocolError`, as all of these do, if the field is wrong."""
     left = fields.get("t")
-    if not isinstance(left, (int, float)) or not 0 <= left <= LONGEST_S:
+    if not isinstance(left, (int, float)) or not 0 <= left <= _LONGEST_S:
         raise ProtocolError("field 't' must be the seconds that are left")
     return float(left)
 
@@ -114,7 +92,8 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     value_id = fields.get("v")
     if value_id is not None:
-        _check_own(session, value_id)
+        if value_id not in session.reserved:
+            raise ProtocolError(f"this connection has no reservation called {value_id!a}")
         if len(blobs) > 1:
             manager.arenas.fill(value_id, blobs[1:])
     elif len(blobs) < 2:
@@ -193,7 +172,7 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
     return {"v": reservation.value_id, "path": reservation.path, "size": reservation.size}, ()
 
 
-@operation_at_once
+@operation
 def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """The client does not need this reservation."""
     if fields.get("v") in session.reserved:
@@ -307,16 +286,9 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
             raise  # for all of them: what was done is of an epoch that is over, or can be done again
         except FlashpointError as error:
             is_full = is_full or isinstance(error, DDictFullError)  # all the others need not wait for room
-            outcomes.append([describe_error(error), {}, 0])
+            outcomes.append([REQUESTS.describe(error), {}, 0])
         at += count
     return {"outcomes": outcomes}, answers
-
-
-@operation_at_once
-def _freeze(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    with manager.changed:
-        manager.frozen = bool(fields.get("frozen"))
-    return {}, ()
 
 
 def _key(blobs: list[bytes]) -> bytes:
@@ -325,18 +297,13 @@ def _key(blobs: list[bytes]) -> bytes:
     return blobs[0]
 
 
-def _check_own(session: Session, value_id: object) -> None:
-    if value_id not in session.reserved:
-        raise ProtocolError(f"this connection has no reservation called {value_id!a}")
-
-
 def _check_writable(manager: Manager, fields: Fields) -> None:
     manager.check_epoch(fields.get("e"))
     if fields.get("w") in manager.dead:
         raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
     if manager.frozen:
         raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")
-    if manager.configuration.options.read_only:
+    if manager.rules.read_only:
         raise DDictReadOnlyError("the dictionary is read-only", manager=manager.number)
 
 
@@ -355,3 +322,123 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
             f"the key was not written at checkpoint {checkpoint_id} in time", checkpoint_id=checkpoint_id
         )
     raise DDictKeyError("no such key, and none came in time", checkpoint_id=checkpoint_id)
+
+
+# ---- what peers and the coordinator ask for -----------------------------------------------------------------
+
+
+def _peer(function: PeerOperation) -> PeerOperation:
+    def told(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+        return function(manager, fields) or {}, ()
+
+    OPERATIONS[function.__name__.lstrip("_")] = told
+    return function
+
+
+@_peer
+def _hello(manager: Manager, fields: Fields) -> Fields:
+    """Who this is. Answered at once, also while the manager recovers."""
+    return {"manager": manager.number, "transfers": manager.snapshots.address}
+
+
+@_peer
+def _stats(manager: Manager, fields: Fields) -> Fields:
+    with manager.changed:
+        return {
+            "manager": manager.number,
+            "node": manager.rules.nodes[manager.number],
+            "keys": len(manager.shard),
+            "used_bytes": manager.used_bytes,
+            "limit_bytes": manager.rules.limit_bytes,
+            "oldest": manager.shard.oldest,
+            "sealed": sorted(manager.snapshots.sealed()),
+            "frozen": manager.frozen,
+            "holders": manager.snapshots.holders,
+            "copies": manager.snapshots.copied_to(),
+            "place": manager.place,
+        }
+
+
+@_peer
+def _freeze(manager: Manager, fields: Fields) -> None:
+    with manager.changed:
+        manager.frozen = bool(fields.get("frozen"))
+
+
+@_peer
+def _replicate(manager: Manager, fields: Fields) -> None:
+    """A holder came back, perhaps without its copies. The answer does not wait for them."""
+    threading.Thread(target=manager.replicate, name="ddict-replicate", daemon=True).start()
+
+
+@_peer
+def _drop_copies(manager: Manager, fields: Fields) -> None:
+    keep = [str(each) for each in list_of(fields, "keep")]
+    manager.snapshots.drop_copies(integer(fields, "of"), keep, text(fields, "before"))
+
+
+@_peer
+def _begin(manager: Manager, fields: Fields) -> Fields:
+    run, restored = fields["run"], fields.get("restored")
+    checkpoint = None if restored is None else PersistedCheckpoint.from_fields(restored)
+    keep, pinned = integers(fields, "keep"), integers(fields, "pinned")
+    sealed = [part_ref(*each) for each in list_of(fields, "sealed")]
+    manager.begin(integer(fields, "e"), integer(fields, "base", -1), keep, pinned, sealed, checkpoint)
+    manager.run.use(text(run, "run"), run["restored"])
+    manager.frozen = bool(fields.get("frozen"))
+    return {"incarnation": manager.incarnation}
+
+
+@_peer
+def _discard(manager: Manager, fields: Fields) -> None:
+    """A manager that was lost has nothing to discard, but whatever comes yet."""
+    to, number = integer(fields, "to", -1), integer(fields, "n")
+    manager.discard(text(fields, "w"), to, number, dead=fields.get("dead") is True)
+
+
+def _check(manager: Manager, fields: Fields) -> None:
+    """Refuse at once what is not of the epoch, which a manager that was lost has yet to begin."""
+    manager.wait_until_ready(0.0)
+    with manager.changed:
+        manager.check_epoch(integer(fields, "e"))
+
+
+@_peer
+def _prepare(manager: Manager, fields: Fields) -> None:
+    _check(manager, fields)
+    manager.prepare(integer(fields, "checkpoint_id"), integer(fields, "committed", -1))
+
+
+@_peer
+def _seal(manager: Manager, fields: Fields) -> Fields:
+    _check(manager, fields)
+    return {"attempt": manager.seal(integer(fields, "checkpoint_id"), deadline_of(fields))}
+
+
+@_peer
+def _settle(manager: Manager, fields: Fields) -> None:
+    _check(manager, fields)
+    keep, pinned = integers(fields, "keep"), integers(fields, "pinned")
+    manager.settle(integer(fields, "oldest"), keep, pinned, integer(fields, "committed", -1))
+
+
+@operation
+def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
+    """Wait until all keys of a checkpoint are written again at a later one."""
+    manager.wait_for_keys(integer(fields, "checkpoint_id"), deadline_of(fields), session.peer.is_gone)
+    return {}, ()
+
+
+@_peer
+def _persist(manager: Manager, fields: Fields) -> Fields:
+    return {"receipt": manager.persist(integer(fields, "checkpoint_id"))}
+
+
+@_peer
+def _restore_prepare(manager: Manager, fields: Fields) -> None:
+    manager.parts.prepare(PersistedCheckpoint.from_fields(fields["checkpoint"]))
+
+
+@_peer
+def _restore_abort(manager: Manager, fields: Fields) -> None:
+    manager.parts.abort()

@@ -1,8 +1,8 @@
-"""The process of a manager: on Ray whatever an actor has, else one that the `supervisor` has started.
+"""The process of a manager that the `supervisor` has started.
 
-Owns putting the manager and its server together, and their end. One that was started has a socket, which leads to the
-creator. What is said on it is JSON, a line each: the creator's first line is all that the manager needs to know, any
-other tells it to stop. The manager says that it is ready, or why it failed. It ends when the creator does.
+Owns what it does around the manager's own work, and its end. It has a socket, which leads to the creator. What is said
+on it is JSON, a line each: the creator's first line is all that the manager needs to know, any other tells it to stop.
+The manager says that it is ready, or why it failed. It ends when the creator does.
 """
 
 from __future__ import annotations
@@ -16,79 +16,30 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from ml_flashpoint.ddict.client.links import locator
-from ml_flashpoint.ddict.manager import peer_requests  # noqa: F401 (it fills OPERATIONS)
-from ml_flashpoint.ddict.manager.arenas import allow_many_files
 from ml_flashpoint.ddict.manager.manager import Manager
-from ml_flashpoint.ddict.manager.requests import REQUESTS
-from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.runtime.folder import LAST_WORDS_S, FolderHold, remove_unused
-from ml_flashpoint.net.server import RequestServer
 
 Entry: TypeAlias = "Callable[[dict[str, Any], Callable[[], None], threading.Event], None]"
 """What a manager process runs: ``run(config, ready, stop)``. It calls ``ready()`` once it serves, and returns soon
 after ``stop`` is set."""
 
-_END_GRACE_S = 10.0
-"""Seconds that a manager gets to end by itself when its creator is gone."""
+_END_GRACE_S = 10.0  # seconds that a manager gets to end by itself when its creator is gone
 
 _MOST_ERROR_CHARACTERS = 20_000
 
 
-class ServedManager:
-    """A manager that serves from construction until :meth:`close`.
-
-    Args:
-        config: ``configuration`` as JSON, number of the ``manager``, whether it was ``restarted``, its ``incarnation``
-            and, where other machines are to reach it, its ``host`` and ``place``.
-    """
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        allow_many_files()
-        configuration = Configuration.from_json(config["configuration"])
-        number = int(config["manager"])
-        host = config.get("host")
-        self.manager = Manager(
-            configuration,
-            number,
-            locator(configuration),
-            incarnation=str(config["incarnation"]),
-            restarted=config.get("restarted") is True,
-            host=host or "127.0.0.1",
-            place=config.get("place"),
-        )
-        try:
-            self.server = RequestServer(
-                configuration.secret,
-                self.manager,
-                REQUESTS,
-                unix_path=str(Path(configuration.base, f"m-{number}.sock")),
-                tcp_host=host,
-            )
-        except BaseException:
-            self.manager.close()
-            raise
-        self.manager.start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self.manager.ended.set()
-        self.server.close()
-        self.manager.close()
-
-
 def run(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:
     """Be a manager until told to stop; an `Entry`."""
-    served = ServedManager(config)
+    manager = Manager(config)
     try:
         ready()
         stop.wait()
     finally:
-        served.close()
+        manager.close()
 
 
 def main(descriptor: int) -> None:

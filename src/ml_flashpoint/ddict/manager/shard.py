@@ -42,16 +42,11 @@ class InlineValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """A large value: one object in one arena.
+    """A large value: one object in one arena."""
 
-    Attributes:
-        value_id: unique in the dictionary; `attempt` of the part that it becomes.
-        size: bytes of the object; the arena may be larger.
-    """
-
-    value_id: str
+    value_id: str  # unique in the dictionary; `attempt` of the part that it becomes
     arena: Arena
-    size: int
+    size: int  # bytes of the object; the arena may be larger
 
     @property
     def nbytes(self) -> int:
@@ -61,34 +56,20 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One state of one key.
+    """One state of one key."""
 
-    Attributes:
-        key: encoded (`keys.encode_key`).
-        checkpoint_id: id at which it was written.
-        writer: id of the handle that wrote it.
-        value: None: deleted.
-        persistent: written by `pput`: does not have to be written again in each checkpoint.
-        broadcast: written by `bput`: every manager has one.
-        sequence: orders the writes of one manager; not kept by snapshots.
-    """
-
-    key: bytes
-    checkpoint_id: int
-    writer: str
-    value: Value | None
-    persistent: bool = False
-    broadcast: bool = False
-    sequence: int = 0
+    key: bytes  # encoded (`keys.encode_key`)
+    checkpoint_id: int  # id at which it was written
+    writer: str  # id of the handle that wrote it
+    value: Value | None  # none: deleted
+    persistent: bool = False  # written by `pput`: does not have to be written again in each checkpoint
+    broadcast: bool = False  # written by `bput`: every manager has one
+    sequence: int = 0  # orders the writes of one manager; not kept by snapshots
 
 
 class Shard:
-    """See the module. Not thread-safe.
-
-    Args:
-        released: called with each value that no entry of the shard holds any more.
-        is_final: whether what is written at the first checkpoint is final at once, like all that has retired.
-    """
+    """See the module. Not thread-safe. ``released``: called with each value that no entry of the shard holds any more.
+    ``is_final``: whether what is written at the first checkpoint is final at once, like all that has retired."""
 
     def __init__(self, released: Callable[[Value], None] = lambda value: None, *, is_final: bool = True) -> None:
         self._released = released
@@ -98,8 +79,7 @@ class Shard:
         self._touched: dict[int, set[bytes]] = {}
         # Not the numbers of the shard of an earlier process: handles take entries with one number for the same one.
         self._sequence = itertools.count(1 + secrets.randbits(60))
-        self.oldest = 0
-        """Oldest checkpoint that can be read and written."""
+        self.oldest = 0  # oldest checkpoint that can be read and written
         self.committed = -1
         """Newest checkpoint that there is a snapshot of; below it, only those of `kept` can be read and written."""
         self.kept: frozenset[int] = frozenset()
@@ -107,11 +87,8 @@ class Shard:
     # ---- reading ------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, checkpoint_id: int) -> Entry | None:
-        """The entry that a read at ``checkpoint_id`` sees; None: there is no such key.
-
-        Raises:
-            DDictCheckpointRetiredError: the checkpoint has left the working set.
-        """
+        """The entry that a read at ``checkpoint_id`` sees; None: there is no such key. Raises
+        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
         self.check_readable(checkpoint_id)
         entry = self._visible(key, checkpoint_id)
         return None if entry is None or entry.value is None else entry
@@ -149,11 +126,8 @@ class Shard:
         return history[place - 1] if place else None
 
     def check_readable(self, checkpoint_id: int) -> None:
-        """Raise if a checkpoint can be neither read nor written.
-
-        Raises:
-            DDictCheckpointRetiredError: it has left the working set; or was never committed, and a later one is.
-        """
+        """Raise if a checkpoint can be neither read nor written. Raises `DDictCheckpointRetiredError`: it has left the
+        working set; or was never committed, and a later one is."""
         if checkpoint_id < self.oldest:
             raise DDictCheckpointRetiredError(
                 f"checkpoint {checkpoint_id} has left the working set; the oldest is {self.oldest}",
@@ -167,14 +141,9 @@ class Shard:
     # ---- writing ------------------------------------------------------------------------------------------
 
     def put(self, entry: Entry) -> Entry:
-        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key.
-
-        Returns:
-            The entry with its sequence number.
-
-        Raises:
-            DDictCheckpointRetiredError: the checkpoint has left the working set.
-        """
+        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key. Returns the
+        entry with its sequence number. Raises `DDictCheckpointRetiredError`: the checkpoint has left the working
+        set."""
         self.check_readable(entry.checkpoint_id)
         entry = Entry(  # twice as fast as `replace`
             *(entry.key, entry.checkpoint_id, entry.writer, entry.value, entry.persistent, entry.broadcast),
@@ -263,11 +232,8 @@ class Shard:
         return None
 
     def load(self, snapshots: Iterable[tuple[int, Sequence[Entry]]]) -> None:
-        """Replace everything by what snapshots hold, with the oldest of them as the oldest checkpoint.
-
-        Args:
-            snapshots: checkpoint ids, each with the entries of all keys at it.
-        """
+        """Replace everything by what snapshots hold, with the oldest of them as the oldest checkpoint. ``snapshots``:
+        checkpoint ids, each with the entries of all keys at it."""
         before = [entry for history in self._history.values() for entry in history]
         self._history.clear()
         self._touched.clear()

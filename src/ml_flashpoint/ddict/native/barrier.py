@@ -9,6 +9,7 @@ cluster, but a client of it, in an actor.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import multiprocessing.util
 import os
@@ -17,29 +18,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final
 
-from ml_flashpoint.ddict import errors as ddict_errors
-from ml_flashpoint.ddict.errors import BarrierBrokenError, DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import REQUESTS, BarrierBrokenError, DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import ray as native_ray
-from ml_flashpoint.format import errors as core_errors
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection
-from ml_flashpoint.net.messages import Dialect, Fields, errors_of, text
+from ml_flashpoint.net.messages import Fields, text
 from ml_flashpoint.net.server import Peer, RequestServer
 
 _log = logging.getLogger(__name__)
 
-BARRIERS: Final = Dialect(
-    purpose=b"ml_flashpoint.ddict barrier",
-    errors=errors_of(core_errors, ddict_errors),
-    failure=DDictError,
-    timeout=DDictTimeoutError,
-    json_bytes=64 << 10,
-    blobs=0,
-)
+BARRIERS: Final = dataclasses.replace(REQUESTS, purpose=b"ml_flashpoint.ddict barrier", json_bytes=64 << 10, blobs=0)
 """A client says ``wait``, which is answered when all are there; ``state``, ``abort``, ``reset``; and ``bye`` before it
 leaves in order."""
 
@@ -51,7 +42,7 @@ _travelling: ContextVar[list[Barrier] | None] = ContextVar("_travelling", defaul
 _farewell_of: int | None = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Session:
     channel: Channel
     counts: bool = False

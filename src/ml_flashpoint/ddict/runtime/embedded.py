@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import psutil
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.manager.requests import rebuild_error
+from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.runtime.folder import make_folder, remove_unused, runtime_root, sweep
@@ -34,8 +33,7 @@ from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-END_GRACE_S = 10.0
-"""Seconds that managers get to end by themselves when they are stopped."""
+END_GRACE_S = 10.0  # seconds that managers get to end by themselves when they are stopped
 MANAGER_ENTRY = "ml_flashpoint.ddict.manager.served:run"
 
 
@@ -109,11 +107,8 @@ class EmbeddedRuntime:
             return {one.number: one.pid for one in self._managers if one.pid is not None}
 
     def stop(self, timeout_s: float = END_GRACE_S) -> None:
-        """End all managers and remove the folder. Nothing happens the second time, or in a forked child.
-
-        Args:
-            timeout_s: seconds that managers get to end by themselves; then they are killed.
-        """
+        """End all managers and remove the folder. Nothing happens the second time, or in a forked child. ``timeout_s``:
+        seconds that managers get to end by themselves; then they are killed."""
         with self._stop_lock:
             if self._stopped:
                 return
@@ -148,8 +143,7 @@ class EmbeddedRuntime:
         self._managers = []
 
 
-_runtimes: set[EmbeddedRuntime] = set()
-"""Until they are stopped, also those that nobody refers to any more."""
+_runtimes: set[EmbeddedRuntime] = set()  # until they are stopped, also those that nobody refers to any more
 
 
 def _stop_all() -> None:
@@ -170,7 +164,7 @@ os.register_at_fork(after_in_child=_abandon_all)
 def _error_of(text: str, manager: int) -> FlashpointError:
     """The error that a manager's stack trace ends with, if it is one of ours."""
     name, _, message = text.splitlines()[-1].partition(": ") if text else ("", "", "")
-    error = rebuild_error({"error": name.rpartition(".")[2], "message": message})
+    error = REQUESTS.rebuild({"error": name.rpartition(".")[2], "message": message})
     if type(error).__name__ == name.rpartition(".")[2]:
         return error
     return DDictError(f"a manager did not start: {text}", manager=manager)
@@ -185,11 +179,7 @@ class Runtime(Protocol):
 
 def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, Runtime]:
     """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it.
-
-    Raises:
-        InvalidArgumentError: the options do not go together.
-        DDictError: a manager did not start.
-    """
+    Raises `InvalidArgumentError`: the options do not go together; `DDictError`: a manager did not start."""
     if options.replicated and options.n_nodes == 1:
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
     kind = options.runtime or _default_runtime()

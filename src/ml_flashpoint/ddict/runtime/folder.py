@@ -31,8 +31,7 @@ _UNFINISHED_AGE_S = 60.0
 _LOOK_EVERY_S = 0.005
 _JOIN_S = 10.0
 
-LAST_WORDS_S = 0.5
-"""For `remove_unused` by a process that was told of the end of another by a socket."""
+LAST_WORDS_S = 0.5  # for `remove_unused` by a process that was told of the end of another by a socket
 
 
 class FolderHold:
@@ -69,11 +68,8 @@ class FolderHold:
 
 
 def runtime_root() -> Path:
-    """The folder that holds the folders of dictionaries, made if need be.
-
-    Raises:
-        DDictError: it cannot be made, or belongs to somebody else.
-    """
+    """The folder that holds the folders of dictionaries, made if need be. Raises `DDictError`: it cannot be made, or
+    belongs to somebody else."""
     chosen = os.environ.get(BASE_VARIABLE)
     root = Path(chosen).absolute() if chosen else _default_root()
     try:
@@ -103,11 +99,7 @@ def _default_root() -> Path:
 
 
 def make_folder(root: Path) -> FolderHold:
-    """Make a fresh folder in `root`, held by this process.
-
-    Raises:
-        DDictError: it cannot be made.
-    """
+    """Make a fresh folder in `root`, held by this process. Raises `DDictError`: it cannot be made."""
     name = secrets.token_hex(6)
     unfinished = root / f".new-{name}"
     try:
@@ -127,11 +119,8 @@ def make_folder(root: Path) -> FolderHold:
 
 
 def join_folder(folder: Path, timeout_s: float = _JOIN_S) -> FolderHold:
-    """Make a folder of this name if there is none, which others may do at the same time, and hold it.
-
-    Raises:
-        DDictError: it cannot be made.
-    """
+    """Make a folder of this name if there is none, which others may do at the same time, and hold it. Raises
+    `DDictError`: it cannot be made."""
     give_up = time.monotonic() + timeout_s
     while True:
         try:
@@ -157,12 +146,8 @@ def join_folder(folder: Path, timeout_s: float = _JOIN_S) -> FolderHold:
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
     """Remove a dictionary's folder if no process holds it, and with the last one the folder of them all, if that is not
-    one of the user's choice; whether it is gone.
-
-    Args:
-        folder: of the dictionary.
-        wait_s: seconds to go on asking. The end of a process shows on its sockets a moment before its locks are free.
-    """
+    one of the user's choice; whether it is gone. ``folder``: of the dictionary. ``wait_s``: seconds to go on asking.
+    The end of a process shows on its sockets a moment before its locks are free."""
     give_up = time.monotonic() + wait_s
     while not (gone := remove_now(folder)) and time.monotonic() < give_up:
         time.sleep(_LOOK_EVERY_S)  # nothing tells of the end of a lock but asking for it

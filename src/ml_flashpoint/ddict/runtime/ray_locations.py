@@ -20,8 +20,7 @@ from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.net.client import Address, check_address
 
-NAMESPACE: Final = "ml_flashpoint.ddict"
-"""Of the actors' names."""
+NAMESPACE: Final = "ml_flashpoint.ddict"  # of the actors' names
 
 _ASK_S: Final = 10.0
 _IS_LOCAL_S: Final = 10.0
@@ -51,10 +50,7 @@ def own_node() -> str:
 
 class RayLocations:
     """See the module. Thread-safe. A forked child, where Ray does not work, is left with what its parent knew.
-
-    Args:
-        configuration: of the dictionary; its ``runtime`` has ``places``, None for those that are not known.
-    """
+    ``configuration``: of the dictionary; its ``runtime`` has ``places``, None for those that are not known."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._dictionary = configuration.dictionary
@@ -76,11 +72,7 @@ class RayLocations:
                 self._known.setdefault(manager, Place(**fields))
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """See `Locate`.
-
-        Raises:
-            DDictDestroyedError: Ray knows no such actor.
-        """
+        """See `Locate`. Raises `DDictDestroyedError`: Ray knows no such actor."""
         if manager == COORDINATOR:
             if anew:
                 self._ask(0, timeout_s)  # it has ended with the actors, or is only slow to answer

@@ -37,7 +37,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.manager.served import ServedManager
+from ml_flashpoint.ddict.manager.manager import Manager
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.runtime.folder import join_folder, remove_unused, runtime_root, sweep
 from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, Place, actor_name
@@ -49,8 +49,7 @@ _log = logging.getLogger(__name__)
 
 _BEGIN_AGAIN_S: Final = 1.0
 _COORDINATOR_STOP_S: Final = 5.0
-MANAGER_BYTES: Final = 384 << 20
-"""Memory that Ray reserves for a manager's process, its values not included."""
+MANAGER_BYTES: Final = 384 << 20  # memory that Ray reserves for a manager's process, its values not included
 
 START_TIMEOUT_S: Final = 120.0
 _STOP_S: Final = 20.0
@@ -95,7 +94,7 @@ class RayManager:
         try:
             sweep(root)  # not before: the folder to come back to may be held by nobody
             self._reaper = Reaper(self._hold.folder, ddict_keep_folder_s(), str(number))
-            self._served = ServedManager(
+            self._manager = Manager(
                 {
                     "configuration": {**configuration, "base": str(self._hold.folder)},
                     "manager": number,
@@ -111,7 +110,7 @@ class RayManager:
             if not restarted:
                 self._leave_folder()
             raise
-        unix, tcp = self._served.server.addresses
+        unix, tcp = self._manager.server.addresses
         assert len(tcp) == 3
         self._place = Place(node, unix[1], tcp[1], tcp[2])
         atexit.register(self.stop)
@@ -127,7 +126,7 @@ class RayManager:
                 return
             self._stopped = True
             try:
-                self._served.close()
+                self._manager.close()
             except FlashpointError as error:
                 _log.error("a manager did not end orderly: %s", error)
             finally:
@@ -159,14 +158,8 @@ class RayCoordinator:
 def start_coordinator(
     configuration: Configuration, environment: Mapping[str, str]
 ) -> tuple[list[Any], Callable[[], None]]:
-    """Start the coordinator of a new dictionary.
-
-    Returns:
-        Its address, and what ends it.
-
-    Raises:
-        DDictError: it did not start.
-    """
+    """Start the coordinator of a new dictionary. Returns its address, and what ends it. Raises `DDictError`: it did not
+    start."""
     if not ray.util.client.ray.is_connected():
         server = CoordinatorServer(configuration, str(ray.util.get_node_ip_address()))
         return list(server.address), server.close
@@ -186,13 +179,9 @@ def start_coordinator(
 
 
 class RayRuntime:
-    """The managers of one dictionary. Thread-safe.
-
-    Raises:
-        InvalidArgumentError: the cluster has fewer nodes than asked for.
-        DDictError: the managers cannot be placed or started. None is left then.
-        DDictTimeoutError: they were not ready in time. None is left then.
-    """
+    """The managers of one dictionary. Thread-safe. Raises `InvalidArgumentError`: the cluster has fewer nodes than
+    asked for; `DDictError`: the managers cannot be placed or started. None is left then; `DDictTimeoutError`: they were
+    not ready in time. None is left then."""
 
     def __init__(self, configuration: Configuration) -> None:
         if not ray.is_initialized():
@@ -236,10 +225,7 @@ class RayRuntime:
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
         """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
-
-        Args:
-            timeout_s: seconds that managers get to end by themselves; then they are killed.
-        """
+        ``timeout_s``: seconds that managers get to end by themselves; then they are killed."""
         with self._lock:
             if self._stopped:
                 return

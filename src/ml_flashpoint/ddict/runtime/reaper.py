@@ -17,8 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-LOCK = "owner"
-"""File in the folder that those who use it have a shared lock of."""
+LOCK = "owner"  # file in the folder that those who use it have a shared lock of
 
 _LOOK_EVERY_S = 0.1
 _START_S = 30.0

@@ -26,8 +26,7 @@ from ml_flashpoint.net.channel import timeval, track
 
 _log = logging.getLogger(__name__)
 
-MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
-"""A manager that dies more often than this, within so many seconds, stays down."""
+MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0  # a manager that dies more often than this, within so many seconds, stays down
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
 """Seconds until a process that could not be made is tried once more: twice as long each time, and at most."""
@@ -41,11 +40,7 @@ _PROGRAM = (
 
 
 class _Process:
-    """A manager's process, and the socket that leads to it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A manager's process, and the socket that leads to it. Raises `OSError`: it cannot be made."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair()
@@ -98,13 +93,8 @@ class _Process:
 
 
 class Processes:
-    """Makes the processes of a dictionary's managers. Thread-safe.
-
-    Args:
-        env: of each.
-        spare: whether to have one more than there are managers, which has imported what it needs already: so a manager
-            that dies is back at once.
-    """
+    """Makes the processes of a dictionary's managers. Thread-safe. ``env``: of each. ``spare``: whether to have one
+    more than there are managers, which has imported what it needs already: so a manager that dies is back at once."""
 
     def __init__(self, env: Mapping[str, str], *, spare: bool) -> None:
         self._env = env
@@ -113,11 +103,7 @@ class Processes:
         self._lock = threading.Lock()
 
     def take(self) -> _Process:
-        """A process that waits to be told which manager it is.
-
-        Raises:
-            OSError: none can be made.
-        """
+        """A process that waits to be told which manager it is. Raises `OSError`: none can be made."""
         with self._lock:
             found, self._spare = self._spare, None
         if found is not None and found.is_alive():
@@ -144,14 +130,9 @@ class Processes:
 
 
 class Supervised:
-    """A manager, and the thread that looks after it.
-
-    Args:
-        told: what it is told, but for its configuration: `entry`, `folder`, `cwd`.
-        processes: makes its process.
-        config: its configuration, without what is another one for each process.
-        changed: held while anything here changes, and notified then.
-    """
+    """A manager, and the thread that looks after it. ``told``: what it is told, but for its configuration: `entry`,
+    `folder`, `cwd`. ``processes``: makes its process. ``config``: its configuration, without what is another one for
+    each process. ``changed``: held while anything here changes, and notified then."""
 
     def __init__(
         self,
@@ -162,14 +143,10 @@ class Supervised:
         changed: threading.Condition,
     ) -> None:
         self.number = number
-        self.pid: int | None = None
-        """Of its process, while there is one."""
-        self.ready_pid: int | None = None
-        """Of its process, while that serves."""
-        self.failure = ""
-        """Why it could not start."""
-        self.down = ""
-        """How it died for the last time."""
+        self.pid: int | None = None  # of its process, while there is one
+        self.ready_pid: int | None = None  # of its process, while that serves
+        self.failure = ""  # why it could not start
+        self.down = ""  # how it died for the last time
         self._told, self._processes, self._config = dict(told), processes, dict(config)
         self._changed = changed
         self._stopping = threading.Event()

@@ -51,8 +51,7 @@ class AllManagers:
         self._call = call
         self._count = count
         self._pool = self._threads("commit")
-        self.unanswered: dict[int, str] = {}
-        """Managers that commits wait for, and what they were asked."""
+        self.unanswered: dict[int, str] = {}  # managers that commits wait for, and what they were asked
 
     def _threads(self, name: str) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
@@ -157,11 +156,8 @@ class Committer:
         return self._epochs.present
 
     def _begin_epoch(self, beginning: Beginning, need: int | None = None) -> None:
-        """With the lock held. The coordinator's thread has managers begin it.
-
-        Args:
-            need: the checkpoint whose commit covers what handles wrote whose end others are told of.
-        """
+        """With the lock held. The coordinator's thread has managers begin it. ``need``: the checkpoint whose commit
+        covers what handles wrote whose end others are told of."""
         _log.warning("epoch %d begins at checkpoint %d: %s", self.epoch + 1, beginning.base, beginning.why)
         self._epochs.begin(beginning)
         self._called_off = True

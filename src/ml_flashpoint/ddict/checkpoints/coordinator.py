@@ -48,12 +48,8 @@ class Coordinator(Committer):
 
     def join(self, handle: str, session: str, position: int, epoch: int) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
-        moved since this was sent.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictCheckpointRetiredError: nobody can write where it is.
-        """
+        moved since this was sent. Raises `StaleEpochError`: see `catch_up`; `DDictCheckpointRetiredError`: nobody can
+        write where it is."""
         with self._changed:
             self._check_epoch(epoch, handle)
             if not self._writers.has_left(handle):
@@ -309,15 +305,9 @@ class Coordinator(Committer):
         is_gone: IsGone = lambda: False,
         if_written: bool = False,
     ) -> dict[str, Any]:
-        """Wait until a checkpoint is committed, for a handle that may be one that writes.
-
-        Args:
-            if_written: where nobody writes, do not wait for somebody who may begin to.
-
-        Raises:
-            StaleEpochError, DDictWritesLostError: as :meth:`move`.
-            DDictTimeoutError: it was not in time.
-        """
+        """Wait until a checkpoint is committed, for a handle that may be one that writes. ``if_written``: where nobody
+        writes, do not wait for somebody who may begin to. Raises `StaleEpochError`, `DDictWritesLostError`: as
+        :meth:`move`; `DDictTimeoutError`: it was not in time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch, handle)
@@ -346,10 +336,7 @@ class Coordinator(Committer):
 
     def persist_newest(self, timeout_s: float, is_gone: IsGone = lambda: False) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
-
-        Raises:
-            FlashpointError: it could not be persisted.
-        """
+        Raises `FlashpointError`: it could not be persisted."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._await_open(deadline)

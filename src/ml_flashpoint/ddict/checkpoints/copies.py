@@ -48,22 +48,14 @@ class Peers:
         self._address = address
 
     def address(self, manager: int) -> Address:
-        """Where its service listens.
-
-        Raises:
-            ReplicationError: it is not there.
-        """
+        """Where its service listens. Raises `ReplicationError`: it is not there."""
         address = self._address(manager)
         if address is None:
             raise ReplicationError("this manager is not there at the moment", rank=manager, node=self.nodes[manager])
         return address
 
     def connect(self, manager: int, within_s: float) -> PeerConnection:
-        """A connection that is authenticated and answers.
-
-        Raises:
-            FlashpointError: there is none to be had.
-        """
+        """A connection that is authenticated and answers. Raises `FlashpointError`: there is none to be had."""
         connection = PeerConnection(
             self.address(manager),
             self.secret,

@@ -32,11 +32,9 @@ from ml_flashpoint.format.object_format import encode_header, parse_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
 from ml_flashpoint.net.messages import Fields, integer, list_of
 
-KIND_LABEL: Final = "ddict"
-"""Label of a part that says what it is: `SNAPSHOT` or `VALUE`."""
+KIND_LABEL: Final = "ddict"  # label of a part that says what it is: `SNAPSHOT` or `VALUE`
 
-STAMP_LABEL: Final = "stamp"
-"""Label of a part that says when it was sealed: see `format_stamp`."""
+STAMP_LABEL: Final = "stamp"  # label of a part that says when it was sealed: see `format_stamp`
 
 SNAPSHOT: Final = "snapshot"
 VALUE: Final = "value"
@@ -57,20 +55,14 @@ _PERSISTENT: Final = 1
 _BROADCAST: Final = 2
 _HEAD_FIELDS: Final = frozenset(("checkpoint", "manager", "managers", "chain", "parts", "writers", "entries", "keys"))
 _MAX_WRITER_CHARACTERS: Final = 1024
-LONGEST_CHAIN: Final = 8
-"""Most indices that one is read from: after so many changes, there is a full one."""
+LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many changes, there is a full one
 
 
 class PartRef(NamedTuple):
-    """Names a part of this manager.
+    """Names a part of this manager."""
 
-    Attributes:
-        attempt: of the part; those of snapshots begin with ``s-``, and later ones of a manager compare greater.
-        step: checkpoint that it was sealed in, which is the step of its version.
-    """
-
-    attempt: str
-    step: int
+    attempt: str  # of the part; those of snapshots begin with ``s-``, and later ones of a manager compare greater
+    step: int  # checkpoint that it was sealed in, which is the step of its version
 
     @property
     def version(self) -> str:
@@ -79,11 +71,7 @@ class PartRef(NamedTuple):
 
 
 def part_ref(attempt: object, step: object) -> PartRef:
-    """A reference that somebody else gave.
-
-    Raises:
-        InvalidArgumentError, InvalidNameError: it names no part.
-    """
+    """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
     if not isinstance(attempt, str):
         raise InvalidArgumentError("not the name of a part", argument="attempt", value=attempt)
     object_name(0, attempt)  # refuses what cannot be part of a file's name
@@ -99,22 +87,15 @@ def format_stamp(nanoseconds: int) -> str:
 
 
 def check_stamp(stamp: object) -> str:
-    """The stamp, if `format_stamp` may have given it.
-
-    Raises:
-        InvalidArgumentError: it cannot have.
-    """
+    """The stamp, if `format_stamp` may have given it. Raises `InvalidArgumentError`: it cannot have."""
     if not isinstance(stamp, str) or not _STAMP.fullmatch(stamp):
         raise InvalidArgumentError("a stamp has 20 digits", argument="stamp", value=stamp)
     return stamp
 
 
 def snapshot_attempt(stamp: str, incarnation: str) -> str:
-    """Name of the part of a snapshot.
-
-    Raises:
-        InvalidArgumentError: the incarnation is not 1 to 64 letters and digits.
-    """
+    """Name of the part of a snapshot. Raises `InvalidArgumentError`: the incarnation is not 1 to 64 letters and
+    digits."""
     attempt = f"s-{check_stamp(stamp)}-{incarnation}"
     if not _SNAPSHOT_ATTEMPT.fullmatch(attempt):
         raise InvalidArgumentError("must be 1 to 64 letters and digits", argument="incarnation", value=incarnation)
@@ -157,15 +138,8 @@ def object_header(layout: Layout, file_size: int) -> bytes:
 
 
 def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryview, memoryview]:
-    """Index and segment of the object of a snapshot; views.
-
-    Args:
-        data: the object, up to its used size.
-        file_size: bytes of its whole file.
-
-    Raises:
-        DamagedError: it is not such an object.
-    """
+    """Index and segment of the object of a snapshot; views. ``data``: the object, up to its used size. ``file_size``:
+    bytes of its whole file. Raises `DamagedError`: it is not such an object."""
     entries = parse_header(data, file_size, path).layout.by_key
     found = []
     for key in ("index", "segment"):
@@ -177,21 +151,16 @@ def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryvie
 
 
 class IndexEntry(NamedTuple):
-    """An entry of an index; see `shard.Entry`.
-
-    Attributes:
-        kind: `GONE`: there is no entry of this key any more, and the rest says nothing; `INLINE` or `STORED`.
-        part: whose segment holds the value, or the part that it is.
-        offset, length: in the segment; 0 and the bytes of the object for a stored value.
-    """
+    """An entry of an index; see `shard.Entry`."""
 
     key: bytes
     checkpoint_id: int
     writer: str
     persistent: bool
     broadcast: bool
-    kind: int
-    part: PartRef
+    kind: int  # `GONE`: there is no entry of this key any more, and the rest says nothing; `INLINE` or `STORED`
+    part: PartRef  # whose segment holds the value, or the part that it is
+    # offset, length: in the segment; 0 and the bytes of the object for a stored value
     offset: int
     length: int
 
@@ -200,11 +169,7 @@ class IndexEntry(NamedTuple):
         return Entry(self.key, self.checkpoint_id, self.writer, value, self.persistent, self.broadcast)
 
     def inline_value(self, segment: memoryview) -> InlineValue:
-        """The value, from the segment that it lies in.
-
-        Raises:
-            DamagedError: it does not.
-        """
+        """The value, from the segment that it lies in. Raises `DamagedError`: it does not."""
         if self.offset + self.length > segment.nbytes:
             raise DamagedError("a value lies outside of its segment", path=self.part.attempt)
         return InlineValue(bytes(segment[self.offset : self.offset + self.length]))
@@ -212,18 +177,13 @@ class IndexEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What one index says.
+    """What one index says."""
 
-    Attributes:
-        own: the part that it is in.
-        manager, managers: whose it is, of how many.
-        chain: parts with the indices that it says the changes of; empty: it is full.
-    """
-
-    own: PartRef
+    own: PartRef  # the part that it is in
+    # manager, managers: whose it is, of how many
     manager: int
     managers: int
-    chain: tuple[PartRef, ...]
+    chain: tuple[PartRef, ...]  # parts with the indices that it says the changes of; empty: it is full
     entries: Sequence[IndexEntry]
 
 
@@ -231,11 +191,7 @@ def gather(
     own: PartRef, entries: Iterable[Entry], part_of: Callable[[StoredValue], PartRef]
 ) -> tuple[list[IndexEntry], list[bytes]]:
     """What an index says of entries, and the segment: small values, one after the other. Deleted keys are left out.
-
-    Args:
-        own: the part that index and segment are in.
-        part_of: the part that a large value is.
-    """
+    ``own``: the part that index and segment are in. ``part_of``: the part that a large value is."""
     told: list[IndexEntry] = []
     segment: list[bytes] = []
     offset = 0
@@ -264,11 +220,8 @@ def index_bytes(entry: Entry) -> int:
 
 
 def fold(indices: Iterable[Index]) -> list[IndexEntry]:
-    """What the last of these says: a full one, and those of its chain after it.
-
-    Raises:
-        DamagedError: these are no chain.
-    """
+    """What the last of these says: a full one, and those of its chain after it. Raises `DamagedError`: these are no
+    chain."""
     found: dict[bytes, IndexEntry] = {}
     chain: list[PartRef] = []
     for index in indices:
@@ -284,11 +237,8 @@ def fold(indices: Iterable[Index]) -> list[IndexEntry]:
 
 
 def encode_index(index: Index) -> bytes:
-    """The index as bytes.
-
-    Raises:
-        InvalidArgumentError: it is too large: a key of 4 GiB, or more entries than 4 bytes count.
-    """
+    """The index as bytes. Raises `InvalidArgumentError`: it is too large: a key of 4 GiB, or more entries than 4 bytes
+    count."""
     parts: dict[PartRef, int] = {}
     writers: dict[str, int] = {}
     records = bytearray()
@@ -323,15 +273,8 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
-    """What `encode_index` made `data` from.
-
-    Args:
-        own: the part that it is in.
-        manager, managers: whose it must be, of how many.
-
-    Raises:
-        DamagedError: it is no index, or another one's.
-    """
+    """What `encode_index` made `data` from. ``own``: the part that it is in. ``manager``, ``managers``: whose it must
+    be, of how many. Raises `DamagedError`: it is no index, or another one's."""
     try:
         index = _decode(data, own)
     except (ValueError, TypeError, KeyError, IndexError, struct.error, RecursionError, FlashpointError) as error:

@@ -64,30 +64,20 @@ from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 8
-"""Parts that are verified, or fetched, at a time."""
+_AT_ONCE = 8  # parts that are verified, or fetched, at a time
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltSnapshot:
-    """A snapshot in the store.
+    """A snapshot in the store."""
 
-    Attributes:
-        ref: its part.
-        chain: parts with the indices that it consists of, a full one first. Its own is not among them where nothing has
-            changed.
-        entries: all of them, by identity.
-        stored: of those with large values, the parts that these are.
-        chain_bytes: of the indices of the chain and the segments beside them, about.
-        live_bytes: those that a full one would take.
-    """
-
-    ref: PartRef
+    ref: PartRef  # its part
+    # parts with the indices that it consists of, a full one first. Its own is not among them where nothing has changed
     chain: tuple[PartRef, ...]
-    entries: dict[int, Entry]
-    stored: dict[int, PartRef]
-    chain_bytes: int
-    live_bytes: int
+    entries: dict[int, Entry]  # all of them, by identity
+    stored: dict[int, PartRef]  # of those with large values, the parts that these are
+    chain_bytes: int  # of the indices of the chain and the segments beside them, about
+    live_bytes: int  # those that a full one would take
 
     @property
     def needs(self) -> frozenset[PartRef]:
@@ -204,27 +194,18 @@ def _bytes_of(entries: Iterable[Entry]) -> int:
 
 @dataclass(slots=True)
 class Recovery:
-    """What could be recovered: every byte was verified, and is in the own store.
+    """What could be recovered: every byte was verified, and is in the own store."""
 
-    Attributes:
-        entries: of each snapshot, by checkpoint, as they were sealed, in no particular order. Those that several
-            snapshots share are the same objects.
-        built: the snapshots.
-        failures: of those that could not be.
-    """
-
+    # of each snapshot, by checkpoint, as they were sealed, in no particular order. Those that several snapshots share
+    # are the same objects
     entries: dict[int, list[Entry]] = field(default_factory=dict)
-    built: dict[int, BuiltSnapshot] = field(default_factory=dict)
-    failures: dict[int, FlashpointError] = field(default_factory=dict)
+    built: dict[int, BuiltSnapshot] = field(default_factory=dict)  # the snapshots
+    failures: dict[int, FlashpointError] = field(default_factory=dict)  # of those that could not be
 
 
 class Recoverer:
-    """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile.
-
-    Args:
-        holders: managers that hold copies of it, in order of preference.
-        cancelled: once true, what is under way is broken off.
-    """
+    """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile. ``holders``: managers
+    that hold copies of it, in order of preference. ``cancelled``: once true, what is under way is broken off."""
 
     def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers, cancelled: Callable[[], bool]) -> None:
         self._store = store
@@ -242,11 +223,7 @@ class Recoverer:
         self._values: dict[PartRef, StoredValue] = {}
 
     def recover(self, snapshots: Iterable[PartRef]) -> Recovery:
-        """Every snapshot of these that can be had whole.
-
-        Raises:
-            TransferCancelledError: `cancelled` returned true.
-        """
+        """Every snapshot of these that can be had whole. Raises `TransferCancelledError`: `cancelled` returned true."""
         recovery = Recovery()
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
             for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):

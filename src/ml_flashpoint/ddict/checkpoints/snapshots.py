@@ -44,8 +44,7 @@ _log = logging.getLogger(__name__)
 TellHolder = Callable[[int, list[str], str], None]
 """``(holder, keep, before)``: have that manager call ``drop_copies(<us>, keep, before)``; raises `FlashpointError`."""
 
-_SPARE_ARENAS = 8
-"""Free arenas that are kept, at least, for what comes next."""
+_SPARE_ARENAS = 8  # free arenas that are kept, at least, for what comes next
 
 
 class Snapshots:
@@ -211,10 +210,7 @@ class Snapshots:
 
     def replicate(self, deadline_s: float) -> None:
         """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
-
-        Raises:
-            FlashpointError: as :meth:`seal`.
-        """
+        Raises `FlashpointError`: as :meth:`seal`."""
         deadline = time.monotonic() + deadline_s
         with self._turn(deadline):
             self._push(deadline)
@@ -288,15 +284,9 @@ class Snapshots:
         self._store.arenas.trim(max(_SPARE_ARENAS, 2 * len(dropped)))
 
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
-        """On the holder's side of `TellHolder`: drop what this manager holds of another one.
-
-        Args:
-            keep: attempts that it still needs.
-            before: parts sealed later than this stamp stay: the message was written before them.
-
-        Raises:
-            InvalidArgumentError: an argument has the wrong type or form.
-        """
+        """On the holder's side of `TellHolder`: drop what this manager holds of another one. ``keep``: attempts that it
+        still needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
+        `InvalidArgumentError`: an argument has the wrong type or form."""
         self._check_peer(of)
         check_stamp(before)
         kept = frozenset(keep)

@@ -20,23 +20,14 @@ _MOST_GONE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How an epoch began.
+    """How an epoch began."""
 
-    Attributes:
-        base: the checkpoint that it began at; -1: empty.
-        kept: writes that a commit up to this one covers are still there.
-        why: for those who lost something.
-        taken: up to here the epoch before had committed; what lies between that and `base` was taken back.
-        manager: that was lost.
-        by: handle whose doing it was, which need not be told.
-    """
-
-    base: int
-    kept: int
-    why: str
-    taken: int = -1
-    manager: int | None = None
-    by: str = ""
+    base: int  # the checkpoint that it began at; -1: empty
+    kept: int  # writes that a commit up to this one covers are still there
+    why: str  # for those who lost something
+    taken: int = -1  # up to here the epoch before had committed; what lies between that and `base` was taken back
+    manager: int | None = None  # that was lost
+    by: str = ""  # handle whose doing it was, which need not be told
 
     @property
     def error(self) -> DDictWritesLostError:
@@ -51,10 +42,8 @@ class Epochs:
         self._managers = managers
         self._beginnings = [Beginning(-1, -1, "")]
         self._incarnations: dict[int, str] = {}
-        self.behind: set[int] = set()
-        """Managers that have not begun the present one."""
-        self.is_open = True
-        """Whether handles may be told of it: all managers that are there have begun it."""
+        self.behind: set[int] = set()  # managers that have not begun the present one
+        self.is_open = True  # whether handles may be told of it: all managers that are there have begun it
 
     @property
     def present(self) -> int:
@@ -98,36 +87,22 @@ class Epochs:
 
 @dataclass(slots=True)
 class Writer:
-    """A handle that writes.
+    """A handle that writes."""
 
-    Attributes:
-        position: the checkpoint that it is at, and may write to.
-        session: that keeps it alive.
-        epoch: the one that it was last heard of in.
-        began: it has written nothing below.
-        moving_to: where it will be as soon as it may; it writes nothing more where it is.
-    """
-
-    position: int
-    session: str
-    epoch: int
-    began: int
-    moving_to: int = -1
+    position: int  # the checkpoint that it is at, and may write to
+    session: str  # that keeps it alive
+    epoch: int  # the one that it was last heard of in
+    began: int  # it has written nothing below
+    moving_to: int = -1  # where it will be as soon as it may; it writes nothing more where it is
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connection that keeps a process's handles attached.
+    """A connection that keeps a process's handles attached."""
 
-    Attributes:
-        holder: the connection itself.
-        name: of the process, for errors.
-        is_gone: whether it has ended, although nobody has said so yet.
-    """
-
-    holder: object
-    name: str
-    is_gone: Callable[[], bool]
+    holder: object  # the connection itself
+    name: str  # of the process, for errors
+    is_gone: Callable[[], bool]  # whether it has ended, although nobody has said so yet
 
 
 class Writers:
@@ -137,18 +112,15 @@ class Writers:
         self._rules = rules
         self.live: dict[str, Writer] = {}
         self.sessions: dict[str, Session] = {}
-        self.newest = 0
-        """The highest checkpoint that any handle is, or was, at."""
+        self.newest = 0  # the highest checkpoint that any handle is, or was, at
         self.lost_at: dict[str, int] = {}
         """Handles whose process was killed, and the checkpoint that each had open: it is not whole."""
         self.killed: OrderedDict[str, None] = OrderedDict()
         """Those, until they come back: a connection can break without its process."""
         self._left: OrderedDict[str, None] = OrderedDict()  # so that what was under way does not bring them back
         self._departed = 0  # what those that are gone have moved past is whole
-        self.left_need = -1
-        """The checkpoint whose commit covers all that was written by handles that have left."""
-        self.departed_need = -1
-        """The same for all that are gone: of what killed ones wrote, but for what they had open."""
+        self.left_need = -1  # the checkpoint whose commit covers all that was written by handles that have left
+        self.departed_need = -1  # the same for all that are gone: of what killed ones wrote, but for what they had open
 
     # ---- coming and going ---------------------------------------------------------------------------------
 
@@ -177,14 +149,8 @@ class Writers:
         self.departed_need = max(self.departed_need, need)
 
     def kill(self, session: str, holder: object, fixed: int) -> dict[str, int]:
-        """The process of a session is gone without a word, unless it has another connection by now.
-
-        Args:
-            fixed: up to here it is settled what is committed.
-
-        Returns:
-            Its handles, and the checkpoint that each had open.
-        """
+        """The process of a session is gone without a word, unless it has another connection by now. ``fixed``: up to
+        here it is settled what is committed. Returns its handles, and the checkpoint that each had open."""
         its = self.sessions.get(session)
         if its is None or its.holder is not holder:
             return {}

@@ -79,16 +79,9 @@ def _end_with(creator: int) -> None:
 
 
 def run_member(puid: int, env: Mapping[str, str], cwd: str, report: Connection, work: bytes) -> None:
-    """Run a member; the target of its process.
-
-    Args:
-        puid: its number.
-        env: all of its environment.
-        cwd: folder to run in.
-        report: gets the text of an error.
-        work: function, arguments and keyword arguments, by cloudpickle: functions of a script travel with the
-            globals that they use.
-    """
+    """Run a member; the target of its process. ``puid``: its number. ``env``: all of its environment. ``cwd``: folder
+    to run in. ``report``: gets the text of an error. ``work``: function, arguments and keyword arguments, by
+    cloudpickle: functions of a script travel with the globals that they use."""
     try:
         prepare(puid, env, cwd)
         target, args, kwargs = pickle.loads(work)

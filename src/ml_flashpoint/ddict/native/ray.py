@@ -33,17 +33,12 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 1.0
 _MOST_REPORT_CHARACTERS = 20_000
-DIED = 255
-"""Exit code of a member whose end Ray tells, but not how it came."""
+DIED = 255  # exit code of a member whose end Ray tells, but not how it came
 
 
 def free_port(host: str = "") -> int:
     """A port that nothing listens at now, and that the system hands out to nobody: a process that starts before it is
-    used could get it otherwise.
-
-    Args:
-        host: address of an interface of this machine; all of them by default.
-    """
+    used could get it otherwise. ``host``: address of an interface of this machine; all of them by default."""
     # Not what a program has seeded: another one with the same seed would look at the same ports at the same time.
     below = range(_LOWEST, _first_ephemeral())
     for port in [*random.SystemRandom().sample(below, min(_TRIES, len(below))), 0]:
@@ -113,11 +108,7 @@ def _placed(node: int | None) -> dict[str, Any]:
 
 
 def check_node(node: int, count: int) -> None:
-    """Make sure that a node is there.
-
-    Raises:
-        InvalidArgumentError: it is not.
-    """
+    """Make sure that a node is there. Raises `InvalidArgumentError`: it is not."""
     if not 0 <= node < count:
         there = f"the cluster has {count}" if count > 1 else "there is one"
         raise InvalidArgumentError(
@@ -213,12 +204,8 @@ class Start:
 
 
 def start_on_ray(starts: Sequence[Start]) -> list[RayProcess]:
-    """Start members, all at once.
-
-    Raises:
-        InvalidArgumentError: there is no such node.
-        DDictError: an actor cannot be made or placed; none is left then.
-    """
+    """Start members, all at once. Raises `InvalidArgumentError`: there is no such node; `DDictError`: an actor cannot
+    be made or placed; none is left then."""
     ray = _ray()
 
     cluster_gpus = ray.cluster_resources().get("GPU", 0)

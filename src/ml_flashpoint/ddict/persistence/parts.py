@@ -72,11 +72,7 @@ class PartReader:
         return self._read is not None
 
     def prepare(self, checkpoint: PersistedCheckpoint) -> None:
-        """Read a checkpoint, for `take`.
-
-        Raises:
-            FlashpointError: see `read`.
-        """
+        """Read a checkpoint, for `take`. Raises `FlashpointError`: see `read`."""
         self.abort()
         entries = self.read(checkpoint)
         with self._lock:
@@ -84,10 +80,7 @@ class PartReader:
 
     def take(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
         """The entries of a checkpoint, read now if they were not before. Their values are the caller's to release.
-
-        Raises:
-            FlashpointError: see `read`.
-        """
+        Raises `FlashpointError`: see `read`."""
         with self._lock:
             found = self._read
             if found is not None and found[0] == checkpoint:
@@ -104,12 +97,8 @@ class PartReader:
             self._arenas.release(values_of(found[1]))
 
     def read(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
-        """The entries of a checkpoint that this manager is to have.
-
-        Raises:
-            DamagedError: something is not what was written.
-            FlashpointError: it cannot be read, or there is no room.
-        """
+        """The entries of a checkpoint that this manager is to have. Raises `DamagedError`: something is not what was
+        written; `FlashpointError`: it cannot be read, or there is no room."""
         own = [self._store.rank] if checkpoint.managers == self._managers else range(checkpoint.managers)
         entries: list[Entry] = []
         try:

@@ -66,11 +66,8 @@ class Persisting:
         return list(self._waiting)
 
     def add(self, checkpoint_id: int, *, due: bool = False) -> None:
-        """Have a committed checkpoint persisted, unless it is. With the lock held.
-
-        Args:
-            due: if it fails, try again until that works, or the next one is due.
-        """
+        """Have a committed checkpoint persisted, unless it is. With the lock held. ``due``: if it fails, try again
+        until that works, or the next one is due."""
         if checkpoint_id == self._failed:
             self._failed = None  # somebody waits
         elif checkpoint_id not in self._done and checkpoint_id not in self._waiting:
@@ -122,23 +119,16 @@ class Persisting:
                 self._rolled_back_above = None
 
     def await_persisted(self, checkpoint_id: int, deadline: float) -> None:
-        """Wait until a checkpoint that was added is persisted.
-
-        Raises:
-            DDictTimeoutError: not in time.
-            FlashpointError: it could not be persisted.
-        """
+        """Wait until a checkpoint that was added is persisted. Raises `DDictTimeoutError`: not in time;
+        `FlashpointError`: it could not be persisted."""
         with self._changed:
             self._await(lambda: checkpoint_id not in self._waiting or checkpoint_id == self._failed, deadline)
             if checkpoint_id not in self._done:
                 raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
 
     def await_idle(self, deadline: float) -> None:
-        """Wait until nothing is to be persisted. What could not be is given up.
-
-        Raises:
-            DDictTimeoutError: not in time.
-        """
+        """Wait until nothing is to be persisted. What could not be is given up. Raises `DDictTimeoutError`: not in
+        time."""
 
         def is_idle() -> bool:
             self._give_up()
@@ -239,11 +229,8 @@ class PersistedRun:
         self.persister.join_run(self.run_id)
 
     def begin(self, run_id: str | None = None, restored: PersistedCheckpoint | None = None) -> None:
-        """As the coordinator: write for this run, or for the one that begins with a restored checkpoint.
-
-        Raises:
-            JobInUseError: another dictionary of this name and path does.
-        """
+        """As the coordinator: write for this run, or for the one that begins with a restored checkpoint. Raises
+        `JobInUseError`: another dictionary of this name and path does."""
         run_id = run_id or self.run_id
         if self.persister.persists and not self._configuration.options.read_only:
             self.persister.begin_run(run_id, restored=restored)

@@ -66,17 +66,12 @@ _MAX_SEQUENCE: Final = 2**62
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What `run.json` says.
+    """What `run.json` says."""
 
-    Attributes:
-        run: id of the run.
-        sequence: higher than that of every run that was there when it began, whatever the clocks said.
-        lineage: the runs that it continues, the one that it was restored from first, each with the highest id of it
-            that belongs to the history.
-    """
-
-    run: str
-    sequence: int
+    run: str  # id of the run
+    sequence: int  # higher than that of every run that was there when it began, whatever the clocks said
+    # the runs that it continues, the one that it was restored from first, each with the highest id of it that belongs
+    # to the history
     lineage: tuple[tuple[str, int], ...] = ()
 
 

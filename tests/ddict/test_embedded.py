@@ -174,9 +174,11 @@ def test_a_killed_manager_comes_back_as_another_incarnation(tmpfs: Path) -> None
         assert seen_by(runtime, 0)["restarted"] is False
 
 
-def test_a_manager_that_dies_again_and_again_stays_down(
-    tmpfs: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("within_s", [supervisor.DEATHS_WITHIN_S, 0.0], ids=["at once", "in its own time"])
+def test_a_manager_that_cannot_start_again_stays_down(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, within_s: float
 ) -> None:
+    monkeypatch.setattr(supervisor, "DEATHS_WITHIN_S", within_s)
     with started(tmpfs, 2, "fail_when_restarted") as runtime:
         killed = runtime.pids()[0]
         os.kill(killed, signal.SIGKILL)

@@ -26,7 +26,8 @@ from ml_flashpoint.net.channel import timeval, track
 
 _log = logging.getLogger(__name__)
 
-MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0  # a manager that dies more often than this, within so many seconds, stays down
+MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
+"""A manager that dies more often than this, within so many seconds or before it serves, stays down."""
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
 """Seconds until a process that could not be made is tried once more: twice as long each time, and at most."""
@@ -45,7 +46,8 @@ class _Process:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair()
         with theirs:
-            track(self.control)
+            for each in (self.control, theirs):
+                track(each)  # a child that is forked meanwhile must not hide the end of the manager
             self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
             argv = [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)]
             try:
@@ -196,7 +198,7 @@ class Supervised:
                         self.failure = self._error or f"its process {how}"
                         self._stopping.set()
                     else:
-                        self._note_death(process.pid, how)
+                        self._note_death(process.pid, how, served=served)
                 self._changed.notify_all()
             restarted = True
 
@@ -225,6 +227,8 @@ class Supervised:
             config = {**self._config, "incarnation": secrets.token_hex(8), "restarted": restarted}
             told = {**self._told, "manager": self.number, "config": config}
             process.say(json.dumps(told).encode() + b"\n" + (b"stop\n" * self._stopping.is_set()))
+            if restarted:
+                self._processes.prepare()
             return process
         return None
 
@@ -241,10 +245,11 @@ class Supervised:
                 if "ready" in said:
                     self._processes.prepare()
 
-    def _note_death(self, pid: int, how: str) -> None:
+    def _note_death(self, pid: int, how: str, *, served: bool) -> None:
         now = time.monotonic()
         self._deaths.append(now)
-        while self._deaths[0] < now - DEATHS_WITHIN_S:
+        # One that cannot even start may take any time for that, on a busy machine.
+        while served and self._deaths[0] < now - DEATHS_WITHIN_S:
             self._deaths.popleft()
         if len(self._deaths) <= MOST_DEATHS:
             _log.warning(
@@ -254,7 +259,7 @@ class Supervised:
         self.down = how
         self._stopping.set()
         _log.error(
-            "manager %d of %s (pid %d) %s, the last of more than %d times within %g s, and stays down",
+            "manager %d of %s (pid %d) %s, the last of more than %d times within %g s or in a row, and stays down",
             *(self.number, self._told["folder"], pid, how, MOST_DEATHS, DEATHS_WITHIN_S),
         )
 

@@ -1,7 +1,7 @@
 """`DDict`: the dictionary as its users have it.
 
 Owns checkpoints, persistence, managers and handles as users see them. The mapping is `mapping`'s, what a handle knows
-`handle`'s, what travels `client`'s, how dictionaries come into being `embedded`'s.
+`handle`'s, what travels `access`', how dictionaries come into being `embedded`'s.
 """
 
 from __future__ import annotations

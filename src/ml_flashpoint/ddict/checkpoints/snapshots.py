@@ -1,8 +1,7 @@
 """Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
 
-Owns the life of snapshots: when a part is committed, pushed, kept and
-dropped. The bytes of a snapshot are `index`'s and `index`'s, what goes into a part `parts`',
-the copies at other managers `copies`', reading it all back `recovery`'s. Which checkpoint is
+Owns the life of snapshots: when a part is committed, pushed, kept and dropped. The bytes of a snapshot are `index`'s,
+what goes into a part, and reading it back, `parts`', the copies at other managers `copies`'. Which checkpoint is
 committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
 
 A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the

@@ -17,7 +17,7 @@ A small value is one of::
     P     number of tensors (4), length of the pickle (4), for each its tag (T, or A for an array), its length (8) and
           that of its type (2), then all types, the pickle, and all bytes; without a pickle, it is the only one of them
 
-Large ones are `objects`'.
+Large ones are `shared_memory`'s.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _places(arena: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]
 def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memoryview]:
     """What `write_object` would write, as buffers that follow one another, for a client on another node.
 
-    The first one is the header, to be written last; see `value_arenas.ValueArenas.fill`.
+    The first one is the header, to be written last; see `arenas.ValueArenas.fill`.
     """
     layout, items = _layout(encoded)
     header = encode_header(layout, file_size, _metadata(encoded, value_id))

@@ -1,7 +1,7 @@
 """The manager's side of large values: which arena a value gets, and when an arena may hold another one.
 
 Owns allocation, the rule of reuse, and the count of those who need a value: the shard, each checkpoint that is kept,
-and whoever reads it for others. What is in an arena is `objects`', the clients' side `shared_memory`', and what becomes
+and whoever reads it for others. What is in an arena, and the clients' side, is `shared_memory`'s, and what becomes
 of values that were sealed is up to whoever sealed them.
 
 Whoever reads a value, or writes one, holds a shared lock (flock) on the arena's file, for as long as it has a view of
@@ -153,7 +153,7 @@ class ValueArenas:
             return sum(arena.size for arena in self._promised.values())
 
     def allocate(self, nbytes: int) -> Reservation:
-        """Room for a value of so many bytes (`objects.object_size`), until `adopt` or `abandon`. Raises
+        """Room for a value of so many bytes (`shared_memory.object_size`), until `adopt` or `abandon`. Raises
         `CapacityError`: there is none."""
         if self._limit_bytes is not None and not self._store.arenas.has_free(nbytes):
             in_use, free = self._store.arenas.resident_bytes()
@@ -168,7 +168,7 @@ class ValueArenas:
         return Reservation(value_id, str(arena.path), arena.size)
 
     def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
-        """Write what a client on another node sent (`objects.object_blobs`) into the arena promised to it. Raises
+        """Write what a client on another node sent (`shared_memory.object_blobs`) into the arena promised to it. Raises
         `StaleValueError`: nothing is promised to this value; `InvalidArgumentError`: it is more than fits. The promise
         stays."""
         with self._lock:

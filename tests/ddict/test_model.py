@@ -318,6 +318,8 @@ class DictionaryModel(RuleBasedStateMachine):
         self.deaths[manager] += 1
         # One loss at a time: the next one is only survived with what the last one cost made up for.
         await_copies(self.dictionary, model.committed)
+        epochs = self.dictionary._coordinator.coordinator._epochs  # type: ignore[union-attr]
+        await_that(lambda: not epochs.behind)  # else its loss may be part of the epoch that it has yet to begin
         epoch = self.dictionary._access.ask_main("state")["epoch"]
         kill_manager(self.dictionary, manager, lose_node=lost_node)
         key = next((key for key in _places if _places[key] == manager), None)

@@ -17,11 +17,17 @@ from typing import Any
 
 import psutil
 
+from ml_flashpoint.ddict.runtime import supervisor
 from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 from tests.support.processes import child_environment
 from tests.workers import ddict_entries
 
 DEADLINE_S = 30.0
+
+
+def server_pid() -> int:
+    """The fork server of this process, as it is now."""
+    return supervisor.fork_server().pid
 
 
 def runtime_of(root: Path, entry: str = "note_and_wait") -> EmbeddedRuntime:
@@ -86,6 +92,7 @@ class Creator:
     process: subprocess.Popen[str]
     base: Path
     managers: list[int]
+    fork_server: int
     children: list[int]
 
 
@@ -97,7 +104,7 @@ def creator(root: Path, count: int = 2, how: str = "wait", entry: str = "note_an
     try:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
-        yield Creator(process, Path(told["base"]), told["pids"], told["children"])
+        yield Creator(process, Path(told["base"]), told["pids"], told["fork_server"], told["children"])
     finally:
         process.kill()
         process.wait(DEADLINE_S)

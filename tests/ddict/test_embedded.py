@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,11 +28,12 @@ from tests.ddict.embedded_support import (
     configs_of,
     runtime_of,
     seen_by,
+    server_pid,
     started,
     watching,
 )
 from tests.support import dictionaries
-from tests.support.dictionaries import is_running, wait_until_ready
+from tests.support.dictionaries import wait_until_ready
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment
 
@@ -53,7 +55,7 @@ def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypat
             assert len(bytes.fromhex(seen["incarnation"])) == 8
             incarnations.add(seen["incarnation"])
             process = psutil.Process(pid)
-            assert "s-" not in " ".join(process.cmdline())
+            assert "s-" not in " ".join(process.cmdline()[3:])
             assert not [value for value in process.environ().values() if value.startswith("s-")]
             assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
             assert os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")
@@ -77,6 +79,7 @@ def test_the_creator_has_one_thread_a_manager(tmpfs: Path) -> None:
 
 def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
     with started(tmpfs, 2) as first, started(tmpfs, 2) as second:
+        assert {psutil.Process(pid).ppid() for one in (first, second) for pid in one.pids().values()} == {server_pid()}
         with watching(*second.pids().values()) as watch:
             first.stop()
             assert len(watch.alive()) == 2
@@ -95,11 +98,12 @@ def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
 )
 def test_a_manager_that_cannot_start_is_named_and_nothing_is_left(tmpfs: Path, entry: str, said: str) -> None:
     runtime = runtime_of(tmpfs, entry)
-    before = set(psutil.Process().children())
+    server = psutil.Process(server_pid())
+    before = set(server.children())
     with pytest.raises(DDictError, match=said) as caught:
         runtime.start(configs_of(runtime, 3))
     assert caught.value.manager == 1
-    assert set(psutil.Process().children()) <= before
+    assert set(server.children()) <= before
     assert list(tmpfs.iterdir()) == []
 
 
@@ -189,56 +193,59 @@ def test_a_manager_that_cannot_start_again_stays_down(
         assert sum("stays down" in record.message for record in caplog.records) == 1
 
 
-class Processes:
-    """The processes that can still be made."""
+@contextlib.contextmanager
+def descriptors_left(pid: int, count: int) -> Iterator[Callable[[], None]]:
+    """A process may open this many files more, until the function that this gives is called, or the block ends."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = [number for number in range(len(taken) + count) if number not in taken]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left = 1000
-        make = subprocess.Popen
+    def give_back() -> None:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
-        def make_if_any(*args: Any, **named: Any) -> Any:
-            if self.left <= 0:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self.left -= 1
-            return make(*args, **named)
-
-        monkeypatch.setattr(supervisor.subprocess, "Popen", make_if_any)
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
-    return Processes(monkeypatch)
+    # The limit is one of their numbers.
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[count - 1] + 1 if count else 3, hard))
+    try:
+        yield give_back
+    finally:
+        give_back()
 
 
 def said_so_far(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
 
 
-def test_a_manager_that_cannot_be_made_fails_the_start_and_nothing_else(tmpfs: Path, processes: Processes) -> None:
+def test_a_manager_that_cannot_be_forked_fails_the_start_and_nothing_else(tmpfs: Path) -> None:
     with started(tmpfs, 1) as other:
         runtime = runtime_of(tmpfs)
-        processes.left = 1
-        with pytest.raises(DDictError, match=r"cannot be made: .*Too many open files") as caught:
+        # Three for the first that is forked, of which two stay: there is none for the next one, whichever that is.
+        with (
+            descriptors_left(server_pid(), 3),
+            pytest.raises(DDictError, match=r"cannot be made: .*Too many open files") as caught,
+        ):
             runtime.start(configs_of(runtime, 3))
         assert caught.value.manager in (0, 1, 2)
         assert [folder.name for folder in tmpfs.iterdir()] == [other.base.name]
-        processes.left = 2
+        before = server_pid()
         with started(tmpfs, 2):
-            assert psutil.pid_exists(other.pids()[0])
+            assert server_pid() == before
+        assert psutil.pid_exists(other.pids()[0])
 
 
-def test_a_manager_that_cannot_be_made_again_comes_back_when_it_can(
-    tmpfs: Path, caplog: pytest.LogCaptureFixture, processes: Processes
+def test_a_manager_that_cannot_be_forked_again_comes_back_when_it_can(
+    tmpfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started(tmpfs, 2) as runtime:
         killed = runtime.pids()[1]
-        processes.left = 0
-        os.kill(killed, signal.SIGKILL)
-        # More often than it may die.
-        wait_until(lambda: said_so_far(caplog, "could not be started again") > MOST_DEATHS, "the attempts", DEADLINE_S)
-        assert list(runtime.pids()) == [0]
-        processes.left = 1000
-        assert wait_until_ready(runtime, 1, other_than=killed) != killed
+        with descriptors_left(server_pid(), 0) as give_back:
+            os.kill(killed, signal.SIGKILL)
+            # More often than it may die.
+            wait_until(
+                lambda: said_so_far(caplog, "could not be forked again") > MOST_DEATHS, "the attempts", DEADLINE_S
+            )
+            assert list(runtime.pids()) == [0]
+            give_back()
+            assert wait_until_ready(runtime, 1, other_than=killed) != killed
         assert seen_by(runtime, 1)["restarted"] is True
         assert said_so_far(caplog, f"(pid {killed})") == said_so_far(caplog, "is started again") == 1
         # What could not be made has not died: the deaths that it may have are left.
@@ -248,37 +255,11 @@ def test_a_manager_that_cannot_be_made_again_comes_back_when_it_can(
             wait_until_ready(runtime, 1, other_than=killed)
 
 
-def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_made_again(
-    tmpfs: Path, caplog: pytest.LogCaptureFixture, processes: Processes
+def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
+    tmpfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started(tmpfs, 1) as runtime:
-        processes.left = 0
+    with started(tmpfs, 1) as runtime, descriptors_left(server_pid(), 0):
         os.kill(runtime.pids()[0], signal.SIGKILL)
-        wait_until(lambda: said_so_far(caplog, "could not be started again") >= 1, "an attempt")
+        wait_until(lambda: said_so_far(caplog, "could not be forked again") >= 1, "an attempt")
         runtime.stop()
     assert list(tmpfs.iterdir()) == []
-
-
-def test_a_manager_that_dies_is_replaced_by_one_that_was_ready(tmpfs: Path) -> None:
-    def others() -> set[int]:
-        return {child.pid for child in psutil.Process().children()} - before
-
-    before = {child.pid for child in psutil.Process().children()}
-    runtime = runtime_of(tmpfs)
-    runtime.start(configs_of(runtime, 2), spare=True)
-    try:
-        wait_until(lambda: len(others()) == 3, "the spare one")
-        (spare,) = others() - set(runtime.pids().values())
-        killed = runtime.pids()[1]
-        os.kill(killed, signal.SIGKILL)
-        assert wait_until_ready(runtime, 1, other_than=killed) == spare
-        wait_until(lambda: len(others()) == 3, "the next spare one")
-        (spare,) = others() - set(runtime.pids().values())
-        os.kill(spare, signal.SIGKILL)  # it may be gone as well
-        wait_until(lambda: not is_running(spare), "its end")
-        killed = runtime.pids()[0]
-        os.kill(killed, signal.SIGKILL)
-        assert wait_until_ready(runtime, 0, other_than=killed) not in (killed, spare)
-    finally:
-        runtime.stop()
-    assert others() == set()

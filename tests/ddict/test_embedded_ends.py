@@ -1,4 +1,4 @@
-"""Managers as child processes: the end of the creator, and the folders that are left."""
+"""Managers as child processes: the ends of the creator and of the fork server, and the folders that are left."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import pytest
 
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
 from ml_flashpoint.ddict.runtime import folder as runtime_folder
+from ml_flashpoint.ddict.runtime import supervisor
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     creator,
+    server_pid,
     started,
     watching,
 )
 from tests.support.dictionaries import wait_until_ready
+from tests.support.forked import wait_until
 from tests.support.processes import suspend
 
 pytestmark = pytest.mark.slow
 
 
 def test_all_end_and_nothing_stays_when_the_creator_is_killed(tmpfs: Path) -> None:
-    with creator(tmpfs) as one, watching(*one.managers) as watch:
+    with creator(tmpfs) as one, watching(one.fork_server, *one.managers) as watch:
         assert one.base.is_dir()
         one.process.kill()
         watch.await_end()
@@ -35,12 +38,12 @@ def test_a_creator_that_just_ends_leaves_nothing(tmpfs: Path) -> None:
     with creator(tmpfs, how="exit") as one:
         assert one.process.wait(DEADLINE_S) == 0
         assert list(tmpfs.iterdir()) == []
-        assert not [pid for pid in one.managers if psutil.pid_exists(pid)]
+        assert not [pid for pid in (one.fork_server, *one.managers) if psutil.pid_exists(pid)]
 
 
 def test_forked_children_of_the_creator_do_not_keep_managers_alive(tmpfs: Path) -> None:
     with creator(tmpfs, how="fork") as one, watching(*one.children, kill=True) as children:
-        with watching(*one.managers) as watch:
+        with watching(one.fork_server, *one.managers) as watch:
             one.process.kill()
             watch.await_end()
         assert sorted(children.alive()) == sorted(one.children)
@@ -66,20 +69,67 @@ def test_a_forked_child_cannot_stop_its_parents_managers(tmpfs: Path) -> None:
         assert wait_until_ready(runtime, 0, other_than=killed)
 
 
-def test_a_manager_that_is_stopped_is_killed_at_the_end(tmpfs: Path) -> None:
+def test_managers_live_on_when_the_fork_server_is_killed_and_come_back_by_another(tmpfs: Path) -> None:
+    with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
+        before = server_pid()
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: server_pid() != before, "another fork server")
+        assert len(watch.alive()) == 2
+        killed = runtime.pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        again = wait_until_ready(runtime, 0, other_than=killed)
+        assert psutil.Process(again).ppid() == server_pid()
+        runtime.stop()
+        assert watch.alive() == []
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_stopped_manager_without_a_fork_server_is_killed(tmpfs: Path) -> None:
     with started(tmpfs, 2) as runtime, watching(*runtime.pids().values()) as watch:
         suspend(runtime.pids()[0])
+        os.kill(server_pid(), signal.SIGKILL)
         runtime.stop(timeout_s=0.3)
         assert watch.alive() == []
     assert list(tmpfs.iterdir()) == []
 
 
+def test_a_fork_server_that_does_not_answer_is_in_nobodys_way(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_CODE_S", 0.1)
+    with started(tmpfs, 2, "deaf") as runtime, watching(*runtime.pids().values()) as watch:
+        before = server_pid()
+        suspend(before)
+        runtime.stop(timeout_s=0.1)
+        assert watch.alive() == []
+        end = supervisor.ForkServer.end
+
+        def end_and_be_patient(server: supervisor.ForkServer) -> None:
+            monkeypatch.setattr(supervisor, "_ANSWER_S", DEADLINE_S)
+            end(server)
+
+        monkeypatch.setattr(supervisor, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(supervisor.ForkServer, "end", end_and_be_patient)
+        forked = supervisor._fork()  # what it is told to do it does not, and so another one does
+        assert psutil.Process(forked.pid).ppid() == server_pid() != before
+        assert forked.reap() == "was killed by SIGKILL"
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_managers_remove_the_folder_when_creator_and_fork_server_are_killed(tmpfs: Path) -> None:
+    with creator(tmpfs, 3) as one, watching(*one.managers) as watch:
+        suspend(one.fork_server)  # so that it does nothing between the two
+        one.process.kill()
+        one.process.wait(DEADLINE_S)
+        os.kill(one.fork_server, signal.SIGKILL)
+        watch.await_end()
+        assert list(tmpfs.iterdir()) == []
+
+
 def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
     with creator(tmpfs, 2) as one, started(tmpfs, 1) as in_use:
-        with watching(*one.managers) as watch:
-            for pid in (one.process.pid, *one.managers):
+        with watching(one.fork_server, *one.managers) as watch:
+            for pid in (one.fork_server, one.process.pid, *one.managers):
                 suspend(pid)
-            for pid in (one.process.pid, *one.managers):
+            for pid in (one.process.pid, one.fork_server, *one.managers):
                 os.kill(pid, signal.SIGKILL)
             watch.await_end()
         one.process.wait(DEADLINE_S)

@@ -66,7 +66,7 @@ class Program:
         """Waits for the end, checks that nothing is left of the program, and returns its output."""
         assert self.process.join(DEADLINE_S), f"it does not end: {self.process.output}"
         assert self.process.returncode == code, self.process.output
-        # Managers and multiprocessing's tracker end when they see that the program has.
+        # The fork server and multiprocessing's tracker end when they see that the program has.
         _, left = psutil.wait_procs(marked_processes(**{_MARK: self.mark}), timeout=20)
         assert not left
         assert list(self._tmpfs.iterdir()) == []
@@ -76,7 +76,10 @@ class Program:
     def manager_pid(self, manager: int) -> int:
         """Process id of a manager: of the one that serves at its socket."""
         children = psutil.Process(self.process.pid).children()
-        (pid,) = [child.pid for child in children if f"m-{manager}.sock" in sockets_of(child)]
+        (server,) = [
+            child for child in children if any("ddict.runtime.fork_server" in word for word in child.cmdline())
+        ]
+        (pid,) = [child.pid for child in server.children() if f"m-{manager}.sock" in sockets_of(child)]
         return pid
 
 

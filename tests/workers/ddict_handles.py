@@ -12,6 +12,7 @@ import torch
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
+from ml_flashpoint.ddict.runtime import supervisor
 
 
 def answer(dictionary: DDict, pipe: Connection) -> None:
@@ -80,5 +81,5 @@ def create_and_wait(pipe: Connection) -> None:
         dictionary.checkpoint()
         assert dictionary.sync_to_newest_checkpoint() == 0
         runtime: Any = dictionary._runtime
-        pipe.send((str(runtime.base), list(runtime.pids().values())))
+        pipe.send((str(runtime.base), [*runtime.pids().values(), supervisor.fork_server().pid]))
         time.sleep(600)

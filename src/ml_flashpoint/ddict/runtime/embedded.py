@@ -27,28 +27,29 @@ from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictError
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.runtime.folder import make_folder, remove_unused, runtime_root, sweep
-from ml_flashpoint.ddict.runtime.supervisor import Processes, Supervised
+from ml_flashpoint.ddict.runtime.fork_server import END_GRACE_S, MANAGER_ENTRY
+from ml_flashpoint.ddict.runtime.supervisor import Supervised, fork_server
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-END_GRACE_S = 10.0  # seconds that managers get to end by themselves when they are stopped
-MANAGER_ENTRY = "ml_flashpoint.ddict.manager.served:run"
 
 
 class EmbeddedRuntime:
     """The managers of one dictionary. Thread-safe.
 
-    Making one makes the dictionary's folder, and removes those of dictionaries that nobody uses any more. Managers that
-    die are started again; when this process ends, in whatever way, they end too and the folder goes.
+    Making one makes the dictionary's folder, removes those of dictionaries that nobody uses any more, and begins to
+    import the managers' code in the fork server. Managers that die are started again; when this process ends, in
+    whatever way, they end too and the folder goes.
 
     Args:
-        entry: ``module:function`` that a manager process runs, see `served.Entry`.
+        entry: ``module:function`` that a manager process runs, see `fork_server.Entry`.
         root: folder to make the dictionary's folder in; by default `folder.runtime_root`.
 
     Raises:
         DDictError: the folder cannot be made.
+        OSError: nor can the fork server.
     """
 
     def __init__(self, *, entry: str = MANAGER_ENTRY, root: Path | None = None) -> None:
@@ -59,21 +60,22 @@ class EmbeddedRuntime:
         self.base = self._hold.folder
         self._changed = threading.Condition()
         self._managers: list[Supervised] = []
-        self._processes: Processes | None = None
         self._stopped = False
         self._stop_lock = threading.Lock()
+        try:
+            fork_server()
+        except BaseException:
+            self.stop()
+            raise
         _runtimes.add(self)
 
-    def start(
-        self, configs: Sequence[Mapping[str, Any]], *, spare: bool = False, timeout_s: float = START_TIMEOUT_S
-    ) -> None:
+    def start(self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Start a manager for each configuration, and wait until all are ready. To be called once.
 
         Args:
             configs: one JSON-able dictionary a manager, by number. Each manager gets its own with ``incarnation``
                 (16 hex characters, another one for every process) and ``restarted`` (bool) added. They travel by
                 socket, so they may hold secrets.
-            spare: see `Processes`.
 
         Raises:
             FlashpointError: a manager could not start, for this reason. All have ended then.
@@ -82,16 +84,19 @@ class EmbeddedRuntime:
         """
         if self._stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
-        told = {"entry": self._entry, "folder": str(self.base), "cwd": os.getcwd()}
-        # The environment is as it is now, also for those that are started again.
-        self._processes = processes = Processes(dict(os.environ), spare=spare)
+        told = {
+            "entry": self._entry,
+            "folder": str(self.base),
+            "env": {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")},
+            "cwd": os.getcwd(),
+        }
 
         def is_settled() -> bool:
             return all(one.ready_pid for one in self._managers) or any(one.failure for one in self._managers)
 
         try:
             for number, config in enumerate(configs):
-                self._managers.append(Supervised(number, told, processes, config, self._changed))
+                self._managers.append(Supervised(number, told, config, self._changed))
             with self._changed:
                 self._await(is_settled, "no start of all managers", timeout_s)
                 failed = next((one for one in self._managers if one.failure), None)
@@ -117,8 +122,6 @@ class EmbeddedRuntime:
             try:
                 for one in self._managers:
                     one.stop()
-                if self._processes is not None:
-                    self._processes.close()
                 give_up = time.monotonic() + timeout_s
                 for one in self._managers:
                     one.join(give_up)
@@ -138,8 +141,6 @@ class EmbeddedRuntime:
         self._hold.close()
         for one in self._managers:
             one.abandon()
-        if self._processes is not None:
-            self._processes.abandon()
         self._managers = []
 
 
@@ -201,8 +202,7 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
         coordinator = CoordinatorServer(configuration)
         undo.callback(coordinator.close)
         its = configuration.to_json()
-        configs = [{"configuration": its, "manager": number} for number in range(options.managers)]
-        runtime.start(configs, spare=options.replicated)
+        runtime.start([{"configuration": its, "manager": number} for number in range(options.managers)])
         undo.pop_all()
     return configuration, coordinator, runtime
 

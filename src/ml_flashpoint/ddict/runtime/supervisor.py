@@ -1,17 +1,21 @@
 """The processes of managers, as seen by the process that made the dictionary.
 
-Owns one thread for each manager, which starts it, and again when it dies. What a process does, and is told, is
-`served`'s; what a dictionary does with its managers is `embedded`'s.
+Owns this process's fork server (started when the first manager is, and ended with this process), and one thread for
+each manager, which starts it again when it dies. What is forked, and how, is `fork_server`'s; what a dictionary does
+with its managers is `embedded`'s.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import json
 import logging
 import multiprocessing.spawn
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ml_flashpoint.net.channel import timeval, track
@@ -30,131 +35,195 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds or before it serves, stays down."""
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
-"""Seconds until a process that could not be made is tried once more: twice as long each time, and at most."""
+"""Seconds until a manager that could not be forked again is tried once more: twice as long each time, and at most."""
+_ANSWER_S = 30.0
 _END_S = 30.0
+_CODE_S = 5.0
 _SEND_S = 10.0
+_RECEIVED = 1 << 16
 # Not `-m`: that would put the current directory first on the path, whatever lies there.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from ml_flashpoint.ddict.manager.served import main; main(int(sys.argv[1]))"
+    "from ml_flashpoint.ddict.runtime.fork_server import main; main(int(sys.argv[1]))"
 )
 
 
-class _Process:
-    """A manager's process, and the socket that leads to it. Raises `OSError`: it cannot be made."""
+@dataclass(eq=False)
+class Forked:
+    """A manager's process."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self.control, theirs = socket.socketpair()
-        with theirs:
-            for each in (self.control, theirs):
-                track(each)  # a child that is forked meanwhile must not hide the end of the manager
-            self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
-            argv = [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)]
-            try:
-                self._popen = subprocess.Popen(
-                    argv,
-                    pass_fds=[theirs.fileno()],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=_standard_error(),
-                    # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
-                    start_new_session=True,
-                )
-            except BaseException:
-                self.control.close()
-                raise
-        self.pid = self._popen.pid
-
-    def say(self, line: bytes) -> None:
-        """Send it a line; its end is noticed by reading."""
-        with contextlib.suppress(OSError):
-            self.control.sendall(line)
-
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._popen.poll() is None
+    pid: int
+    control: socket.socket
+    _watched: int
+    _line: socket.socket
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def kill(self) -> None:
-        """SIGKILL, to this process and no other that has its id by now."""
-        self._popen.kill()
+        """SIGKILL, to this process and no other that has its id, or its descriptor, by now."""
+        with self._lock, contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._watched, signal.SIGKILL)
 
     def reap(self) -> str:
         """Make sure that it has ended; how it did. One that is ending anyway keeps its exit code."""
         self.kill()
-        self.control.close()
-        try:
-            code = self._popen.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        poll = select.poll()
+        poll.register(self._watched, select.POLLIN)
+        if not poll.poll(_END_S * 1000):
             _log.error("the process %d of a manager does not end although it was killed", self.pid)
-            return "does not end"
+        code = None
+        with contextlib.suppress(OSError, ValueError):  # a fork server that does not answer, or was killed
+            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_CODE_S))
+            code = json.loads(self._line.recv(_RECEIVED))["code"]
+        self.close()
+        if code is None:
+            return "ended"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+    def close(self) -> None:
+        """Let go of it, without ending it."""
+        self.control.close()
+        self._line.close()
+        with self._lock:
+            watched, self._watched = self._watched, -1
+            if watched >= 0:
+                os.close(watched)
+
+
+class ForkServer:
+    """A fork server's process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            track(ours)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
+            executable = multiprocessing.spawn.get_executable()
+            self._process = subprocess.Popen(
+                [executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=_standard_error(),
+                # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
+                start_new_session=True,
+            )
+        self._socket = ours
+        self.pid = self._process.pid
+
+    def fork(self) -> Forked:
+        """Fork a manager, which waits for its first line.
+
+        Raises:
+            OSError: there is none; `ConnectionError`, if the fork server has ended, or does not answer.
+        """
+        with contextlib.ExitStack() as undo:
+            control, its_control = socket.socketpair()
+            undo.enter_context(control)
+            with its_control:
+                line, its_line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(line)
+                for each in (control, line):
+                    track(each)
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_ANSWER_S))
+                control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
+                with its_line:
+                    socket.send_fds(self._socket, [b"f"], [its_line.fileno(), its_control.fileno()])
+            try:
+                answer, watched, _, _ = socket.recv_fds(line, _RECEIVED, 1)
+            except (BlockingIOError, ConnectionError) as error:
+                raise ConnectionError(f"the fork server (pid {self.pid}) does not answer") from error
+            if not answer:
+                if not self.is_alive():
+                    raise ConnectionError(f"the fork server (pid {self.pid}) has ended")
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # it could not take the sockets
+            said: dict[str, Any] = json.loads(answer)
+            if not watched:
+                raise OSError(said.get("error"))
+            undo.pop_all()
+        return Forked(int(said["pid"]), control, watched[0], line)
+
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill it. Managers that it has forked live on."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
 
     def abandon(self) -> None:
         """In a forked child: it is not this process's child, and there is nothing to wait for."""
-        self._popen.returncode = 0
+        self._process.returncode = 0
 
 
-class Processes:
-    """Makes the processes of a dictionary's managers. Thread-safe. ``env``: of each. ``spare``: whether to have one
-    more than there are managers, which has imported what it needs already: so a manager that dies is back at once."""
+_lock = threading.Lock()
+_current: ForkServer | None = None
 
-    def __init__(self, env: Mapping[str, str], *, spare: bool) -> None:
-        self._env = env
-        self._has_spare = spare
-        self._spare: _Process | None = None
-        self._lock = threading.Lock()
 
-    def take(self) -> _Process:
-        """A process that waits to be told which manager it is. Raises `OSError`: none can be made."""
-        with self._lock:
-            found, self._spare = self._spare, None
-        if found is not None and found.is_alive():
-            return found
-        return _Process(self._env)
+def fork_server() -> ForkServer:
+    """This process's fork server, started if there is none."""
+    global _current
+    with _lock:
+        if _current is None or not _current.is_alive():
+            if _current is not None:
+                _log.error("the fork server of the managers (pid %d) has ended; there is another one now", _current.pid)
+            _current = ForkServer()
+        return _current
 
-    def prepare(self) -> None:
-        """Have a spare one, if there is to be one."""
-        with self._lock, contextlib.suppress(OSError):  # then the next one is made when it is needed
-            if self._has_spare and self._spare is None:
-                self._spare = _Process(self._env)
 
-    def close(self) -> None:
-        """End the spare one, and have none any more."""
-        with self._lock:
-            self._has_spare, found, self._spare = False, self._spare, None
-        if found is not None:
-            found.reap()
+def _fork() -> Forked:
+    server = fork_server()
+    try:
+        return server.fork()
+    except ConnectionError:
+        server.end()
+        return fork_server().fork()
 
-    def abandon(self) -> None:
-        """In a forked child: it is not the child's."""
-        if self._spare is not None:
-            self._spare.abandon()
+
+def _end_at_exit() -> None:
+    if _current is not None:
+        _current.end()
+
+
+def _after_fork_in_child() -> None:
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is not None:
+        _current.abandon()
+    _current = None
+
+
+atexit.register(_end_at_exit)  # after those of whoever imports this
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Supervised:
-    """A manager, and the thread that looks after it. ``told``: what it is told, but for its configuration: `entry`,
-    `folder`, `cwd`. ``processes``: makes its process. ``config``: its configuration, without what is another one for
-    each process. ``changed``: held while anything here changes, and notified then."""
+    """A manager, and the thread that looks after it.
+
+    Args:
+        told: what it is told, but for its configuration: `entry`, `folder`, `env`, `cwd`.
+        config: its configuration, without what is another one for each process.
+        changed: held while anything here changes, and notified then.
+    """
 
     def __init__(
-        self,
-        number: int,
-        told: Mapping[str, Any],
-        processes: Processes,
-        config: Mapping[str, Any],
-        changed: threading.Condition,
+        self, number: int, told: Mapping[str, Any], config: Mapping[str, Any], changed: threading.Condition
     ) -> None:
         self.number = number
-        self.pid: int | None = None  # of its process, while there is one
-        self.ready_pid: int | None = None  # of its process, while that serves
-        self.failure = ""  # why it could not start
-        self.down = ""  # how it died for the last time
-        self._told, self._processes, self._config = dict(told), processes, dict(config)
+        self.pid: int | None = None
+        """Of its process, while there is one."""
+        self.ready_pid: int | None = None
+        """Of its process, while that serves."""
+        self.failure = ""
+        """Why it could not start."""
+        self.down = ""
+        """How it died for the last time."""
+        self._told, self._config = dict(told), dict(config)
         self._changed = changed
         self._stopping = threading.Event()
         self._has_begun = False
         self._error = ""
-        self._process: _Process | None = None
+        self._process: Forked | None = None
         self._deaths: deque[float] = deque()
         self._thread = threading.Thread(target=self._supervise, name=f"ddict-supervisor-{number}", daemon=True)
         self._thread.start()
@@ -165,7 +234,8 @@ class Supervised:
             self._stopping.set()
             process = self._process
         if process is not None:
-            process.say(b"stop\n")
+            with contextlib.suppress(OSError):
+                process.control.send(b"stop\n")
 
     def join(self, give_up: float) -> None:
         """Wait for its end until then, and kill it if it has not come. Whoever calls this has called `stop`."""
@@ -173,12 +243,13 @@ class Supervised:
         process = self._process
         if self._thread.is_alive() and process is not None:
             process.kill()
-        self._thread.join(_END_S)
+        self._thread.join(_ANSWER_S)
 
     def abandon(self) -> None:
         """In a forked child: it is not the child's."""
         if self._process is not None:
-            self._process.abandon()
+            self._process._lock = threading.Lock()  # may be held by a thread that does not exist here
+            self._process.close()
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
@@ -202,11 +273,11 @@ class Supervised:
                 self._changed.notify_all()
             restarted = True
 
-    def _start(self, restarted: bool) -> _Process | None:
+    def _start(self, restarted: bool) -> Forked | None:
         retry_s = _FIRST_RETRY_S
         while not self._stopping.is_set():
             try:
-                process = self._processes.take()
+                process = _fork()
             except (OSError, ValueError) as error:
                 if not restarted:
                     with self._changed:
@@ -215,7 +286,7 @@ class Supervised:
                     return None
                 # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
                 _log.warning(
-                    "manager %d of %s could not be started again, and is tried once more in %g s: %s",
+                    "manager %d of %s could not be forked again, and is tried once more in %g s: %s",
                     *(self.number, self._told["folder"], retry_s, error),
                 )
                 self._stopping.wait(retry_s)
@@ -225,25 +296,25 @@ class Supervised:
                 self._process, self.pid, self._error = process, process.pid, ""
                 self._changed.notify_all()
             config = {**self._config, "incarnation": secrets.token_hex(8), "restarted": restarted}
-            told = {**self._told, "manager": self.number, "config": config}
-            process.say(json.dumps(told).encode() + b"\n" + (b"stop\n" * self._stopping.is_set()))
-            if restarted:
-                self._processes.prepare()
+            told = {**self._told, "manager": self.number, "config": config, "sys_path": sys.path}
+            with contextlib.suppress(OSError):  # its end is noticed by reading
+                process.control.sendall(json.dumps(told).encode() + b"\n" + (b"stop\n" * self._stopping.is_set()))
             return process
         return None
 
-    def _listen(self, process: _Process) -> None:
+    def _listen(self, process: Forked) -> None:
         """Hear what a process says, until it ends."""
-        with contextlib.suppress(OSError), process.control.makefile("rb") as lines:
-            for line in lines:
-                said = json.loads(line) if line.endswith(b"\n") else {}  # it may have been killed in the midst of it
-                with self._changed:
-                    self._error = said.get("error", "")
-                    if "ready" in said:
-                        self.ready_pid = process.pid
-                    self._changed.notify_all()
-                if "ready" in said:
-                    self._processes.prepare()
+        rest = b""
+        with contextlib.suppress(OSError):
+            while data := process.control.recv(_RECEIVED):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    said = json.loads(line)
+                    with self._changed:
+                        self._error = said.get("error", "")
+                        if "ready" in said:
+                            self.ready_pid = process.pid
+                        self._changed.notify_all()
 
     def _note_death(self, pid: int, how: str, *, served: bool) -> None:
         now = time.monotonic()

@@ -364,6 +364,7 @@ def as_often_as_costs_least(base: Path) -> None:
     assert len(saved) < 40
     assert "a failure every 278 h is to be expected" in str(interval.reason)
     assert ours.every_n_steps == "auto"
+    settle(trainer)
     check_load(trainer, version(base, saved[-1]), saved[-1])
     finish(trainer)
 

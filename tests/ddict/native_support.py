@@ -34,6 +34,11 @@ def group_of(count: int, target: Callable[..., object], *args: Any, **options: A
         group.close()
 
 
+def puids_of(group: ProcessGroup) -> list[int]:
+    """Numbers of all members, also of those that have ended before this was called."""
+    return sorted({*group.puids, *dict(group.inactive_puids)})
+
+
 @contextlib.contextmanager
 def barrier_of(parties: int, **options: Any) -> Iterator[Barrier]:
     barrier = Barrier(parties, **options)

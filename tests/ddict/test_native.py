@@ -32,7 +32,7 @@ from ml_flashpoint.ddict.native import (
 from ml_flashpoint.ddict.native import processes as native_processes
 from ml_flashpoint.ddict.native import ray as ports
 from ml_flashpoint.format.errors import InvalidArgumentError
-from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, group_of, notes
+from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, group_of, notes, puids_of
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_members
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 def test_thirty_processes_start_quickly_and_pass_a_barrier_together(tmp_path: Path) -> None:
     times = 10
     with barrier_of(30) as barrier, group_of(30, ddict_members.pass_often, barrier, times, str(tmp_path)) as group:
-        puids = group.puids
+        puids = puids_of(group)
         group.join(timeout=DEADLINE_S)
         assert group.inactive_puids == [(puid, 0) for puid in puids]
         assert group.puids == []
@@ -59,7 +59,7 @@ def test_exit_codes_are_known_by_puid() -> None:
     with group:
         for code in (0, 3, 0):
             group.add_process(1, ProcessTemplate(ddict_members.exit_with, (code,)))
-        puids = group.puids
+        puids = puids_of(group)
         group.start()
         group.join(timeout=DEADLINE_S)
         assert group.inactive_puids == list(zip(puids, (0, 3, 0), strict=True))
@@ -67,7 +67,7 @@ def test_exit_codes_are_known_by_puid() -> None:
 
 def test_a_member_that_fails_is_named_with_its_error_and_ends_the_others(tmp_path: Path) -> None:
     with barrier_of(3) as barrier, group_of(3, ddict_members.fail_if, "me", barrier, str(tmp_path)) as group:
-        puids = group.puids
+        puids = puids_of(group)
         with pytest.raises(ProcessFailedError, match="ValueError: no luck for me") as caught:
             group.join(timeout=DEADLINE_S)
         assert caught.value.puid in puids
@@ -85,7 +85,7 @@ def test_the_death_of_a_member_breaks_the_barrier_for_the_others(tmp_path: Path,
         barrier_of(3) as barrier,
         group_of(3, *work, barrier, str(tmp_path), first, ignore_error_on_exit=True) as group,
     ):
-        puids = group.puids
+        puids = puids_of(group)
         wait_until(lambda: (tmp_path / "lost").exists() and barrier.n_waiting == 2, "two waiting for the third")
         wait_until(lambda: any((tmp_path / str(puid)).exists() for puid in puids), "the name of the third")
         lost = next(puid for puid in puids if (tmp_path / str(puid)).exists())
@@ -129,7 +129,7 @@ def test_exit_codes_are_right_although_others_look_after_their_children(tmp_path
 
 def test_a_join_has_a_deadline_and_close_ends_the_members(tmp_path: Path) -> None:
     with group_of(2, ddict_members.hang, str(tmp_path)) as group:
-        puids, pids = group.puids, list(group.pids.values())
+        puids, pids = puids_of(group), list(group.pids.values())
         with pytest.raises(DDictTimeoutError, match="still run"):
             group.join(timeout=0.05)
         group.close()
@@ -143,7 +143,7 @@ def test_a_join_has_a_deadline_and_close_ends_the_members(tmp_path: Path) -> Non
 def test_a_member_that_does_not_heed_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_processes, "TERMINATION_GRACE_S", 0.2)
     with group_of(1, ddict_members.hang, str(tmp_path), True) as group:
-        (puid,) = group.puids
+        (puid,) = puids_of(group)
         wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
         group.close()
         assert group.inactive_puids == [(puid, -signal.SIGKILL)]
@@ -166,7 +166,7 @@ def test_a_signal_excuses_those_who_end_by_it_and_no_others(tmp_path: Path) -> N
         group.join(timeout=DEADLINE_S)
         assert [code for _, code in group.inactive_puids] == [-signal.SIGUSR2] * 2
     with group_of(1, ddict_members.fail_after_signal, str(tmp_path)) as group:
-        (puid,) = group.puids
+        (puid,) = puids_of(group)
         wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
         group.kill(signal.SIGUSR1)
         with pytest.raises(ProcessFailedError, match="ended with exit code 3"):
@@ -188,7 +188,7 @@ def test_of_those_that_have_ended_a_killed_one_is_named(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(native_processes, "wait_for", look_late)
     with group_of(2, ddict_members.fail_after_signal, str(tmp_path)) as group:
-        puids, sentinels = group.puids, [member.process.sentinel for member in group._members]
+        puids, sentinels = puids_of(group), [member.process.sentinel for member in group._members]
         wait_until(lambda: all((tmp_path / str(puid)).exists() for puid in puids), "the start of both")
         for puid, number in zip(puids, (signal.SIGUSR1, signal.SIGKILL), strict=True):
             os.kill(group.pids[puid], number)
@@ -235,7 +235,7 @@ def test_a_member_has_its_own_environment_and_folder(tmp_path: Path, monkeypatch
         )
         group.add_process(1, plain)
         group.add_process(1, own)
-        puids = group.puids
+        puids = puids_of(group)
         group.start()
         group.join(timeout=DEADLINE_S)
     first, second = notes(tmp_path, puids)
@@ -292,7 +292,7 @@ def test_a_template_takes_a_function() -> None:
 def test_ranks_of_a_collective_group_reduce_together(tmp_path: Path) -> None:
     with CollectiveGroup(ddict_members.reduce_ranks, (str(tmp_path),), policies=[Policy()] * 2) as group:
         group.init()
-        puids = group.puids
+        puids = puids_of(group)
         group.start()
         group.join(timeout=DEADLINE_S)
         assert group.inactive_puids == [(puid, 0) for puid in puids]

@@ -25,7 +25,7 @@ from ml_flashpoint.ddict.native import (
 )
 from ml_flashpoint.ddict.native import ray as native_ray
 from ml_flashpoint.format.errors import InvalidArgumentError
-from tests.ddict.native_support import barrier_of, group_of, notes
+from tests.ddict.native_support import barrier_of, group_of, notes, puids_of
 from tests.support.forked import wait_until
 from tests.workers import ddict_members
 
@@ -59,7 +59,7 @@ def test_the_nodes_are_those_of_the_cluster() -> None:
 
 def test_members_pass_a_barrier_together(tmp_path: Path) -> None:
     with barrier_of(4) as barrier, group_of(4, ddict_members.pass_often, barrier, 5, str(tmp_path)) as group:
-        puids = group.puids
+        puids = puids_of(group)
         group.join(timeout=DEADLINE_S)
         assert group.inactive_puids == [(puid, 0) for puid in puids]
         assert not barrier.broken
@@ -69,7 +69,7 @@ def test_members_pass_a_barrier_together(tmp_path: Path) -> None:
 
 def test_exit_codes_are_known_by_puid() -> None:
     with group_of(1, ddict_members.exit_with, 3) as group:
-        (puid,) = group.puids
+        (puid,) = puids_of(group)
         with pytest.raises(ProcessFailedError) as caught:
             group.join(timeout=DEADLINE_S)
         assert (caught.value.puid, caught.value.exit_code) == (puid, 3)
@@ -77,7 +77,7 @@ def test_exit_codes_are_known_by_puid() -> None:
 
 def test_a_member_that_fails_is_named_with_its_error_and_ends_the_others(tmp_path: Path) -> None:
     with barrier_of(3) as barrier, group_of(3, ddict_members.fail_if, "me", barrier, str(tmp_path)) as group:
-        puids = group.puids
+        puids = puids_of(group)
         with pytest.raises(ProcessFailedError, match="ValueError: no luck for me") as caught:
             group.join(timeout=DEADLINE_S)
         assert caught.value.puid in puids
@@ -91,7 +91,7 @@ def test_the_death_of_a_member_breaks_the_barrier_for_the_others(tmp_path: Path,
         barrier_of(3) as barrier,
         group_of(3, *work, barrier, str(tmp_path), first, ignore_error_on_exit=True) as group,
     ):
-        puids = group.puids
+        puids = puids_of(group)
         wait_until(lambda: (tmp_path / "lost").exists() and barrier.n_waiting == 2, "two waiting for the third")
         wait_until(lambda: any((tmp_path / str(puid)).exists() for puid in puids), "the name of the third")
         lost = next(puid for puid in puids if (tmp_path / str(puid)).exists())
@@ -104,7 +104,7 @@ def test_the_death_of_a_member_breaks_the_barrier_for_the_others(tmp_path: Path,
 
 def test_close_ends_members_at_work(tmp_path: Path) -> None:
     with group_of(2, ddict_members.hang, str(tmp_path)) as group:
-        puids, pids = group.puids, list(group.pids.values())
+        puids, pids = puids_of(group), list(group.pids.values())
         wait_until(lambda: all((tmp_path / str(puid)).exists() for puid in puids), "the start of both")
         assert sorted(notes(tmp_path, puids)) == sorted(pids)
         with pytest.raises(DDictTimeoutError):
@@ -117,7 +117,7 @@ def test_close_ends_members_at_work(tmp_path: Path) -> None:
 def test_ranks_on_both_nodes_reduce_together(tmp_path: Path) -> None:
     with CollectiveGroup(ddict_members.reduce_ranks, (str(tmp_path),), policies=[Policy()] * 4) as group:
         group.init()
-        puids = group.puids
+        puids = puids_of(group)
         group.start()
         group.join(timeout=DEADLINE_S)
     seen = notes(tmp_path, puids)
@@ -154,7 +154,7 @@ def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> 
 def test_a_member_that_never_waited_breaks_no_barrier_when_its_group_ends_it(tmp_path: Path) -> None:
     with barrier_of(2) as barrier:
         with group_of(1, ddict_members.hang, str(tmp_path), False, barrier) as group:
-            (puid,) = group.puids
+            (puid,) = puids_of(group)
             wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
         assert not barrier.broken
 

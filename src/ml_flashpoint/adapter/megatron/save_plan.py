@@ -1,13 +1,15 @@
 """The plan of a save: which items each rank writes, known to rank 0 as DCP's metadata.
 
-Owns the exchange of plans between ranks. Structures rarely change, so a rank sends its plan only when it is another
-one than before, compared item by item in every save; what the metadata are then is kept, too, as bytes.
+Owns the exchange of plans between ranks. Structures rarely change, so a rank plans only what is described otherwise
+than before (`local_plan`), and sends its plan only when it is another one; what the metadata are then is kept, too, as
+bytes.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 
+from ml_flashpoint.adapter.megatron.local_plan import Data, LocalPlan
 from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
@@ -47,13 +49,13 @@ class PlannedSave:
 
     Attributes:
         plan, keys: the items, and the name of each in the object.
-        planner: gives their data.
+        data: of each item.
         metadata: DCP's metadata of the whole save as bytes, on rank 0.
     """
 
     plan: SavePlan
     keys: list[str]
-    planner: SavePlanner
+    data: Sequence[Data]
     metadata: bytes | None
 
 
@@ -69,31 +71,31 @@ class PlanExchange:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
+        self._local: LocalPlan | None = None
         self._own: SavePlan | None = None
         self._keys: list[str] = []
         self._plans: list[SavePlan | None] = [None] * group.world_size
         self._metadata: bytes | None = None
         self._missed = False
 
-    def plan(self, state: dict[str, Any] | None, failure: BaseException | None) -> PlannedSave:
+    def plan(self, sharded_state_dict: dict[str, Any], failure: BaseException | None) -> PlannedSave:
         """Collective: plan a save.
 
         Args:
-            state: what this rank saves, see `translation.state_to_save`; None after a failure.
+            sharded_state_dict: what this rank saves, see `translation.state_to_save`.
             failure: why this rank cannot save; so all ranks learn of it.
 
         Raises:
             SaveError: a rank cannot save; which one, and why.
             FlashpointError: a rank is gone.
         """
-        planner, message, plan = save_planner(), b"", None
+        message, plan, data = b"", None, list[Data]()
         if self._missed:
             failure = failure or SaveError("not all plans of the last save have come: they are sent again")
-        if failure is None and state is not None:
+        if failure is None:
             try:
-                planner.set_up_planner(state, is_coordinator=self._group.rank == 0)
-                plan = planner.create_local_plan()
-                if self._own is None or plan != self._own:
+                plan, data = self._plan(sharded_state_dict)
+                if self._own is None or (plan is not self._own and plan != self._own):
                     message = _PLAN + _encoded(plan)
             except Exception as error:  # of whatever kind: the other ranks wait for what this one says
                 failure = error
@@ -113,8 +115,17 @@ class PlanExchange:
                 raise SaveError(f"it failed before it was staged: {each[1:].decode(errors='replace')}", rank=rank)
         assert known is not None
         metadata = self._encoded_metadata() if self._group.rank == 0 else None
-        planner.finish_plan(known)
-        return PlannedSave(known, self._keys, planner, metadata)
+        return PlannedSave(known, self._keys, data, metadata)
+
+    def _plan(self, sharded_state_dict: dict[str, Any]) -> tuple[SavePlan, list[Data]]:
+        """This rank's own plan, and the data of its items."""
+        local, self._local = self._local, None
+        data = None if local is None else local.data_in(sharded_state_dict)
+        if local is None or data is None:
+            local = LocalPlan(sharded_state_dict, coordinator=self._group.rank == 0)
+            data = local.take_first()
+        self._local = local
+        return local.plan, data
 
     def _gathered(self, message: bytes) -> list[bytes]:
         try:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ml_flashpoint import events
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
-from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common, state_to_save
+from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
@@ -243,7 +243,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         save = saver.begin(exchanged=True)
         save.complete = False  # until all ranks have told
         self._latest = writing = _Writing(self._writer, save, version)
-        state, failure, step = None, None, version.step or 0
+        failure, step = None, version.step or 0
         try:
             if step in self._passed:  # the others wait for nothing here; after them, all are in step again
                 writing.alone, behind, self._passed = True, self._passed[-1], range(step + 1, self._passed.stop)
@@ -252,10 +252,9 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
                 saver.agree(save, version)
                 try:
                     self._add_files(writing)
-                    state = state_to_save(sharded_state_dict)
                 except Exception as error:
                     failure = error
-                writing.stage(self._plans.plan(state, failure))
+                writing.stage(self._plans.plan(sharded_state_dict, failure))
         except UnaskedVersionsError as error:  # on all ranks, and no fault that will pass
             writing.fail(error)
             remove_version_folder(Path(str(version)), (CONFIG_FNAME, COMMON_STATE_FNAME))
@@ -343,8 +342,7 @@ class _Writing:
         staged: list[MetadataIndex] = []
         tensors: list[tuple[str, torch.Tensor]] = []
         byte_keys = [key for key, _ in self._extra]
-        for item, key in zip(planned.plan.items, planned.keys, strict=True):
-            data = planned.planner.resolve_data(item)
+        for item, key, data in zip(planned.plan.items, planned.keys, planned.data, strict=True):
             if item.type is WriteItemType.BYTE_IO:
                 byte_keys.append(key)
                 self._data[item.index] = data

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import io
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -70,6 +71,13 @@ def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
     state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, False)
     return state
+
+
+def objects_to_save(objects: Sequence[ShardedObject]) -> dict[str, io.BytesIO]:
+    """The same of objects alone, by their names in DCP's plans."""
+    by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(dict(enumerate(objects)), True)
+    found: dict[str, io.BytesIO] = mcore.mcore_to_pyt_state_dict(by_key, False)
+    return found
 
 
 def save_planner() -> SavePlanner:

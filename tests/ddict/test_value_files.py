@@ -18,6 +18,7 @@ from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
+from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -57,6 +58,13 @@ def full(number: float) -> torch.Tensor:
 
 def paths(store: RankStore) -> list[str]:
     return sorted(path.name for path in store.directory.glob("arena-*"))
+
+
+def let_go(arenas: ValueArenas, value: StoredValue) -> None:
+    """As if nothing referred to it any more."""
+    value.__del__()
+    value.unused = None
+    arenas.collect()
 
 
 def used_bytes(arenas: ValueArenas) -> int:
@@ -116,7 +124,7 @@ def test_an_arena_is_reused_only_when_nobody_looks_at_it(
 ) -> None:
     first = put(arenas, writer, full(1))
     view = read_value(str(first.arena.path), first.value_id)
-    arenas.release((first,))
+    let_go(arenas, first)
     second = put(arenas, writer, full(2))
     assert second.arena is not first.arena
     assert torch.equal(view, full(1))  # type: ignore[arg-type]
@@ -135,10 +143,10 @@ def test_an_arena_that_is_looked_at_is_not_grown_for_another_value(
 ) -> None:
     first = put(arenas, writer, full(1))
     view = read_value(str(first.arena.path), first.value_id)
-    arenas.release((first,))
+    let_go(arenas, first)
     larger = put(arenas, writer, torch.full((3 * COUNT,), 2.0))
     assert larger.arena is not first.arena
-    arenas.release((larger,))
+    let_go(arenas, larger)
     del view
     assert put(arenas, writer, torch.full((3 * COUNT,), 3.0)).arena in (first.arena, larger.arena)
     assert len(paths(store)) == 2
@@ -148,7 +156,7 @@ def test_a_mapping_that_is_kept_follows_an_arena_that_grew_or_was_replaced(
     tmpfs: Path, store: RankStore, arenas: ValueArenas, writer: ValueWriter
 ) -> None:
     first = put(arenas, writer, full(1))
-    arenas.release((first,))
+    let_go(arenas, first)
     grown = put(arenas, writer, torch.full((2 * COUNT,), 2.0))
     assert grown.arena is first.arena
     assert torch.equal(read_value(str(grown.arena.path), grown.value_id), torch.full((2 * COUNT,), 2.0))  # type: ignore[arg-type]
@@ -167,7 +175,7 @@ def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(arenas: V
     stored = [put(arenas, writer, full(i)) for i in range(5)]
     assert len(writer._kept) == 3
     for value in stored:
-        arenas.release((value,))
+        let_go(arenas, value)
     assert store.arenas.delete_free(0) == 5 * stored[0].nbytes
     put(arenas, writer, full(9))
     assert len(writer._kept) == 1
@@ -185,7 +193,7 @@ def test_many_threads_put_and_get(arenas: ValueArenas, writer: ValueWriter) -> N
             stored = put(arenas, writer, value)
             if not torch.equal(read_value(str(stored.arena.path), stored.value_id), value):  # type: ignore[arg-type]
                 wrong.append(number)
-            arenas.release((stored,))
+            let_go(arenas, stored)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -297,17 +305,22 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
         assert np.array_equal(found["b"], value["b"])
 
 
-def test_a_value_that_somebody_else_owns_is_not_reused(arenas: ValueArenas, writer: ValueWriter) -> None:
+def test_the_arena_of_a_value_is_free_when_nothing_refers_to_the_value(
+    arenas: ValueArenas, writer: ValueWriter
+) -> None:
     stored = put(arenas, writer, full(1))
-    with arenas.own((stored,)):
-        arenas.release((stored,))
-        assert put(arenas, writer, full(2)).arena is not stored.arena
-        sent = bytes(stored.arena.buffer[: stored.size])
-        assert torch.equal(read_object(sent, stored.value_id, file_size=stored.arena.size), full(1))  # type: ignore[arg-type]
-    assert put(arenas, writer, full(3)).arena is stored.arena
+    arena, value_id, reader = stored.arena, stored.value_id, stored
+    del stored
+    assert arenas.is_needed(value_id)
+    second = put(arenas, writer, full(2))
+    assert second.arena is not arena
+    assert torch.equal(read_object(bytes(arena.buffer[: reader.size]), value_id, file_size=arena.size), full(1))  # type: ignore[arg-type]
+    del reader
+    assert not arenas.is_needed(value_id)
+    assert put(arenas, writer, full(3)).arena is arena
 
 
-def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
+def test_a_value_that_became_a_part_of_the_store_is_not_freed_at_its_end(
     store: RankStore, arenas: ValueArenas, writer: ValueWriter
 ) -> None:
     stored = put(arenas, writer, full(1))
@@ -321,8 +334,8 @@ def test_a_value_that_became_a_part_of_the_store_is_not_freed_by_its_release(
         version="step-3_ckpt", rank=0, world_size=1, save_id=stored.value_id, node="n0", objects=(record,)
     )
     part = store.commit(manifest, [stored.arena])
-    arenas.release((stored,))
-    assert not arenas.is_owned(stored.value_id)
+    stored.unused = None
+    let_go(arenas, stored)
     assert put(arenas, writer, full(2)).arena is not stored.arena
     assert torch.equal(read_value(str(stored.arena.path), stored.value_id), full(1))  # type: ignore[arg-type]
     store.drop(part)
@@ -338,7 +351,7 @@ def test_a_reader_in_another_process_keeps_its_bytes(
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
         assert child.next_report("holding") == ("holding", 1.0)
-        arenas.release((stored,))
+        let_go(arenas, stored)
         others = [put(arenas, writer, full(i)) for i in range(2, 5)]
         assert stored.arena not in [other.arena for other in others]
         child.say("go on")
@@ -352,7 +365,7 @@ def test_the_lock_of_a_reader_goes_with_it(arenas: ValueArenas, writer: ValueWri
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
         child.next_report("holding")
-        arenas.release((stored,))
+        let_go(arenas, stored)
         if how == "killed while stopped":
             child.stop()
         assert put(arenas, writer, full(2)).arena is not stored.arena
@@ -364,7 +377,7 @@ def test_a_fork_of_a_reader_is_a_reader(arenas: ValueArenas, writer: ValueWriter
     stored = put(arenas, writer, full(1))
     with Child(value_support.hold_a_view_in_a_fork, str(stored.arena.path), stored.value_id) as child:
         child.next_report("forked")
-        arenas.release((stored,))
+        let_go(arenas, stored)
         assert put(arenas, writer, full(2)).arena is not stored.arena
         child.say("go on")
         child.join()
@@ -398,7 +411,7 @@ def test_a_writer_that_comes_late_is_refused_and_spoils_nothing(arenas: ValueAre
         assert child.next_report("refused")
         assert torch.equal(read_value(room.path, stored.value_id), full(2))  # type: ignore[arg-type]
         pending = arenas.allocate(room.size)
-        arenas.release((stored,))
+        let_go(arenas, stored)
     with Child(value_support.write_late, pending.path, room.value_id) as child:
         child.next_report("ready")
         child.say("go on")  # and another's promise is as safe as another's value
@@ -427,7 +440,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(aren
         assert isinstance(found, list)
         assert torch.equal(found[0], value[0])  # type: ignore[arg-type]
         del found
-        arenas.release((stored,))
+        let_go(arenas, stored)
         whole += 1
     assert whole >= 3
     assert used_bytes(arenas) == 0
@@ -443,13 +456,13 @@ def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, 
         ):
             one.next_report("reading")
             other.next_report("reading")
-            arenas.release((current,))
+            let_go(arenas, current)
             used = current.arena
             for _ in range(10_000):  # until the arena was free at the moment that it was asked for
                 current = put(arenas, writer, full(i))
                 if current.arena is used:
                     break
-                arenas.release((current,))
+                let_go(arenas, current)
             assert current.arena is used
             seen += one.next_report("gone")[1] + other.next_report("gone")[1]
     assert seen > 0

@@ -19,7 +19,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.ddict.checkpoints.index import PartRef
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, values_of
+from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
@@ -116,7 +116,7 @@ class Member:
             secret=SECRET,
             peer_address=self.cluster.address_of,
             tell_holder=lambda holder, keep, before: self.cluster.reach(holder).drop_copies(self.number, keep, before),
-            is_owned=self.arenas.is_owned,
+            values=self.arenas,
             incarnation=self.incarnation,
         )
         self.snapshots.start()
@@ -143,7 +143,6 @@ class Member:
         found, self.failures = self.snapshots.recover(self.saves.values())
         if found:
             self.entries = {entry.key: entry for entry in found[max(found)]}
-            self.arenas.own(values_of(entry for its in found.values() for entry in its))
         return {checkpoint_id: content_of(entries) for checkpoint_id, entries in found.items()}
 
     def put(self, checkpoint_id: int, content: Mapping[bytes, bytes | None], *, stored: bool = False) -> None:
@@ -155,14 +154,14 @@ class Member:
             value: InlineValue | StoredValue = InlineValue(data)
             if stored:
                 value = make_value(self.store, f"v-{self.incarnation}-{next(self._values):012}", data)
-                self.arenas.own((value,))
+                value.unused = self.arenas._unused
+                self.arenas.hold(value)
             self.entries[key] = Entry(key, checkpoint_id, "w-1", value)
 
     def take_out(self, key: bytes) -> None:
         """The shard has no more use for an entry."""
-        entry = self.entries.pop(key, None)
-        if entry is not None:
-            self.arenas.release(values_of((entry,)))
+        self.entries.pop(key, None)
+        self.arenas.collect()
 
     def seal(self, checkpoint_id: int, deadline_s: float = 20.0, *, entries: list[Entry] | None = None) -> Content:
         """Seal what is in the shard, or these entries."""

@@ -43,6 +43,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
     plan_object,
     split_object,
 )
+from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -154,6 +155,7 @@ class PartBuilder:
         if self._store.find(value.value_id, self._store.rank) is None:
             labels = labels_of(VALUE, checkpoint_id, self._stamp())
             self._commit(PartRef(value.value_id, checkpoint_id), value.arena, value.size, labels)
+            value.unused = None  # it is the store's to free
         return self._part_of(value.value_id)
 
     def _part_of(self, value_id: str) -> PartRef:
@@ -207,8 +209,16 @@ class Recoverer:
     """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile. ``holders``: managers
     that hold copies of it, in order of preference. ``cancelled``: once true, what is under way is broken off."""
 
-    def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers, cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        store: RankStore,
+        values: ValueArenas,
+        holders: Sequence[int],
+        peers: Peers,
+        cancelled: Callable[[], bool],
+    ) -> None:
         self._store = store
+        self._arenas = values
         self._rank = store.rank
         self._managers = len(peers.nodes)
         self._holders = list(holders)
@@ -220,7 +230,6 @@ class Recoverer:
         self._indices: dict[PartRef, Index] = {}
         self._segments: dict[PartRef, memoryview] = {}
         self._entries: dict[IndexEntry, Entry] = {}
-        self._values: dict[PartRef, StoredValue] = {}
 
     def recover(self, snapshots: Iterable[PartRef]) -> Recovery:
         """Every snapshot of these that can be had whole. Raises `TransferCancelledError`: `cancelled` returned true."""
@@ -281,8 +290,7 @@ class Recoverer:
         assert part.manifest is not None  # it was verified
         if part_kind(part.manifest) != VALUE or told.length != _record(part).size:
             raise DamagedError("this part is not the value", rank=self._rank, path=told.part.attempt)
-        # The same object for all, since users compare them by identity.
-        return self._values.setdefault(told.part, StoredValue(told.part.attempt, part.arenas[0], told.length))
+        return self._arenas.hold(StoredValue(told.part.attempt, part.arenas[0], told.length))
 
     # ---- parts --------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
     snapshot_attempt,
 )
 from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder, Recoverer
+from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
@@ -54,8 +55,7 @@ class Snapshots:
         nodes: node of every manager, by number. Their number is the world size.
         peer_address: see `PeerAddress`.
         tell_holder: see `TellHolder`. Must have a deadline of its own.
-        is_owned: whether somebody needs a value id, so that its part must stay although no snapshot does; once false,
-            it must stay so.
+        values: of this manager, whose parts stay while they are needed, although no snapshot needs them.
         incarnation: of this manager process, letters and digits.
         host: address to serve peers on, and the one told to them.
 
@@ -72,7 +72,7 @@ class Snapshots:
         secret: bytes,
         peer_address: PeerAddress,
         tell_holder: TellHolder,
-        is_owned: Callable[[str], bool],
+        values: ValueArenas,
         incarnation: str,
         host: str = "127.0.0.1",
     ) -> None:
@@ -82,7 +82,7 @@ class Snapshots:
         self._manager = manager
         self._managers = topology.world_size
         self._incarnation = incarnation
-        self._is_owned = is_owned
+        self._values = values
         self._tell_holder = tell_holder
         snapshot_attempt(format_stamp(0), incarnation)  # refuses what cannot be in a name
         self._holders = strategy.copies_of(manager, topology)
@@ -144,7 +144,7 @@ class Snapshots:
         of earlier snapshots that a holder has lost are pushed first.
 
         Args:
-            entries: of all keys that there are. Somebody must own their values until this returns.
+            entries: of all keys that there are.
 
         Raises:
             DeadlineError: not all holders had it in time.
@@ -270,7 +270,7 @@ class Snapshots:
         with self._lock:
             needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
         mine = [part for part in self._store.held() if part.rank == self._manager]
-        dropped = [part for part in mine if part.save_id not in needed and not self._is_owned(part.save_id)]
+        dropped = [part for part in mine if part.save_id not in needed and not self._values.is_needed(part.save_id)]
         for part in dropped:
             self._store.drop(part)
         gone = {part.save_id for part in dropped}
@@ -319,7 +319,7 @@ class Snapshots:
             Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
         """
         with self._building:
-            recoverer = Recoverer(self._store, self._holders, self._peers, self._closed.is_set)
+            recoverer = Recoverer(self._store, self._values, self._holders, self._peers, self._closed.is_set)
             with collection_paused():
                 recovery = recoverer.recover(snapshots)
             with self._lock:

@@ -1,8 +1,8 @@
 """The manager's side of large values: which arena a value gets, and when an arena may hold another one.
 
-Owns allocation, the rule of reuse, and the count of those who need a value: the shard, each checkpoint that is kept,
-and whoever reads it for others. What is in an arena, and the clients' side, is `shared_memory`'s, and what becomes
-of values that were sealed is up to whoever sealed them.
+Owns allocation and the rule of reuse. A value is needed for as long as anything in this process refers to it: the
+shard, a checkpoint that is kept, whoever reads it for others. What is in an arena, and the clients' side, is
+`shared_memory`'s, and what becomes of values that were sealed is up to whoever sealed them.
 
 Whoever reads a value, or writes one, holds a shared lock (flock) on the arena's file, for as long as it has a view of
 it, and the kernel takes the lock away when that process dies. An arena is given out again only after an exclusive lock
@@ -25,16 +25,17 @@ import re
 import resource
 import struct
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.errors import DDictPersistError, StaleValueError
-from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.object_format import Layout, ParsedHeader, encode_header, header_length, parse_header
 
@@ -144,7 +145,8 @@ class ValueArenas:
         self._lock = threading.Lock()
         self._next = 0
         self._promised: dict[str, Arena] = {}
-        self._owners: Counter[str] = Counter()
+        self._values: weakref.WeakValueDictionary[str, StoredValue] = weakref.WeakValueDictionary()
+        self._unused: deque[Arena] = deque()
 
     @property
     def promised_bytes(self) -> int:
@@ -155,6 +157,7 @@ class ValueArenas:
     def allocate(self, nbytes: int) -> Reservation:
         """Room for a value of so many bytes (`shared_memory.object_size`), until `adopt` or `abandon`. Raises
         `CapacityError`: there is none."""
+        self.collect()
         if self._limit_bytes is not None and not self._store.arenas.has_free(nbytes):
             in_use, free = self._store.arenas.resident_bytes()
             if in_use + free + nbytes > self._limit_bytes:
@@ -191,9 +194,8 @@ class ValueArenas:
             target[:_TOKEN_AT] = views[0][:_TOKEN_AT]
 
     def adopt(self, value_id: str) -> StoredValue:
-        """Take note that the value was written. Whoever calls this owns it, until `release`. Raises `StaleValueError`:
-        nothing was promised to this value, or it is not there. A promise stays; `ObjectFormatError`: what is there is
-        damaged. The promise stays."""
+        """The value that was written. Raises `StaleValueError`: nothing was promised to it, or it is not there;
+        `ObjectFormatError`: what is there is damaged. A promise stays then."""
         with self._lock:
             arena = self._promised.get(value_id)
         if arena is None:
@@ -202,36 +204,21 @@ class ValueArenas:
         with self._lock:
             if self._promised.pop(value_id, None) is None:
                 raise StaleValueError(f"there is no reservation for value {value_id}")
-            self._owners[value_id] = 1
-        return StoredValue(value_id, arena, layout.size)
+        return self.hold(StoredValue(value_id, arena, layout.size, self._unused))
 
-    def own(self, values: Iterable[StoredValue]) -> contextlib.ExitStack:
-        """Somebody else needs these, too, which have an owner or are parts of the store. Call `release` for each when
-        that is over, or close what is returned."""
-        owned = list(values)
-        with self._lock:
-            self._owners.update(value.value_id for value in owned)
-        ended = contextlib.ExitStack()
-        ended.callback(self.release, owned)
-        return ended
+    def hold(self, value: StoredValue) -> StoredValue:
+        """The object that stands for this value: the given one, or another that does already."""
+        return self._values.setdefault(value.value_id, value)
 
-    def release(self, values: Iterable[StoredValue]) -> None:
-        """An owner does not need these any more. The arena of one that nobody needs is free, unless it is a part of the
-        store by now: then it is for `RankStore.drop`."""
-        free = []
-        with self._lock:
-            for value in values:
-                self._owners[value.value_id] -= 1
-                if self._owners[value.value_id] <= 0:
-                    del self._owners[value.value_id]
-                    free.append(value)
-        for value in free:
-            if self._store.find(value.value_id, self._store.rank) is None:
-                self._store.release(value.arena)
+    def is_needed(self, value_id: str) -> bool:
+        """Whether anything refers to a value; once nothing does, nothing will."""
+        return value_id in self._values
 
-    def is_owned(self, value_id: str) -> bool:
-        """Whether anybody needs a value; once nobody does, nobody will."""
-        return value_id in self._owners
+    def collect(self) -> None:
+        """Free the arenas of values that nothing refers to any more."""
+        with contextlib.suppress(IndexError):  # until it is empty, which another thread may have made it
+            while True:
+                self._store.release(self._unused.popleft())
 
     def abandon(self, value_ids: Iterable[str]) -> None:
         """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
@@ -240,55 +227,6 @@ class ValueArenas:
                 arena = self._promised.pop(value_id, None)
             if arena is not None:
                 self._store.release(arena)
-
-
-class KeptCheckpoints:
-    """The entries of a manager's checkpoints, as they were when each was prepared. Their values stay until they are
-    let go of; which are needed is the coordinator's to say. Thread-safe."""
-
-    def __init__(self, arenas: ValueArenas) -> None:
-        self._arenas = arenas
-        self._lock = threading.RLock()
-        self._kept: dict[int, list[Entry]] = {}
-
-    def keep(self, checkpoint_id: int, entries: list[Entry]) -> None:
-        """Keep these, which somebody owns now, in place of what was kept of this checkpoint."""
-        self._arenas.own(values_of(entries))
-        with self._lock:
-            before = self._kept.pop(checkpoint_id, [])
-            self._kept[checkpoint_id] = entries
-        self._arenas.release(values_of(before))
-
-    def __contains__(self, checkpoint_id: int) -> bool:
-        return checkpoint_id in self._kept
-
-    def entries(self, checkpoint_id: int) -> list[Entry]:
-        """Of a checkpoint that is kept."""
-        return self._kept[checkpoint_id]
-
-    @contextlib.contextmanager
-    def using(self, checkpoint_id: int) -> Iterator[list[Entry]]:
-        """The entries, whose values stay as they are meanwhile, whoever lets go of them. Raises `DDictPersistError`:
-        there are none."""
-        with self._lock:
-            if checkpoint_id not in self._kept:
-                raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
-            entries = self._kept[checkpoint_id]
-            owned = self._arenas.own(values_of(entries))
-        with owned:
-            yield entries
-
-    def retain(self, is_wanted: Callable[[int], bool]) -> None:
-        """Let go of checkpoints of which ``is_wanted(checkpoint_id)`` is false."""
-        with self._lock:
-            gone = [self._kept.pop(each) for each in list(self._kept) if not is_wanted(each)]
-        for entries in gone:
-            self._arenas.release(values_of(entries))
-
-
-def values_of(entries: Iterable[Entry]) -> list[StoredValue]:
-    """Their large values."""
-    return [entry.value for entry in entries if isinstance(entry.value, StoredValue)]
 
 
 def write_token(arena: Arena, value_id: str) -> None:

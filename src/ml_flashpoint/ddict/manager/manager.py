@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +24,13 @@ from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictFullError,
     DDictManagerLostError,
+    DDictPersistError,
     DDictTimeoutError,
     StaleEpochError,
 )
-from ml_flashpoint.ddict.manager.arenas import KeptCheckpoints, ValueArenas, allow_many_files, is_unused, values_of
+from ml_flashpoint.ddict.manager.arenas import ValueArenas, allow_many_files, is_unused
 from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
-from ml_flashpoint.ddict.manager.shard import Entry, Shard, StoredValue, Value
+from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
@@ -45,7 +47,6 @@ _ROOM_S = 0.5
 _LOOK_S = 1.0
 _RETURN_S = 60.0
 _MOST_GONE = 10_000
-_ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 
 
 @dataclass(eq=False, slots=True)
@@ -85,10 +86,9 @@ class Manager:
         """Handles whose process was killed: what of them is on its way still comes too late."""
         self._discarded: dict[str, int] = {}
         self._begun = threading.Lock()
-        self._shard_bytes = 0
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
         self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
-        self.shard = Shard(self._let_go, is_final=not self.rules.snapshots)
+        self.shard = Shard(is_final=not self.rules.snapshots)
         self.snapshots = Snapshots(
             self.store,
             nodes=[f"node-{node}" for node in self.rules.nodes],
@@ -96,11 +96,11 @@ class Manager:
             secret=configuration.secret,
             peer_address=self._peer_address,
             tell_holder=self._tell_holder,
-            is_owned=self.arenas.is_owned,
+            values=self.arenas,
             incarnation=self.incarnation,
             host=config.get("host") or "127.0.0.1",
         )
-        self._kept = KeptCheckpoints(self.arenas)  # all that is committed and was not let go of
+        self._kept: dict[int, list[Entry]] = {}  # entries of checkpoints, as they were when each was prepared
         self.parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
@@ -201,7 +201,13 @@ class Manager:
             raise ProtocolError(f"there is no operation {operation!a}")
         if not (self._ready.is_set() and self._lost is None) and operation not in AT_ONCE:
             self.wait_until_ready(deadline_of(fields))
-        return found(self, session, fields, blobs)
+        try:
+            return found(self, session, fields, blobs)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
+            raise
+        finally:
+            self.arenas.collect()
 
     def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
@@ -220,29 +226,14 @@ class Manager:
 
     # ---- values -------------------------------------------------------------------------------------------
 
-    def _let_go(self, value: Value) -> None:
-        self._shard_bytes -= value.nbytes + _ENTRY_BYTES
-        if isinstance(value, StoredValue):
-            self.arenas.release((value,))
-
-    def _load(self, checkpoints: Mapping[int, Sequence[Entry]]) -> None:
-        """Hold these, and nothing else; under the lock."""
-        before = {id(value) for value in self.shard.values()}
-        self.shard.load(checkpoints.items())
-        values = list(self.shard.values())
-        self.arenas.own(v for v in values if isinstance(v, StoredValue) and id(v) not in before)
-        self._shard_bytes = sum(value.nbytes + _ENTRY_BYTES for value in values)
-
     @property
     def used_bytes(self) -> int:
         """Bytes of all values, older checkpoints included."""
-        return self._shard_bytes + self.arenas.promised_bytes
+        return self.shard.used_bytes + self.arenas.promised_bytes
 
     def put(self, entry: Entry) -> None:
         """Add an entry for which there is room; under the lock."""
         self.shard.put(entry)
-        if entry.value is not None:
-            self._shard_bytes += entry.value.nbytes + _ENTRY_BYTES
         if self.waiting:
             self.changed.notify_all()
 
@@ -250,7 +241,7 @@ class Manager:
         """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
         of meanwhile: look at the shard after this, not before. Raises `DDictFullError`: there still is none."""
         limit = self.configuration.options.limit_bytes
-        nbytes += _ENTRY_BYTES
+        nbytes += ENTRY_BYTES
         if self.used_bytes + nbytes <= limit:
             return
         self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(deadline, time.monotonic() + _ROOM_S))
@@ -327,32 +318,30 @@ class Manager:
                 self._recover(sealed)  # what was committed since it asked
             if restored is not None and (self.parts.has_read or base not in self._kept):
                 entries = self.parts.take(restored)
-                self._kept.retain(lambda each: False)  # what was here is no more
+                self._keep(base, entries, but=lambda each: False)  # what was here is no more
                 if self.rules.replicated:
                     self.snapshots.forget_after(-1)
-                self._kept.keep(base, entries)
-                self.arenas.release(values_of(entries))
             with self.changed:
                 if self.rules.snapshots:
-                    wanted = {each: self._kept.entries(each) for each in keep if each in self._kept}
+                    wanted = {each: self._kept[each] for each in keep if each in self._kept}
                     if base >= 0 and base not in wanted:
                         causes = self._failures.get(base, "")
                         raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
-                    self._load(wanted)
+                    self.shard.load(wanted.items())
                     self.shard.committed, self.shard.kept = base, frozenset(wanted)
                 else:
                     self.shard.drop_above(base)
                 self.epoch = epoch
                 self.changed.notify_all()
-            self._kept.retain(lambda each: each in keep or each in pinned)
+            self._retain(lambda each: each in keep or each in pinned)
             self._ready.set()
 
     def _recover(self, sealed: Sequence[PartRef]) -> None:
         missing = [ref for ref in sealed if ref.step not in self._kept]
         if missing:
             found, self._failures = self.snapshots.recover(missing)
-            for checkpoint_id, entries in found.items():
-                self._kept.keep(checkpoint_id, entries)
+            with self.changed:
+                self._kept.update(found)
 
     def discard(self, handle: str, to: int, number: int, *, dead: bool) -> None:
         """Discard what a handle wrote above a checkpoint. ``number``: higher in later requests, which may overtake
@@ -375,8 +364,7 @@ class Manager:
         """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
         committed one was called off."""
         with self.changed:
-            self._kept.keep(checkpoint_id, list(self.shard.entries(checkpoint_id)))
-        self._kept.retain(lambda each: each <= committed or each == checkpoint_id)
+            self._keep(checkpoint_id, list(self.shard.entries(checkpoint_id)), but=lambda each: each <= committed)
         if self.rules.replicated and any(
             each > committed and each != checkpoint_id for each in self.snapshots.sealed()
         ):
@@ -385,8 +373,8 @@ class Manager:
     def seal(self, checkpoint_id: int, deadline: float) -> str:
         """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part. Raises
         `FlashpointError`: not now."""
-        with self._kept.using(checkpoint_id) as entries:
-            return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
+        entries = self._prepared(checkpoint_id)
+        return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
 
     def settle(self, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""
@@ -395,15 +383,30 @@ class Manager:
             self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
             if self.waiting:
                 self.changed.notify_all()
-        self._kept.retain(lambda each: each in keep or each in pinned or each > committed)
+        self._retain(lambda each: each in keep or each in pinned or each > committed)
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
     def persist(self, checkpoint_id: int) -> str:
         """Write this manager's part of a prepared checkpoint; returns the receipt."""
-        with self._kept.using(checkpoint_id) as entries:
-            index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
-            return self.persister.write_part(checkpoint_id, self.number, index, items)
+        entries = self._prepared(checkpoint_id)
+        index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
+        return self.persister.write_part(checkpoint_id, self.number, index, items)
+
+    def _prepared(self, checkpoint_id: int) -> list[Entry]:
+        entries = self._kept.get(checkpoint_id)
+        if entries is None:
+            raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
+        return entries
+
+    def _keep(self, checkpoint_id: int, entries: list[Entry], *, but: Callable[[int], bool]) -> None:
+        with self.changed:
+            self._retain(but)
+            self._kept[checkpoint_id] = entries
+
+    def _retain(self, is_wanted: Callable[[int], bool]) -> None:
+        with self.changed:
+            self._kept = {each: entries for each, entries in self._kept.items() if is_wanted(each)}
 
 
 def _remember(known: dict[str, Any], handle: str, what: Any) -> None:

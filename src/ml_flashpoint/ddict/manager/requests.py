@@ -29,7 +29,7 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
 )
 from ml_flashpoint.ddict.manager.arenas import inline_number, number_to_inline
-from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
@@ -106,15 +106,10 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         else:
             value = manager.arenas.adopt(value_id)
             session.reserved.discard(value_id)
-        is_put = False
-        try:
-            _check_writable(manager, fields)
-            if _is_as_expected(manager, key, fields):
-                manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
-                is_put = True
-        finally:
-            if isinstance(value, StoredValue) and not is_put:
-                manager.arenas.release((value,))
+        _check_writable(manager, fields)
+        is_put = _is_as_expected(manager, key, fields)
+        if is_put:
+            manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
     return {"ok": is_put}, ()
 
 
@@ -195,20 +190,16 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         entry = manager.shard.find(key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
-        value = entry.value
-        owned = None
-        if isinstance(value, StoredValue) and fields.get("remote"):
-            owned = manager.arenas.own((value,))
+    value = entry.value  # whose arena is not used again while this refers to it
     answer: Fields = {"s": entry.sequence}
     if isinstance(value, InlineValue):
         return answer, (value.data,)
     assert value is not None
     answer["v"], answer["size"] = value.value_id, value.arena.size
-    if owned is None:
+    if not fields.get("remote"):
         answer["path"] = str(value.arena.path)
         return answer, ()
-    with owned:  # copied, so that nothing keeps the arena while the network is slow
-        return answer, (bytes(value.arena.buffer[: value.size]),)
+    return answer, (bytes(value.arena.buffer[: value.size]),)  # so that nothing keeps it while the network is slow
 
 
 @operation

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import secrets
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,6 +25,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, never_committed
 
 Value: TypeAlias = "InlineValue | StoredValue"
+ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 _MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
 _id_of = attrgetter("checkpoint_id")
 
@@ -40,13 +42,18 @@ class InlineValue:
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)  # not frozen with slots, which have no room for weak references before Python 3.11
 class StoredValue:
-    """A large value: one object in one arena."""
+    """A large value: one object in one arena, which is used again once nothing refers to this."""
 
     value_id: str  # unique in the dictionary; `attempt` of the part that it becomes
     arena: Arena
     size: int  # bytes of the object; the arena may be larger
+    unused: deque[Arena] | None = None  # where the arena goes then; None: it is that of a part, and goes with that
+
+    def __del__(self) -> None:
+        if self.unused is not None:  # in any thread, which may have any lock: nothing but this can be done here
+            self.unused.append(self.arena)
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +75,11 @@ class Entry:
 
 
 class Shard:
-    """See the module. Not thread-safe. ``released``: called with each value that no entry of the shard holds any more.
-    ``is_final``: whether what is written at the first checkpoint is final at once, like all that has retired."""
+    """See the module. Not thread-safe. ``is_final``: whether what is written at the first checkpoint is final at once,
+    like all that has retired."""
 
-    def __init__(self, released: Callable[[Value], None] = lambda value: None, *, is_final: bool = True) -> None:
-        self._released = released
+    def __init__(self, *, is_final: bool = True) -> None:
+        self.used_bytes = 0  # of the values of all entries, and about what Python needs for those
         self._first_final = self.final = 0 if is_final else -1
         self._history: dict[bytes, list[Entry]] = {}
         # Keys with entries at an id: collapsing and rolling back look at no others.
@@ -152,6 +159,7 @@ class Shard:
         history = self._history.setdefault(entry.key, [])
         place = bisect_right(history, entry.checkpoint_id, key=_id_of)
         history.insert(place, entry)
+        self.used_bytes += _bytes_of(entry)
         first = place
         final = entry.checkpoint_id <= self.final
         while first and history[first - 1].checkpoint_id == entry.checkpoint_id:
@@ -234,7 +242,6 @@ class Shard:
     def load(self, snapshots: Iterable[tuple[int, Sequence[Entry]]]) -> None:
         """Replace everything by what snapshots hold, with the oldest of them as the oldest checkpoint. ``snapshots``:
         checkpoint ids, each with the entries of all keys at it."""
-        before = [entry for history in self._history.values() for entry in history]
         self._history.clear()
         self._touched.clear()
         ordered = sorted(snapshots, key=lambda snapshot: snapshot[0])
@@ -250,10 +257,7 @@ class Shard:
                 if earlier is None or not _is_same(earlier, entry):
                     self._add(entry)
             present = now
-        held = {id(value) for value in self.values()}
-        for entry in before:
-            if id(entry.value) not in held:
-                self._release(entry)
+        self.used_bytes = sum(_bytes_of(entry) for history in self._history.values() for entry in history)
 
     def _add(self, entry: Entry) -> None:
         history = self._history.setdefault(entry.key, [])
@@ -265,16 +269,12 @@ class Shard:
         if entry.checkpoint_id > self.final:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
 
-    def values(self) -> Iterator[Value]:
-        """All values that any entry holds."""
-        for history in self._history.values():
-            for entry in history:
-                if entry.value is not None:
-                    yield entry.value
-
     def _release(self, entry: Entry) -> None:
-        if entry.value is not None:
-            self._released(entry.value)
+        self.used_bytes -= _bytes_of(entry)
+
+
+def _bytes_of(entry: Entry) -> int:
+    return 0 if entry.value is None else entry.value.nbytes + ENTRY_BYTES
 
 
 def _is_same(one: Entry, other: Entry) -> bool:

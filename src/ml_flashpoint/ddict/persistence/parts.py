@@ -9,7 +9,6 @@ large one an item with its object, named by its value id.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
     gather,
 )
 from ml_flashpoint.ddict.client.keys import place
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew, values_of
+from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, PersistedCheckpoint
 from ml_flashpoint.format.errors import DamagedError
@@ -63,7 +62,6 @@ class PartReader:
         self._store = store
         self._arenas = arenas
         self._managers = managers
-        self._lock = threading.Lock()
         self._read: tuple[PersistedCheckpoint, list[Entry]] | None = None
 
     @property
@@ -74,39 +72,24 @@ class PartReader:
     def prepare(self, checkpoint: PersistedCheckpoint) -> None:
         """Read a checkpoint, for `take`. Raises `FlashpointError`: see `read`."""
         self.abort()
-        entries = self.read(checkpoint)
-        with self._lock:
-            self._read = checkpoint, entries
+        self._read = checkpoint, self.read(checkpoint)
 
     def take(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
-        """The entries of a checkpoint, read now if they were not before. Their values are the caller's to release.
-        Raises `FlashpointError`: see `read`."""
-        with self._lock:
-            found = self._read
-            if found is not None and found[0] == checkpoint:
-                self._read = None
-                return found[1]
-        self.abort()
-        return self.read(checkpoint)
+        """The entries of a checkpoint, read now if they were not before. Raises `FlashpointError`: see `read`."""
+        found, self._read = self._read, None
+        return found[1] if found is not None and found[0] == checkpoint else self.read(checkpoint)
 
     def abort(self) -> None:
         """Let go of what was read, and nobody has taken."""
-        with self._lock:
-            found, self._read = self._read, None
-        if found is not None:
-            self._arenas.release(values_of(found[1]))
+        self._read = None
 
     def read(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
         """The entries of a checkpoint that this manager is to have. Raises `DamagedError`: something is not what was
         written; `FlashpointError`: it cannot be read, or there is no room."""
         own = [self._store.rank] if checkpoint.managers == self._managers else range(checkpoint.managers)
         entries: list[Entry] = []
-        try:
-            for part in own:
-                self._read_part(checkpoint, part, entries)
-        except BaseException:
-            self._arenas.release(values_of(entries))
-            raise
+        for part in own:
+            self._read_part(checkpoint, part, entries)
         return entries
 
     def _read_part(self, checkpoint: PersistedCheckpoint, part: int, entries: list[Entry]) -> None:

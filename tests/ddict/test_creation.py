@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ml_flashpoint import ddict
 from ml_flashpoint.ddict.errors import REQUESTS, DDictManagerLostError
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ranks.strategies import Topology
@@ -25,3 +26,7 @@ def test_whether_to_try_again_is_what_the_manager_says(retryable: bool) -> None:
     rebuilt = REQUESTS.rebuild(REQUESTS.describe(error))
     assert isinstance(rebuilt, DDictManagerLostError)
     assert rebuilt.retryable is retryable
+
+
+def test_all_that_is_exported_is_there() -> None:
+    assert all(getattr(ddict, name).__name__ == name for name in ddict.__all__)

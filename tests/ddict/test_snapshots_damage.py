@@ -23,7 +23,6 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
-from ml_flashpoint.ranks.strategies import NoReplicationStrategy
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from tests.ddict.snapshot_support import PAGE, flip_a_byte, part_of, some, value_ids
 from tests.support.managers import SECRET, Cluster, Content, Member, content_of
@@ -272,7 +271,7 @@ def test_bad_arguments_are_refused(pair: Cluster) -> None:
     def make(**changed: object) -> Snapshots:
         arguments = {
             "nodes": ("a", "b"),
-            "strategy": NoReplicationStrategy(),
+            "holders": ((), ()),
             "secret": SECRET,
             "peer_address": lambda _: None,
             "tell_holder": lambda *_: None,
@@ -283,7 +282,7 @@ def test_bad_arguments_are_refused(pair: Cluster) -> None:
         return Snapshots(pair[0].store, **arguments)  # type: ignore[arg-type]
 
     make()
-    for changed in ({"nodes": ()}, {"secret": b"short"}, {"incarnation": "../x"}):
+    for changed in ({"secret": b"short"}, {"incarnation": "../x"}):
         with pytest.raises(InvalidArgumentError):
             make(**changed)
 

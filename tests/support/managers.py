@@ -22,7 +22,7 @@ from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
-from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy
+from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy, Topology
 from ml_flashpoint.replication.transfer_protocol import Address
 
 SECRET = bytes(range(32))
@@ -112,7 +112,10 @@ class Member:
         self.snapshots = Snapshots(
             self.store,
             nodes=self.cluster.nodes,
-            strategy=self.cluster.strategy,
+            holders=[
+                self.cluster.strategy.copies_of(each, Topology(self.cluster.nodes))
+                for each in range(len(self.cluster.nodes))
+            ],
             secret=SECRET,
             peer_address=self.cluster.address_of,
             tell_holder=lambda holder, keep, before: self.cluster.reach(holder).drop_copies(self.number, keep, before),

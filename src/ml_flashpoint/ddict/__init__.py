@@ -58,7 +58,7 @@ _ELSEWHERE = {
     "DAOSCheckpointPersister": "persistence",
     "DDict": "dictionary",
     "FsspecCheckpointPersister": "persistence",
-    "ManagerStats": "stats",
+    "ManagerStats": "dictionary",
     "NullCheckpointPersister": "persistence.persister",
     "PosixCheckpointPersister": "persistence",
 }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ml_flashpoint.ranks.strategies import (
     PairwiseReplicationStrategy,
     ReplicationStrategy,
     RingReplicationStrategy,
+    Topology,
 )
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -37,40 +39,9 @@ COORDINATOR = -1
 """In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A class by its name, or an instance of it by its fields: not every process needs it, or can import it."""
-
-    module: str
-    name: str
-    fields: Mapping[str, Any] | None = None
-
-    @classmethod
-    def of(cls, argument: str, found: type[Any], fields: Mapping[str, Any] | None = None) -> Imported:
-        """What another process finds a class by.
-
-        Raises:
-            InvalidArgumentError: none could.
-        """
-        named = cls(found.__module__, found.__qualname__, fields)
-        try:
-            if named.module != "__main__" and named.load() is found:
-                return named
-        except (ImportError, AttributeError):
-            pass
-        raise InvalidArgumentError(
-            "must be a class that managers can import",
-            argument=argument,
-            value=found,
-            hint="put it at the top level of a module of its own, not into the script",
-        )
-
-    def load(self) -> Any:
-        """The class."""
-        found: Any = importlib.import_module(self.module)
-        for part in self.name.split("."):
-            found = getattr(found, part)
-        return found
+def _load(name: str) -> Any:
+    module, _, qualified = name.partition(":")
+    return operator.attrgetter(qualified)(importlib.import_module(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +56,7 @@ class Options:
         wait_for_keys: a read waits for the key to be written at the checkpoint of the handle, and a checkpoint only
             leaves the working set when all of its keys are written again at a later one (but for `pput`).
         wait_for_writers: a checkpoint only leaves the working set when every writing handle has moved past it.
-        persister_class: how checkpoints are persisted; None: they are not.
+        persister_class: how checkpoints are persisted, or the name of that, ``module:class``; None: they are not.
         persist_freq: every so many checkpoints, the committed one is persisted in the background; 0: only when asked.
         persist_count: how many persisted ones are kept: the newest, -1 for all; 0: none are made on their own.
         persist_path: what the persister makes of it: a directory, a URL.
@@ -108,7 +79,7 @@ class Options:
     working_set_size: int = 1
     wait_for_keys: bool = False
     wait_for_writers: bool = False
-    persister_class: type[CheckpointPersister] | Imported | None = None
+    persister_class: type[CheckpointPersister] | str | None = None
     persist_freq: int = 0
     persist_count: int = 0
     persist_path: str = ""
@@ -116,7 +87,7 @@ class Options:
     timeout: float | None = None
     read_only: bool = False
     restore_from: int | None = None
-    replication: ReplicationStrategy | Imported | str | None = None
+    replication: ReplicationStrategy | str | None = None
     runtime: str | None = None
 
     def __post_init__(self) -> None:
@@ -149,7 +120,7 @@ class Options:
 
     def _check_classes(self) -> None:
         persister, replication = self.persister_class, self.replication
-        if not (persister is None or isinstance(persister, Imported)) and not (
+        if not (persister is None or isinstance(persister, str)) and not (
             isinstance(persister, type) and issubclass(persister, CheckpointPersister)
         ):
             raise InvalidArgumentError(
@@ -157,12 +128,11 @@ class Options:
             )
         if not (
             replication is None
-            or isinstance(replication, Imported)
+            or isinstance(replication, ReplicationStrategy)
             or (isinstance(replication, str) and replication in _STRATEGIES)
-            or (isinstance(replication, ReplicationStrategy) and dataclasses.is_dataclass(replication))
         ):
             raise InvalidArgumentError(
-                f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy that is a dataclass",
+                f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy",
                 argument="replication",
                 value=replication,
             )
@@ -218,57 +188,63 @@ class Options:
         freq = self.persist_freq if self.persist_count else 0
         return ((committed + 1) // freq + 1) * freq - 1 if freq else None
 
-    def make_persister(self) -> CheckpointPersister:
-        """A persister for one process."""
-        found = self.persister_class or NullCheckpointPersister
-        made: type[CheckpointPersister] = found.load() if isinstance(found, Imported) else found
+    def make_persister(self) -> CheckpointPersister | None:
+        """A persister for one process, if checkpoints are persisted."""
+        if not self.persists:
+            return None
+        found = self.persister_class
+        made: type[CheckpointPersister] = _load(found) if isinstance(found, str) else found  # type: ignore[assignment]
         return made(self.persist_path, name=self.name, managers=self.managers)
 
     def make_strategy(self) -> ReplicationStrategy:
         """Who holds copies of whom."""
-        match self.replication:
-            case None:
-                return NoReplicationStrategy()
-            case str(name):
-                strategy: ReplicationStrategy = _STRATEGIES[name](self.managers_per_node)
-            case Imported() as named:
-                strategy = named.load()(**(named.fields or {}))
-            case strategy:
-                pass
+        if self.replication is None:
+            return NoReplicationStrategy()
+        if isinstance(self.replication, ReplicationStrategy):
+            return self.replication
+        strategy: ReplicationStrategy = _STRATEGIES[self.replication](self.managers_per_node)
         return strategy
+
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each manager, those that hold copies of it."""
+        topology = Topology(tuple(f"node-{node}" for node in self.nodes))
+        strategy = self.make_strategy()
+        return tuple(strategy.copies_of(manager, topology) for manager in range(self.managers))
 
     # ---- how they travel ----------------------------------------------------------------------------------
 
     def named(self) -> Options:
-        """The same for other processes, with classes by their names, and a path that does not depend on where one is.
+        """The same for other processes: with the persister's class by its name, since not every process needs it, or
+        can import it, and a path that does not depend on where one is.
 
         Raises:
-            InvalidArgumentError: a class cannot be imported by others, or the persister refuses its arguments.
+            InvalidArgumentError: the class cannot be imported by others, or refuses its arguments.
         """
-        persister, replication = self.persister_class, self.replication
-        named: dict[str, Any] = {"persister_class": None}
-        if isinstance(persister, type) and self.persists:
-            named["persister_class"] = Imported.of("persister_class", persister)
-            named["persist_path"] = persister.resolve_path(self.persist_path)
-        if isinstance(replication, ReplicationStrategy):
-            fields = dataclasses.asdict(replication)  # type: ignore[call-overload]
-            named["replication"] = Imported.of("replication", type(replication), fields)
-        made = dataclasses.replace(self, **named)
+        if not self.persists:
+            return dataclasses.replace(self, persister_class=None)
+        given = self.persister_class
+        try:
+            name = given if isinstance(given, str) else f"{given.__module__}:{given.__qualname__}"  # type: ignore[union-attr]
+            found = _load(name)
+        except (ImportError, AttributeError, ValueError):
+            found = None
+        is_persister = isinstance(found, type) and issubclass(found, CheckpointPersister)
+        if not is_persister or given not in (name, found) or name.startswith("__main__:"):
+            raise InvalidArgumentError(
+                "must be a persister's class that managers can import",
+                argument="persister_class",
+                value=given,
+                hint="put it at the top level of a module of its own, not into the script",
+            )
+        path = found.resolve_path(self.persist_path)
+        made = dataclasses.replace(self, persister_class=name, persist_path=path)
         made.make_persister()  # so that arguments it refuses are refused here
         return made
 
     def to_fields(self) -> dict[str, Any]:
-        """As plain JSON, if they are `named`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Options:
-        """What `to_fields` was called on. From the creator or an authenticated peer, so trusted as code is."""
-        values = dict(fields)
-        for name in ("persister_class", "replication"):
-            if isinstance(values[name], dict):
-                values[name] = Imported(**values[name])
-        return cls(**values)
+        """As plain JSON, if they are `named`. What a strategy of one's own says is in `Configuration.holders`."""
+        replication = self.replication if isinstance(self.replication, (str, type(None))) else "ring"
+        return dataclasses.asdict(dataclasses.replace(self, replication=replication))
 
 
 def checked_timeout(timeout: float | None) -> float:
@@ -293,6 +269,7 @@ class Configuration:
         base: folder of the dictionary; each node has ``node-<k>`` in it, on its own machine.
         run_id: of this dictionary's persisted checkpoints.
         runtime: how managers run and are found: ``{"kind": "embedded"}``, or what the Ray runtime needs.
+        holders: see `Options.holders`.
     """
 
     dictionary: str
@@ -300,6 +277,7 @@ class Configuration:
     base: str
     run_id: str
     runtime: dict[str, Any]
+    holders: Sequence[Sequence[int]]
     secret: bytes = dataclasses.field(repr=False)
 
     @property
@@ -320,6 +298,6 @@ class Configuration:
     def from_json(cls, fields: Mapping[str, Any]) -> Configuration:
         """What `to_json` was called on. From the creator or an authenticated peer, so trusted as code is."""
         values = {each.name: fields[each.name] for each in dataclasses.fields(cls)}
-        values["options"] = Options.from_fields(values["options"])
+        values["options"] = Options(**values["options"])
         values["secret"] = bytes.fromhex(values["secret"])
         return cls(**values)

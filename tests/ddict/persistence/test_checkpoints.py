@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import (
     CheckpointPersister,
     DAOSCheckpointPersister,
@@ -171,18 +172,11 @@ def test_a_run_that_others_continue_stays_although_it_is_empty(make: Callable[..
     assert make().ids() == [1, 2, 5]
 
 
-def test_a_restarted_coordinator_goes_on_with_its_run(make: Callable[..., CheckpointPersister]) -> None:
-    first = _begun(make(), "a")
-    _persist(first, "a", 1, 2)
-    restored = first.locate(1)
-    _begun(first, "b", restored)
-    first.close()
-    again = _begun(make(), "b", restored)
-    assert again.ids() == [1]
-    with pytest.raises(InvalidArgumentError, match="restored"):
-        again.begin_run("b")
-    with pytest.raises(InvalidArgumentError, match="run_id"):
-        again.begin_run("new", restored=PersistedCheckpoint(1, "new", 1, ("x",)))
+def test_a_run_begins_once(make: Callable[..., CheckpointPersister]) -> None:
+    persister = _begun(make(), "a")
+    for again, restored in (("a", None), ("new", PersistedCheckpoint(1, "new", 1, ("x",)))):
+        with pytest.raises(InvalidArgumentError, match="run_id"):
+            persister.begin_run(again, restored=restored)
 
 
 def test_runs_that_never_completed_anything_go(tmpfs: Path, opened: Callable[..., Any]) -> None:
@@ -331,19 +325,18 @@ def test_daos_without_pydaos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_null_persister_persists_nothing() -> None:
-    persister = NullCheckpointPersister("anything", name="../x", managers=2)
-    assert not persister.persists
-    persister.begin_run("a")
-    done = persister.complete(1, [persister.write_part(1, m, b"", [("a", b"b")]) for m in range(2)])
-    assert persister.ids() == []
-    with pytest.raises(DDictPersistError):
-        persister.locate(1)
-    with pytest.raises(DDictPersistError):
-        persister.read_index(done, 0)
-    with pytest.raises(DDictPersistError):
-        persister.read_item(done, 0, "a")
-    persister.keep(1)
-    persister.close()
+    options = Options(persister_class=NullCheckpointPersister, persist_path="anything", name="../x").named()
+    assert options.make_persister() is None
+
+
+def test_a_persister_may_be_given_by_its_name() -> None:
+    name = "ml_flashpoint.ddict.persistence:PosixCheckpointPersister"
+    made = Options(persister_class=name, name="x").named()
+    assert made == Options(persister_class=PosixCheckpointPersister, name="x").named()
+    assert isinstance(made.make_persister(), PosixCheckpointPersister)
+    for wrong in ("nowhere:Persister", "os:path", "ml_flashpoint.ddict.persistence:Nobody", "os"):
+        with pytest.raises(InvalidArgumentError, match="persister_class"):
+            Options(persister_class=wrong).named()
 
 
 def test_new_run_ids_rise_and_differ() -> None:

@@ -10,23 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.client.links import Links, locator
-from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
+from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.ddict.manager.arenas import allow_many_files
-from ml_flashpoint.ddict.manager.requests import Result, deadline_of, left_of
+from ml_flashpoint.ddict.manager.requests import Result, asking
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import ProtocolError
 from ml_flashpoint.net.client import Address
-from ml_flashpoint.net.messages import Fields, integer, text
+from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.server import Peer, RequestServer
-
-_Operation: TypeAlias = "Callable[[CoordinatorServer, _Session, Fields], Fields]"
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +51,7 @@ class CoordinatorServer:
             self._call,
             self.run.complete,
             unpersist=self.run.remove_above,
-            describe=lambda: {"run": self.run.fields(), "frozen": self.frozen},
+            describe=lambda: {"run": self.run.run_id, "frozen": self.frozen},
         )
         unix_path = str(Path(configuration.base, "c.sock")) if host is None else None
         try:
@@ -73,7 +70,7 @@ class CoordinatorServer:
         self.coordinator.close()
         self._server.close()
         self.links.close()
-        self.run.persister.close()
+        self.run.close()
 
     def _call(self, manager: int, operation: str, fields: Fields, timeout_s: float) -> Fields:
         return self.links.call(manager, operation, dict(fields), deadline=time.monotonic() + timeout_s).fields
@@ -86,9 +83,6 @@ class CoordinatorServer:
 
     def handle(self, session: _Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
         """See `RequestHandler`."""
-        if operation in _ASKED:
-            method, names = _ASKED[operation]
-            return method(self.coordinator, *(_ARGUMENTS[name](session, fields) for name in names.split())) or {}, ()
         found = _OPERATIONS.get(operation)
         if found is None:
             raise ProtocolError(f"the coordinator has no operation {operation!a}")
@@ -99,102 +93,69 @@ class CoordinatorServer:
         if session.name is not None:
             self.coordinator.session_ended(session.name, session)
 
+    def hello(self) -> Fields:
+        """Who this is."""
+        return {"manager": COORDINATOR}
 
-# ---- what is asked ----------------------------------------------------------------------------------------
+    def attach(self, session: _Session, name: str) -> None:
+        """Keep the handles alive that join with this session, for as long as this connection lasts."""
+        session.name = name
+        self.coordinator.attach(name, Session(session, session.peer.text, session.peer.is_gone))
 
-_ARGUMENTS: dict[str, Callable[[_Session, Fields], Any]] = {
-    "checkpoint_id": lambda session, fields: integer(fields, "checkpoint_id", -1),
-    "epoch": lambda session, fields: integer(fields, "e"),
-    "handle": lambda session, fields: text(fields, "w"),
-    "if_written": lambda session, fields: fields.get("if_written") is True,
-    "is_gone": lambda session, fields: session.peer.is_gone,
-    "need": lambda session, fields: integer(fields, "need", -1),
-    "onwards": lambda session, fields: fields.get("onwards") is True,
-    "position": lambda session, fields: integer(fields, "c"),
-    "session": lambda session, fields: text(fields, "session"),
-    "session_if_attached": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
-    "timeout_s": lambda session, fields: left_of(fields),
-}
+    def watch(self, epoch: int, seconds: int, is_gone: Callable[[], bool]) -> Fields:
+        """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
+        return {"epoch": self.coordinator.await_epoch(epoch, time.monotonic() + seconds, is_gone)}
 
-_ASKED: dict[str, tuple[Callable[..., Fields | None], str]] = {
-    "join": (Coordinator.join, "handle session position epoch"),
-    "move": (Coordinator.move, "handle session position epoch timeout_s onwards"),
-    "go_back": (Coordinator.rollback, "handle session_if_attached position epoch timeout_s"),
-    "leave": (Coordinator.leave, "handle need epoch"),
-    "catch_up": (Coordinator.catch_up, "handle position need epoch timeout_s"),
-    "newest": (Coordinator.newest, "epoch timeout_s is_gone"),
-    "await_commit": (Coordinator.await_commit, "handle checkpoint_id epoch timeout_s is_gone if_written"),
-}
-"""What handles ask the coordinator, and the arguments of that, in order."""
+    def state(self) -> Fields:
+        """Where the dictionary is."""
+        return {**self.coordinator.state(), **self.coordinator.persisting_state(), "frozen": self.frozen}
 
+    def sealed(self, manager: int) -> Fields:
+        """What a manager has sealed, for the one that comes after it."""
+        return {"sealed": self.coordinator.sealed_by(manager)}
 
-def _attach(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    """Keep the handles alive that join with this session, for as long as this connection lasts."""
-    session.name = text(fields, "session")
-    server.coordinator.attach(session.name, Session(session, session.peer.text, session.peer.is_gone))
-    return {}
+    def freeze(self, frozen: bool, deadline: float) -> None:
+        """Have all managers refuse writes, or take them again."""
+        self.frozen = frozen
+        for manager in range(self.configuration.managers):
+            self.links.call(manager, "freeze", {"frozen": frozen}, deadline=deadline)
 
+    def persist_newest(self, timeout_s: float, is_gone: Callable[[], bool]) -> Fields:
+        """See `Coordinator.persist_newest`."""
+        _ = self.run.persister  # refuses, if there is none
+        return {"checkpoint_id": self.coordinator.persist_newest(timeout_s, is_gone)}
 
-def _watch(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
-    deadline = time.monotonic() + integer(fields, "s")
-    return {"epoch": server.coordinator.await_epoch(integer(fields, "e"), deadline, session.peer.is_gone)}
+    def persisted_ids(self) -> Fields:
+        """What can be restored."""
+        return {"ids": self.run.ids()}
 
-
-def _state(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    return {**server.coordinator.state(), **server.coordinator.persisting_state(), "frozen": server.frozen}
-
-
-def _manager(server: CoordinatorServer, fields: Fields) -> int:
-    number = integer(fields, "manager")
-    if not number < server.configuration.managers:
-        raise ProtocolError("there is no such manager")
-    return number
+    def restore(self, checkpoint_id: int, handle: str, deadline: float) -> Fields:
+        """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
+        checkpoint, run_id = self.run.persister.locate(checkpoint_id), new_run_id()
+        left = max(0.1, deadline - time.monotonic())
+        return self.coordinator.restore(
+            checkpoint_id, checkpoint.to_fields(), left, lambda: self.run.begin(run_id, checkpoint), handle
+        )
 
 
-def _returned(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    """A manager was started anew, and waits for an epoch to begin."""
-    server.coordinator.returned(_manager(server, fields), text(fields, "incarnation"))
-    return {}
-
-
-def _freeze(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    """Have all managers refuse writes, or take them again."""
-    deadline = deadline_of(fields)
-    frozen = server.frozen = bool(fields.get("frozen"))
-    for manager in range(server.configuration.managers):
-        server.links.call(manager, "freeze", {"frozen": frozen}, deadline=deadline)
-    return {}
-
-
-def _persist_newest(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    if not server.run.persister.persists:
-        raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
-    return {"checkpoint_id": server.coordinator.persist_newest(left_of(fields), session.peer.is_gone)}
-
-
-def _restore(server: CoordinatorServer, session: _Session, fields: Fields) -> Fields:
-    """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
-    deadline, checkpoint_id, by = deadline_of(fields), integer(fields, "checkpoint_id"), text(fields, "w")
-    checkpoint, run_id = server.run.persister.locate(checkpoint_id), new_run_id()
-
-    def begin_run() -> None:
-        server.run.begin(run_id, checkpoint)
-
-    left = max(0.1, deadline - time.monotonic())
-    return server.coordinator.restore(checkpoint_id, checkpoint.to_fields(), left, begin_run, by)
-
-
-_OPERATIONS: dict[str, _Operation] = {
-    "hello": lambda server, session, fields: {"manager": COORDINATOR},
-    "attach": _attach,
-    "watch": _watch,
-    "state": _state,
-    # What a manager has sealed, for the one that comes after it.
-    "sealed": lambda server, session, fields: {"sealed": server.coordinator.sealed_by(_manager(server, fields))},
-    "returned": _returned,
-    "freeze": _freeze,
-    "persist_newest": _persist_newest,
-    "persisted_ids": lambda server, session, fields: {"ids": server.run.persister.ids()},
-    "restore": _restore,
+_OPERATIONS: dict[str, Callable[[CoordinatorServer, _Session, Fields], Fields]] = {
+    "attach": asking("attach", "session", "session_id"),
+    "await_commit": asking(
+        "coordinator.await_commit", "handle", "checkpoint_id", "epoch", "timeout_s", "is_gone", "if_written"
+    ),
+    "catch_up": asking("coordinator.catch_up", "handle", "position", "need", "epoch", "timeout_s"),
+    "freeze": asking("freeze", "frozen", "deadline"),
+    "go_back": asking("coordinator.rollback", "handle", "session_if_any", "position", "epoch", "timeout_s"),
+    "hello": asking("hello"),
+    "join": asking("coordinator.join", "handle", "session_id", "position", "epoch"),
+    "leave": asking("coordinator.leave", "handle", "need", "epoch"),
+    "move": asking("coordinator.move", "handle", "session_id", "position", "epoch", "timeout_s", "onwards"),
+    "newest": asking("coordinator.newest", "epoch", "timeout_s", "is_gone"),
+    "persist_newest": asking("persist_newest", "timeout_s", "is_gone"),
+    "persisted_ids": asking("persisted_ids"),
+    "restore": asking("restore", "checkpoint_id", "handle", "deadline"),
+    "returned": asking("coordinator.returned", "manager", "incarnation"),
+    "sealed": asking("sealed", "manager"),
+    "state": asking("state"),
+    "watch": asking("watch", "epoch", "seconds", "is_gone"),
 }

@@ -34,7 +34,6 @@ from ml_flashpoint.ddict.manager.shard import Entry
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
 from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
@@ -53,6 +52,7 @@ class Snapshots:
     Args:
         store: of this manager; its rank is the manager's number.
         nodes: node of every manager, by number. Their number is the world size.
+        holders: of every manager, those that hold copies of it.
         peer_address: see `PeerAddress`.
         tell_holder: see `TellHolder`. Must have a deadline of its own.
         values: of this manager, whose parts stay while they are needed, although no snapshot needs them.
@@ -68,7 +68,7 @@ class Snapshots:
         store: RankStore,
         *,
         nodes: Sequence[str],
-        strategy: ReplicationStrategy,
+        holders: Sequence[Sequence[int]],
         secret: bytes,
         peer_address: PeerAddress,
         tell_holder: TellHolder,
@@ -76,18 +76,17 @@ class Snapshots:
         incarnation: str,
         host: str = "127.0.0.1",
     ) -> None:
-        topology = Topology(tuple(nodes))
         manager = store.rank
         self._store = store
         self._manager = manager
-        self._managers = topology.world_size
+        self._managers = len(nodes)
         self._incarnation = incarnation
         self._values = values
         self._tell_holder = tell_holder
         snapshot_attempt(format_stamp(0), incarnation)  # refuses what cannot be in a name
-        self._holders = strategy.copies_of(manager, topology)
-        self._held = strategy.held_by(manager, topology)
-        self._peers = Peers(secret, topology.nodes, peer_address)
+        self._holders = tuple(holders[manager])
+        self._held = tuple(owner for owner, its in enumerate(holders) if manager in its)
+        self._peers = Peers(secret, nodes, peer_address)
         self._copies = Copies(store, self._holders, self._peers)
         self._service: TransferService | None = None
         if self._holders or self._held:
@@ -98,7 +97,7 @@ class Snapshots:
         self._sealing = threading.Lock()
         self._building = threading.Lock()
         self._lock = threading.Lock()
-        self._builder = PartBuilder(store, topology.node_of(manager), self._managers, self._next_stamp)
+        self._builder = PartBuilder(store, nodes[manager], self._managers, self._next_stamp)
         self._snapshots: dict[int, BuiltSnapshot] = {}
         self._last_stamp = self._newest_stamp()
         self._closed = threading.Event()

@@ -29,13 +29,13 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
 )
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, allow_many_files, is_unused
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, Result, answered, deadline_of
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
-from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.server import Peer, RequestServer
@@ -80,7 +80,6 @@ class Manager:
         self.ended = threading.Event()
         self.links = Links(locator(configuration), configuration.secret)
         self.run = PersistedRun(configuration)
-        self.persister = self.run.persister
         self.epoch = 0  # guarded by the lock, like the shard: requests of another one are refused
         self.dead: dict[str, None] = {}
         """Handles whose process was killed: what of them is on its way still comes too late."""
@@ -92,7 +91,7 @@ class Manager:
         self.snapshots = Snapshots(
             self.store,
             nodes=[f"node-{node}" for node in self.rules.nodes],
-            strategy=self.rules.make_strategy(),
+            holders=configuration.holders,
             secret=configuration.secret,
             peer_address=self._peer_address,
             tell_holder=self._tell_holder,
@@ -101,7 +100,7 @@ class Manager:
             host=config.get("host") or "127.0.0.1",
         )
         self._kept: dict[int, list[Entry]] = {}  # entries of checkpoints, as they were when each was prepared
-        self.parts = PartReader(self.persister, self.store, self.arenas, configuration.managers)
+        self.parts = PartReader(self.run, self.store, self.arenas, configuration.managers)
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
@@ -170,7 +169,7 @@ class Manager:
     def _end(self) -> None:
         self.links.close()
         self.snapshots.close()
-        self.persister.close()
+        self.run.close()
         self.store.close()
 
     def wait_until_ready(self, deadline: float) -> None:
@@ -188,6 +187,10 @@ class Manager:
         except FlashpointError as error:
             _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
 
+    def replicate_later(self) -> None:
+        """The same; a holder came back, perhaps without its copies, and does not wait for them."""
+        threading.Thread(target=self.replicate, name="ddict-replicate", daemon=True).start()
+
     # ---- requests -----------------------------------------------------------------------------------------
 
     def open(self, peer: Peer) -> Session:
@@ -196,13 +199,10 @@ class Manager:
 
     def handle(self, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
         """See `RequestHandler`."""
-        found = OPERATIONS.get(operation)
-        if found is None:
-            raise ProtocolError(f"there is no operation {operation!a}")
         if not (self._ready.is_set() and self._lost is None) and operation not in AT_ONCE:
             self.wait_until_ready(deadline_of(fields))
         try:
-            return found(self, session, fields, blobs)
+            return answered(self, session, operation, fields, blobs)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
             raise
@@ -212,6 +212,32 @@ class Manager:
     def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
         self.arenas.abandon(session.reserved)
+
+    def hello(self) -> Fields:
+        """Who this is, and where peers reach it."""
+        return {"manager": self.number, "transfers": self.snapshots.address}
+
+    def stats(self) -> Fields:
+        """What `ManagerStats` is made of."""
+        with self.changed:
+            return {
+                "manager": self.number,
+                "node": self.rules.nodes[self.number],
+                "keys": len(self.shard),
+                "used_bytes": self.used_bytes,
+                "limit_bytes": self.rules.limit_bytes,
+                "oldest": self.shard.oldest,
+                "sealed": sorted(self.snapshots.sealed()),
+                "frozen": self.frozen,
+                "holders": self.snapshots.holders,
+                "copies": self.snapshots.copied_to(),
+                "place": self.place,
+            }
+
+    def freeze(self, frozen: bool) -> None:
+        """Refuse writes, or take them again."""
+        with self.changed:
+            self.frozen = frozen
 
     def _peer_address(self, manager: int) -> tuple[str, int] | None:
         try:
@@ -297,7 +323,9 @@ class Manager:
         pinned: Sequence[int],
         sealed: Sequence[PartRef],
         restored: PersistedCheckpoint | None,
-    ) -> None:
+        run: str,
+        frozen: bool,
+    ) -> Fields:
         """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
 
         Args:
@@ -305,6 +333,7 @@ class Manager:
             pinned: others that are yet to be persisted.
             sealed: the snapshots that this manager has of them: one that was lost recovers these.
             restored: read these from there, if they are not here.
+            run: what is persisted from now on belongs to it.
 
         Raises:
             DDictManagerLostError: this one was lost, and cannot go on from there.
@@ -312,29 +341,36 @@ class Manager:
         with self._begun:  # the coordinator may ask again before it has heard an answer
             if self._lost is not None:
                 raise self._lost
-            if epoch <= self.epoch and self._ready.is_set():
-                return
-            if not self._ready.is_set():
-                self._recover(sealed)  # what was committed since it asked
-            if restored is not None and (self.parts.has_read or base not in self._kept):
-                entries = self.parts.take(restored)
-                self._keep(base, entries, but=lambda each: False)  # what was here is no more
-                if self.rules.replicated:
-                    self.snapshots.forget_after(-1)
-            with self.changed:
-                if self.rules.snapshots:
-                    wanted = {each: self._kept[each] for each in keep if each in self._kept}
-                    if base >= 0 and base not in wanted:
-                        causes = self._failures.get(base, "")
-                        raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
-                    self.shard.load(wanted.items())
-                    self.shard.committed, self.shard.kept = base, frozenset(wanted)
-                else:
-                    self.shard.drop_above(base)
-                self.epoch = epoch
-                self.changed.notify_all()
-            self._retain(lambda each: each in keep or each in pinned)
-            self._ready.set()
+            if epoch > self.epoch or not self._ready.is_set():
+                if not self._ready.is_set():
+                    self._recover(sealed)  # what was committed since it asked
+                if restored is not None and (self.parts.has_read or base not in self._kept):
+                    self._take_up(base, restored)
+                self._load(epoch, base, keep)
+                self._retain(lambda each: each in keep or each in pinned)
+                self._ready.set()
+            self.run.use(run)
+            self.frozen = frozen
+            return {"incarnation": self.incarnation}
+
+    def _take_up(self, base: int, restored: PersistedCheckpoint) -> None:
+        self._keep(base, self.parts.take(restored), but=lambda each: False)  # what was here is no more
+        if self.rules.replicated:
+            self.snapshots.forget_after(-1)
+
+    def _load(self, epoch: int, base: int, keep: Sequence[int]) -> None:
+        with self.changed:
+            if self.rules.snapshots:
+                wanted = {each: self._kept[each] for each in keep if each in self._kept}
+                if base >= 0 and base not in wanted:
+                    causes = self._failures.get(base, "")
+                    raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
+                self.shard.load(wanted.items())
+                self.shard.committed, self.shard.kept = base, frozenset(wanted)
+            else:
+                self.shard.drop_above(base)
+            self.epoch = epoch
+            self.changed.notify_all()
 
     def _recover(self, sealed: Sequence[PartRef]) -> None:
         missing = [ref for ref in sealed if ref.step not in self._kept]
@@ -343,7 +379,7 @@ class Manager:
             with self.changed:
                 self._kept.update(found)
 
-    def discard(self, handle: str, to: int, number: int, *, dead: bool) -> None:
+    def discard(self, handle: str, to: int, number: int, dead: bool) -> None:
         """Discard what a handle wrote above a checkpoint. ``number``: higher in later requests, which may overtake
         earlier ones. ``dead``: whatever comes of that handle yet is refused."""
         with self.changed:
@@ -360,9 +396,16 @@ class Manager:
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def prepare(self, checkpoint_id: int, committed: int) -> None:
+    def _check(self, epoch: int) -> None:
+        """Refuse at once what is not of the epoch, which a manager that was lost has yet to begin."""
+        self.wait_until_ready(0.0)
+        with self.changed:
+            self.check_epoch(epoch)
+
+    def prepare(self, epoch: int, checkpoint_id: int, committed: int) -> None:
         """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
         committed one was called off."""
+        self._check(epoch)
         with self.changed:
             self._keep(checkpoint_id, list(self.shard.entries(checkpoint_id)), but=lambda each: each <= committed)
         if self.rules.replicated and any(
@@ -370,14 +413,16 @@ class Manager:
         ):
             self.snapshots.forget_after(committed)
 
-    def seal(self, checkpoint_id: int, deadline: float) -> str:
-        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part. Raises
+    def seal(self, epoch: int, checkpoint_id: int, deadline: float) -> Fields:
+        """Have verified copies of a prepared checkpoint; tells the name of the snapshot's part. Raises
         `FlashpointError`: not now."""
+        self._check(epoch)
         entries = self._prepared(checkpoint_id)
-        return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
+        return {"attempt": self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt}
 
-    def settle(self, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
+    def settle(self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""
+        self._check(epoch)
         with self.changed:
             self.shard.retire(oldest)
             self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
@@ -387,11 +432,11 @@ class Manager:
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
-    def persist(self, checkpoint_id: int) -> str:
-        """Write this manager's part of a prepared checkpoint; returns the receipt."""
+    def persist(self, checkpoint_id: int) -> Fields:
+        """Write this manager's part of a prepared checkpoint; tells the receipt."""
         entries = self._prepared(checkpoint_id)
         index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
-        return self.persister.write_part(checkpoint_id, self.number, index, items)
+        return {"receipt": self.run.persister.write_part(checkpoint_id, self.number, index, items)}
 
     def _prepared(self, checkpoint_id: int) -> list[Entry]:
         entries = self._kept.get(checkpoint_id)

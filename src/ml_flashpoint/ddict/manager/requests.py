@@ -4,17 +4,17 @@ Owns the registry of a manager's operations, checking fields (a peer that knows 
 reading and writing the shard for clients. Layout, handshake and connections are those of `ml_flashpoint.net`; on a Unix
 socket each side also checks that the other runs as the same user, on TCP each message carries a code.
 
-An operation is a function ``(manager, session, fields, blobs) -> (fields, blobs)``, or, for all but keys and values,
-``(manager, fields) -> fields``. Times are in seconds; ``t`` is what is left to the client. ``c`` is a
-checkpoint, ``w`` the writing handle, ``e`` the epoch, ``v`` a value id; the key is the first blob.
+An operation on keys and values is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; what else is
+asked of managers, and of the coordinator, their methods answer. Times are in seconds; ``t`` is what is left to the
+client. ``c`` is a checkpoint, ``w`` the writing handle, ``e`` the epoch, ``v`` a value id; the key is the first blob.
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ml_flashpoint.ddict.checkpoints.index import part_ref
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
 Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
-PeerOperation: TypeAlias = "Callable[[Manager, Fields], Fields | None]"
 
-OPERATIONS: dict[str, Operation] = {}  # by name
+OPERATIONS: dict[str, Operation] = {}  # on keys and values, by name
 AT_ONCE: Final = frozenset(
     ("abandon", "begin", "discard", "drop_copies", "freeze", "hello", "prepare", "seal", "settle", "stats")
 )
@@ -317,119 +316,76 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
 
 # ---- what peers and the coordinator ask for -----------------------------------------------------------------
 
-
-def _peer(function: PeerOperation) -> PeerOperation:
-    def told(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-        return function(manager, fields) or {}, ()
-
-    OPERATIONS[function.__name__.lstrip("_")] = told
-    return function
-
-
-@_peer
-def _hello(manager: Manager, fields: Fields) -> Fields:
-    """Who this is. Answered at once, also while the manager recovers."""
-    return {"manager": manager.number, "transfers": manager.snapshots.address}
-
-
-@_peer
-def _stats(manager: Manager, fields: Fields) -> Fields:
-    with manager.changed:
-        return {
-            "manager": manager.number,
-            "node": manager.rules.nodes[manager.number],
-            "keys": len(manager.shard),
-            "used_bytes": manager.used_bytes,
-            "limit_bytes": manager.rules.limit_bytes,
-            "oldest": manager.shard.oldest,
-            "sealed": sorted(manager.snapshots.sealed()),
-            "frozen": manager.frozen,
-            "holders": manager.snapshots.holders,
-            "copies": manager.snapshots.copied_to(),
-            "place": manager.place,
-        }
-
-
-@_peer
-def _freeze(manager: Manager, fields: Fields) -> None:
-    with manager.changed:
-        manager.frozen = bool(fields.get("frozen"))
-
-
-@_peer
-def _replicate(manager: Manager, fields: Fields) -> None:
-    """A holder came back, perhaps without its copies. The answer does not wait for them."""
-    threading.Thread(target=manager.replicate, name="ddict-replicate", daemon=True).start()
+_ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
+    "base": lambda session, fields: integer(fields, "base", -1),
+    "before": lambda session, fields: text(fields, "before"),
+    "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),
+    "checkpoint_id": lambda session, fields: integer(fields, "checkpoint_id", -1),
+    "committed": lambda session, fields: integer(fields, "committed", -1),
+    "copies": lambda session, fields: [str(each) for each in list_of(fields, "keep")],
+    "dead": lambda session, fields: fields.get("dead") is True,
+    "deadline": lambda session, fields: deadline_of(fields),
+    "epoch": lambda session, fields: integer(fields, "e"),
+    "frozen": lambda session, fields: fields.get("frozen") is True,
+    "handle": lambda session, fields: text(fields, "w"),
+    "if_written": lambda session, fields: fields.get("if_written") is True,
+    "incarnation": lambda session, fields: text(fields, "incarnation"),
+    "is_gone": lambda session, fields: session.peer.is_gone,
+    "keep": lambda session, fields: integers(fields, "keep"),
+    "manager": lambda session, fields: integer(fields, "manager"),
+    "need": lambda session, fields: integer(fields, "need", -1),
+    "number": lambda session, fields: integer(fields, "n"),
+    "of": lambda session, fields: integer(fields, "of"),
+    "oldest": lambda session, fields: integer(fields, "oldest"),
+    "onwards": lambda session, fields: fields.get("onwards") is True,
+    "pinned": lambda session, fields: integers(fields, "pinned"),
+    "position": lambda session, fields: integer(fields, "c"),
+    "restored": lambda session, fields: (
+        PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
+    ),
+    "run": lambda session, fields: text(fields, "run"),
+    "sealed": lambda session, fields: [part_ref(*each) for each in list_of(fields, "sealed")],
+    "seconds": lambda session, fields: integer(fields, "s"),
+    "session": lambda session, fields: session,
+    "session_id": lambda session, fields: text(fields, "session"),
+    "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
+    "timeout_s": lambda session, fields: left_of(fields),
+    "to": lambda session, fields: integer(fields, "to", -1),
+}
 
 
-@_peer
-def _drop_copies(manager: Manager, fields: Fields) -> None:
-    keep = [str(each) for each in list_of(fields, "keep")]
-    manager.snapshots.drop_copies(integer(fields, "of"), keep, text(fields, "before"))
+def asking(method: str, *names: str) -> Callable[[Any, Any, Fields], Fields]:
+    """A request that a method of whoever is asked answers, given these arguments, in order."""
+    find, parse = attrgetter(method), [_ARGUMENTS[name] for name in names]
+
+    def ask(asked: Any, session: Any, fields: Fields) -> Fields:
+        return find(asked)(*(each(session, fields) for each in parse)) or {}
+
+    return ask
 
 
-@_peer
-def _begin(manager: Manager, fields: Fields) -> Fields:
-    run, restored = fields["run"], fields.get("restored")
-    checkpoint = None if restored is None else PersistedCheckpoint.from_fields(restored)
-    keep, pinned = integers(fields, "keep"), integers(fields, "pinned")
-    sealed = [part_ref(*each) for each in list_of(fields, "sealed")]
-    manager.begin(integer(fields, "e"), integer(fields, "base", -1), keep, pinned, sealed, checkpoint)
-    manager.run.use(text(run, "run"), run["restored"])
-    manager.frozen = bool(fields.get("frozen"))
-    return {"incarnation": manager.incarnation}
+_TOLD = {
+    "begin": asking("begin", "epoch", "base", "keep", "pinned", "sealed", "restored", "run", "frozen"),
+    "complete": asking("wait_for_keys", "checkpoint_id", "deadline", "is_gone"),
+    "discard": asking("discard", "handle", "to", "number", "dead"),
+    "drop_copies": asking("snapshots.drop_copies", "of", "copies", "before"),
+    "freeze": asking("freeze", "frozen"),
+    "hello": asking("hello"),
+    "persist": asking("persist", "checkpoint_id"),
+    "prepare": asking("prepare", "epoch", "checkpoint_id", "committed"),
+    "replicate": asking("replicate_later"),
+    "restore_abort": asking("parts.abort"),
+    "restore_prepare": asking("parts.prepare", "checkpoint"),
+    "seal": asking("seal", "epoch", "checkpoint_id", "deadline"),
+    "settle": asking("settle", "epoch", "oldest", "keep", "pinned", "committed"),
+    "stats": asking("stats"),
+}
 
 
-@_peer
-def _discard(manager: Manager, fields: Fields) -> None:
-    """A manager that was lost has nothing to discard, but whatever comes yet."""
-    to, number = integer(fields, "to", -1), integer(fields, "n")
-    manager.discard(text(fields, "w"), to, number, dead=fields.get("dead") is True)
-
-
-def _check(manager: Manager, fields: Fields) -> None:
-    """Refuse at once what is not of the epoch, which a manager that was lost has yet to begin."""
-    manager.wait_until_ready(0.0)
-    with manager.changed:
-        manager.check_epoch(integer(fields, "e"))
-
-
-@_peer
-def _prepare(manager: Manager, fields: Fields) -> None:
-    _check(manager, fields)
-    manager.prepare(integer(fields, "checkpoint_id"), integer(fields, "committed", -1))
-
-
-@_peer
-def _seal(manager: Manager, fields: Fields) -> Fields:
-    _check(manager, fields)
-    return {"attempt": manager.seal(integer(fields, "checkpoint_id"), deadline_of(fields))}
-
-
-@_peer
-def _settle(manager: Manager, fields: Fields) -> None:
-    _check(manager, fields)
-    keep, pinned = integers(fields, "keep"), integers(fields, "pinned")
-    manager.settle(integer(fields, "oldest"), keep, pinned, integer(fields, "committed", -1))
-
-
-@operation
-def _complete(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Wait until all keys of a checkpoint are written again at a later one."""
-    manager.wait_for_keys(integer(fields, "checkpoint_id"), deadline_of(fields), session.peer.is_gone)
-    return {}, ()
-
-
-@_peer
-def _persist(manager: Manager, fields: Fields) -> Fields:
-    return {"receipt": manager.persist(integer(fields, "checkpoint_id"))}
-
-
-@_peer
-def _restore_prepare(manager: Manager, fields: Fields) -> None:
-    manager.parts.prepare(PersistedCheckpoint.from_fields(fields["checkpoint"]))
-
-
-@_peer
-def _restore_abort(manager: Manager, fields: Fields) -> None:
-    manager.parts.abort()
+def answered(manager: Manager, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
+    """The answer of a manager. Raises `FlashpointError`: see `RequestHandler`."""
+    if operation in _TOLD:
+        return _TOLD[operation](manager, session, fields), ()
+    if operation in OPERATIONS:
+        return OPERATIONS[operation](manager, session, fields, blobs)
+    raise ProtocolError(f"there is no operation {operation!a}")

@@ -27,7 +27,8 @@ from ml_flashpoint.ddict.checkpoints.index import (
 from ml_flashpoint.ddict.client.keys import place
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
-from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, PersistedCheckpoint
+from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class PartReader:
     through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them.
     """
 
-    def __init__(self, persister: CheckpointPersister, store: RankStore, arenas: ValueArenas, managers: int) -> None:
-        self._persister = persister
+    def __init__(self, run: PersistedRun, store: RankStore, arenas: ValueArenas, managers: int) -> None:
+        self._run = run
         self._store = store
         self._arenas = arenas
         self._managers = managers
@@ -94,10 +95,10 @@ class PartReader:
 
     def _read_part(self, checkpoint: PersistedCheckpoint, part: int, entries: list[Entry]) -> None:
         own = PartRef(_INLINE, checkpoint.checkpoint_id)
-        data = memoryview(self._persister.read_index(checkpoint, part))
+        data = memoryview(self._run.persister.read_index(checkpoint, part))
         told = fold([decode_index(data, own, part, checkpoint.managers, f"index of part {part}")])
         if wanted := [each for each in told if self._is_for_us(each, part, checkpoint.managers)]:
-            inline = memoryview(self._persister.read_item(checkpoint, part, _INLINE))
+            inline = memoryview(self._run.persister.read_item(checkpoint, part, _INLINE))
             for each in wanted:
                 value: Value
                 if each.kind == INLINE:
@@ -119,7 +120,7 @@ class PartReader:
         reservation = self._arenas.allocate(size)
         try:
             buffer = self._store.arena_by_path(Path(reservation.path)).buffer[:size]
-            read = self._persister.read_item(checkpoint, part, name, into=buffer)
+            read = self._run.persister.read_item(checkpoint, part, name, into=buffer)
             if len(read) != size:
                 raise DamagedError(f"a persisted value has {len(read)} bytes instead of {size}")
             # It was written under another id, and in an arena of another size.

@@ -1,4 +1,4 @@
-"""What a dictionary asks of durable storage: the interface of persisters, and the one that does nothing.
+"""What a dictionary asks of durable storage: the interface of persisters.
 
 Owns the interface, which users may implement for a storage of their own. The persisters for directories, URLs and
 DAOS are in `persistence`, from where everything here is importable too. *When* to persist, and what is in a
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 
@@ -161,17 +160,9 @@ class CheckpointPersister(ABC):
         """
         return persist_path
 
-    @property
-    def persists(self) -> bool:
-        """Whether anything is written at all."""
-        return True
-
     @abstractmethod
     def begin_run(self, run_id: str, *, restored: PersistedCheckpoint | None = None) -> None:
         """Makes this the coordinator's persister, for a run; called again after each restore, with a new run id.
-
-        Called with the id of the current run, by a coordinator that was restarted, it goes on with that run
-        (`restored` is then the same as the first time).
 
         Args:
             run_id: see `new_run_id`.
@@ -284,48 +275,4 @@ class CheckpointPersister(ABC):
 
 
 class NullCheckpointPersister(CheckpointPersister):
-    """Persists nothing: for dictionaries that live in memory only."""
-
-    @property
-    def persists(self) -> bool:
-        """False."""
-        return False
-
-    def begin_run(self, run_id: str, *, restored: PersistedCheckpoint | None = None) -> None:
-        """Does nothing."""
-        check_run_id(run_id)
-        self._run = run_id
-
-    def join_run(self, run_id: str) -> None:
-        """Does nothing."""
-        self._run = check_run_id(run_id)
-
-    def write_part(self, checkpoint_id: int, manager: int, index: Buffer, items: Sequence[tuple[str, Buffer]]) -> str:
-        """Does nothing; returns an empty receipt."""
-        return ""
-
-    def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> PersistedCheckpoint:
-        """Returns a checkpoint that cannot be read."""
-        return PersistedCheckpoint(checkpoint_id, self._run, self.managers, tuple(receipts))
-
-    def ids(self) -> list[int]:
-        """Returns nothing."""
-        return []
-
-    def locate(self, checkpoint_id: int) -> PersistedCheckpoint:
-        """Raises `DDictPersistError`."""
-        raise DDictPersistError("this dictionary persists nothing", checkpoint_id=checkpoint_id)
-
-    def read_index(self, checkpoint: PersistedCheckpoint, part: int) -> bytes:
-        """Raises `DDictPersistError`."""
-        raise DDictPersistError("this dictionary persists nothing", checkpoint_id=checkpoint.checkpoint_id)
-
-    def read_item(
-        self, checkpoint: PersistedCheckpoint, part: int, name: str, into: Buffer | None = None
-    ) -> bytes | memoryview:
-        """Raises `DDictPersistError`."""
-        raise DDictPersistError("this dictionary persists nothing", checkpoint_id=checkpoint.checkpoint_id)
-
-    def remove(self, checkpoint_id: int) -> None:
-        """Does nothing."""
-        return None
+    """Persists nothing: for dictionaries that live in memory only. Says so and is never made."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
 from ml_flashpoint.ddict.options import Configuration
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, PersistedCheckpoint
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -223,30 +223,43 @@ class PersistedRun:
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
-        self.persister = configuration.options.make_persister()
+        self._made = configuration.options.make_persister()
         self.run_id = configuration.run_id
-        self.restored: PersistedCheckpoint | None = None
-        self.persister.join_run(self.run_id)
+        self._join()
+
+    def _join(self) -> None:
+        if self._made is not None:
+            self._made.join_run(self.run_id)
+
+    @property
+    def persister(self) -> CheckpointPersister:
+        """This process's. Raises `DDictPersistError`: there is none."""
+        if self._made is None:
+            raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
+        return self._made
+
+    def ids(self) -> list[int]:
+        """What is persisted."""
+        return [] if self._made is None else self._made.ids()
+
+    def close(self) -> None:
+        """Let go of the storage."""
+        if self._made is not None:
+            self._made.close()
 
     def begin(self, run_id: str | None = None, restored: PersistedCheckpoint | None = None) -> None:
         """As the coordinator: write for this run, or for the one that begins with a restored checkpoint. Raises
         `JobInUseError`: another dictionary of this name and path does."""
         run_id = run_id or self.run_id
-        if self.persister.persists and not self._configuration.options.read_only:
-            self.persister.begin_run(run_id, restored=restored)
-        self.run_id, self.restored = run_id, restored
-
-    def use(self, run_id: str, restored: Mapping[str, Any] | None) -> None:
-        """Take note of the run, and of the checkpoint that its content is from."""
-        if run_id == self.run_id:
-            return
+        if self._made is not None and not self._configuration.options.read_only:
+            self._made.begin_run(run_id, restored=restored)
         self.run_id = run_id
-        self.restored = None if restored is None else PersistedCheckpoint.from_fields(restored)
-        self.persister.join_run(run_id)
 
-    def fields(self) -> dict[str, Any]:
-        """What `use` is called with by other managers."""
-        return {"run": self.run_id, "restored": None if self.restored is None else self.restored.to_fields()}
+    def use(self, run_id: str) -> None:
+        """In a manager: write for this run."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self._join()
 
     def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
         """Make a checkpoint exist, and remove those that are not to be kept."""
@@ -255,9 +268,8 @@ class PersistedRun:
 
     def remove_above(self, checkpoint_id: int) -> None:
         """Remove what this run has persisted above a checkpoint, which was rolled back."""
-        if self.persister.persists:
-            for each in reversed(self.persister.ids()):
-                # What earlier runs have is below, or all there is: it is not this run's to touch.
-                if each <= checkpoint_id or self.persister.locate(each).run != self.run_id:
-                    return
-                self.persister.remove(each)
+        for each in reversed(self.ids()):
+            # What earlier runs have is below, or all there is: it is not this run's to touch.
+            if each <= checkpoint_id or self.persister.locate(each).run != self.run_id:
+                return
+            self.persister.remove(each)

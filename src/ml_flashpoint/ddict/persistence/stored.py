@@ -20,10 +20,10 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from ml_flashpoint.ddict.errors import DDictPersistError
@@ -102,8 +102,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         self._opened: DurableStore | None = None
         self._run: str | None = None
         self._held: AbstractContextManager[None] | None = None
-        self._readers: OrderedDict[tuple[str, int, str], PackReader] = OrderedDict()
-        self._readers_lock = threading.Lock()
+        self._reader = lru_cache(_OPEN_READERS)(self._open)
         self._told: set[str] = set()
 
     @abstractmethod
@@ -134,17 +133,11 @@ class StoredCheckpointPersister(CheckpointPersister):
         self._take_lock()
         runs = self._runs()
         lineage = () if restored is None else self._continued(restored)
-        if run_id in runs:
-            if runs[run_id].lineage[:1] != lineage[:1]:
-                raise InvalidArgumentError(
-                    "this run began with another checkpoint restored", argument="restored", value=restored
-                )
-        elif restored is not None and restored.run == run_id:
-            raise InvalidArgumentError("a restore begins a new run", argument="run_id", value=run_id)
-        else:
-            sequence = 1 + max((run.sequence for run in runs.values()), default=0)
-            content = {"run": run_id, "sequence": sequence, "lineage": lineage}
-            self.store.write(f"{self._folder(run_id)}/{_RUN_RECORD}", [encode_record(_RUN_KIND, content)])
+        if run_id in runs or (restored is not None and restored.run == run_id):
+            raise InvalidArgumentError("a run begins once", argument="run_id", value=run_id)
+        sequence = 1 + max((run.sequence for run in runs.values()), default=0)
+        content = {"run": run_id, "sequence": sequence, "lineage": lineage}
+        self.store.write(f"{self._folder(run_id)}/{_RUN_RECORD}", [encode_record(_RUN_KIND, content)])
         self._run = run_id
         if self._held is not None:
             lineages = [lineage, *(run.lineage for run in runs.values())]
@@ -352,22 +345,12 @@ class StoredCheckpointPersister(CheckpointPersister):
         """See `CheckpointPersister.read_item`."""
         return self._reader(checkpoint, part).item(name, into)
 
-    def _reader(self, checkpoint: PersistedCheckpoint, part: int) -> PackReader:
+    def _open(self, checkpoint: PersistedCheckpoint, part: int) -> PackReader:
         if type(part) is not int or not 0 <= part < checkpoint.managers:
             raise InvalidArgumentError(f"must be from 0 to {checkpoint.managers - 1}", argument="part", value=part)
-        key = (checkpoint.run, checkpoint.checkpoint_id, checkpoint.parts[part])
-        with self._readers_lock:
-            reader = self._readers.get(key)
-        if reader is None:
-            # Outside the lock: one part that takes long must not hold up the others.
-            folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
-            reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
-            self._check_manifest(checkpoint, part, reader.manifest, reader.path)
-        with self._readers_lock:
-            self._readers[key] = reader
-            self._readers.move_to_end(key)
-            while len(self._readers) > _OPEN_READERS:
-                self._readers.popitem(last=False)
+        folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
+        reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
+        self._check_manifest(checkpoint, part, reader.manifest, reader.path)
         return reader
 
     # -- removing
@@ -419,8 +402,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         held, self._held = self._held, None
         if held is not None:
             held.__exit__(None, None, None)
-        with self._readers_lock:
-            self._readers.clear()
+        self._reader.cache_clear()
 
 
 def _parse_run(run: str, content: dict[str, Any], path: str) -> _Run:

@@ -184,9 +184,9 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
     if options.replicated and options.n_nodes == 1:
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
     kind = options.runtime or _default_runtime()
-    configuration = Configuration(
-        secrets.token_hex(6), options.named(), "", new_run_id(), {"kind": kind}, secrets.token_bytes(32)
-    )
+    dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
+    its = {"kind": kind}
+    configuration = Configuration(dictionary, options.named(), "", new_run_id(), its, options.holders(), secret)
     if kind == "ray":
         from ml_flashpoint.ddict.runtime.ray_runtime import RayRuntime
 

@@ -310,6 +310,7 @@ def test_staged_copies_stay_the_object_with_many_byte_items(
     assert save.filled is not None
     assert save.filled.arena is save.staged.arena
     saver.commit(save)
+    assert not save.filled, "the next save would have to let go of it, on the loop's thread"
 
 
 def test_a_child_forked_while_locks_are_held_ends(saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path) -> None:

@@ -31,6 +31,7 @@ class CheckpointObjectManager:
     def __init__(self) -> None:
         self._opened = threading.Condition()
         self._store: RankStore | None = None
+        self._name: str | None = None
 
     def open(self, base: str | os.PathLike[str], rank: int) -> RankStore:
         """The store of ``rank`` in ``base``, made on first use.
@@ -39,10 +40,10 @@ class CheckpointObjectManager:
             InvalidArgumentError: this manager serves another base container already.
             JobInUseError: another live process holds it.
         """
-        path = resolved_base(base)
+        path = self.resolved(base)
         with self._opened:
             if self._store is None or self._store.closed:
-                self._store = _shared_store(path, rank, self)
+                self._store, self._name = _shared_store(path, rank, self), str(base)
                 self._opened.notify_all()
             elif self._store.base != path:
                 raise InvalidArgumentError(
@@ -52,6 +53,14 @@ class CheckpointObjectManager:
                     hint="use one base container a job, or a second manager",
                 )
             return self._store
+
+    def resolved(self, base: str | os.PathLike[str]) -> Path:
+        """As :func:`resolved_base`, without a look along the way if the store that is open was opened by this name:
+        since then, nobody but this user and root could have led it elsewhere."""
+        with self._opened:
+            if self._store is not None and not self._store.closed and str(base) == self._name:
+                return self._store.base
+        return resolved_base(base)
 
     @property
     def store(self) -> RankStore | None:

@@ -21,7 +21,7 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager, resolved_base
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.arguments import checked_integer
@@ -163,7 +163,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     def is_asked(self, base: CheckpointContainerId) -> bool:
         """Whether this run knows what earlier ones have left in a base container here: nothing, or it has looked."""
-        path = resolved_base(base)
+        path = self._objects.resolved(base)
         if path not in self._group.asked and not holds_parts(path, but_of_run=self._group.run_id):
             self._group.asked.add(path)
         return path in self._group.asked

@@ -388,11 +388,9 @@ class ObjectWriter:
                 raise _CannotNameError from error
         if layout.size > arena.size:
             arena.grow(with_headroom(layout.size))
-        by_key = layout.by_key
-        copy_all(
-            [_view(arena, by_key[key]) for key, _ in appended],
-            [tensor for _, tensor in appended],
-        )
+        if appended:
+            by_key = layout.by_key
+            copy_all([_view(arena, by_key[key]) for key, _ in appended], [tensor for _, tensor in appended])
         return FilledObject(arena, layout, list(byte_items), metadata, interior)
 
 

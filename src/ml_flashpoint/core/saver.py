@@ -206,7 +206,9 @@ class MLFlashpointCheckpointSaver(ABC):
         if save.filled is None or save.version is None:
             raise SaveError("nothing was written to commit", rank=self.rank)
         with self._at_work(save):
-            return self._commit(save, save.filled, save.version, extra, labels or {})
+            manifest = self._commit(save, save.filled, save.version, extra, labels or {})
+        save.filled = None  # to let go of thousands of entries takes its time: here, and not where a later save begins
+        return manifest
 
     def _commit(
         self,

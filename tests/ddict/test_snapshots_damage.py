@@ -251,12 +251,10 @@ def push(member: Member, manifest: Manifest, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size", "labels"),
     [
-        (1, 2, {"ddict": "value", "checkpoint": "0", "stamp": "0" * 20}),  # its own
-        (0, 3, {"ddict": "value", "checkpoint": "0", "stamp": "0" * 20}),  # of another dictionary
+        (1, 2, {"ddict": "value", "stamp": "0" * 20}),  # its own
+        (0, 3, {"ddict": "value", "stamp": "0" * 20}),  # of another dictionary
         (0, 2, {}),
-        (0, 2, {"ddict": "snapshot", "checkpoint": "0", "stamp": "0" * 20}),  # not called like one
-        (0, 2, {"ddict": "value", "checkpoint": "1", "stamp": "0" * 20}),
-        (0, 2, {"ddict": "value", "checkpoint": "0", "stamp": "now"}),
+        (0, 2, {"ddict": "value", "stamp": "now"}),
     ],
 )
 def test_only_copies_to_be_held_are_taken_in(pair: Cluster, rank: int, world_size: int, labels: dict[str, str]) -> None:

@@ -24,11 +24,11 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
-from ml_flashpoint.net.channel import Cancelled, ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.replication.pushing import push_to_all
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
-from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
 from ml_flashpoint.replication.transfer_protocol import Address
 
 _log = logging.getLogger(__name__)
@@ -40,53 +40,33 @@ _MAX_CONNECT_S = 10.0
 
 
 class Peers:
-    """Makes connections to the services of other managers. Thread-safe."""
+    """Where the services of other managers are. Thread-safe."""
 
     def __init__(self, secret: bytes, nodes: Sequence[str], address: PeerAddress) -> None:
         self.secret = check_secret(secret)
         self.nodes = nodes
         self._address = address
 
-    def address(self, manager: int) -> Address:
+    def find(self, manager: int) -> Holder:
         """Where its service listens. Raises `ReplicationError`: it is not there."""
-        address = self._address(manager)
+        node, address = self.nodes[manager], self._address(manager)
         if address is None:
-            raise ReplicationError("this manager is not there at the moment", rank=manager, node=self.nodes[manager])
-        return address
-
-    def connect(self, manager: int, within_s: float) -> PeerConnection:
-        """A connection that is authenticated and answers. Raises `FlashpointError`: there is none to be had."""
-        connection = PeerConnection(
-            self.address(manager),
-            self.secret,
-            node=self.nodes[manager],
-            deadline_s=transfer_deadline_s(),
-            connect_timeout_s=max(0.01, min(_MAX_CONNECT_S, within_s)),
-        )
-        try:
-            connection.connect()
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            raise ReplicationError("this manager is not there at the moment", rank=manager, node=node)
+        return Holder(node, address)
 
 
 @dataclass(slots=True)
-class _Holder:
-    """A connection, and the attempts acknowledged over it."""
+class _Link:
+    """A connection to a holder, and the attempts acknowledged over it."""
 
     connection: PeerConnection | None = None
     has: set[str] = field(default_factory=set)
 
-    def disconnect(self) -> None:
+    def drop(self) -> None:
         self.has = set()
         if self.connection is not None:
             self.connection.close()
             self.connection = None
-
-
-class _LeftOutError(Exception):
-    """A damaged part of an earlier snapshot was left out: go on, on a new connection."""
 
 
 class Copies:
@@ -95,126 +75,127 @@ class Copies:
     def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers) -> None:
         self._store = store
         self._peers = peers
-        self._holders = {holder: _Holder() for holder in holders}
+        self._links = {holder: _Link() for holder in holders}
         self._lock = threading.Lock()
         self._closed = False
         self.pushed_bytes = 0
 
-    def push(self, groups: Sequence[Collection[PartRef]], deadline: float) -> None:
-        """Have every holder have every part, group by group.
+    def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+        """Have every holder have every part, in this order: what others refer to comes before them.
 
-        A part of a group other than the last that is damaged or was dropped meanwhile is left out: what it belongs to
-        is lost or of no use, and must not keep the newest from being copied.
-
-        Args:
-            groups: parts, those that others refer to first; each group is useful without the later ones.
+        A part that is damaged or was dropped meanwhile is left out unless it is ``needed``: what it belongs to is lost
+        or of no use, and must not keep the newest from being copied.
 
         Raises:
             DeadlineError: it took too long.
             FlashpointError: a holder is not there or refuses. Others may have everything.
         """
-        push_to_all(list(self._holders), lambda holder: self._push_to(holder, groups, deadline))
+        push_to_all(list(self._links), lambda holder: self._push_to(holder, list(parts), needed, deadline))
 
-    def _push_to(self, number: int, groups: Sequence[Collection[PartRef]], deadline: float) -> None:
-        holder = self._holders[number]
-        left_out: set[str] = set()
-        may_retry = holder.connection is not None
-
-        def cancelled() -> bool:
-            return self._closed or time.monotonic() > deadline
-
+    def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+        link = self._links[number]
+        may_retry = link.connection is not None
         while True:
             try:
-                self._connect(number, holder, deadline, cancelled)
-                for group in groups:
-                    self._push_group(holder, group, left_out, cancelled, tolerant=group is not groups[-1])
-                return
-            except _LeftOutError:
-                self._disconnect(holder)
+                self._connect(number, link, deadline)
+                if self._push_parts(link, parts, needed, deadline):
+                    return
+                self._drop(link)
             except ConnectionLostError:
                 # The connection may have broken while it was idle: once more on a new one.
-                self._disconnect(holder)
+                self._drop(link)
                 if not may_retry or self._closed:
                     raise
                 may_retry = False
             except TransferCancelledError as error:
-                self._disconnect(holder)
+                self._drop(link)
                 if self._closed:
                     raise
-                raise DeadlineError("a copy was not verified in time", node=self._peers.nodes[number]) from error
+                raise self._too_late(number) from error
             except BaseException:
-                self._disconnect(holder)
+                self._drop(link)
                 raise
 
-    def _connect(self, number: int, holder: _Holder, deadline: float, cancelled: Cancelled) -> None:
+    def _connect(self, number: int, link: _Link, deadline: float) -> None:
         """Have a connection that is known to be alive."""
-        if holder.connection is not None:
+        if link.connection is not None:
             # It may lead to a process that is gone, and nothing may be left to push that would show it.
-            holder.connection.ping(cancelled=cancelled)
+            link.connection.ping(cancelled=lambda: self._is_over(deadline))
             return
-        within_s = deadline - time.monotonic()
-        if within_s <= 0:
-            raise DeadlineError("a copy was not verified in time", node=self._peers.nodes[number])
-        connection = self._peers.connect(number, within_s)
+        holder, left = self._peers.find(number), deadline - time.monotonic()
+        if left <= 0:
+            raise self._too_late(number)
+        connection = PeerConnection(
+            holder.address,
+            self._peers.secret,
+            node=holder.node,
+            deadline_s=transfer_deadline_s(),
+            connect_timeout_s=min(_MAX_CONNECT_S, left),
+        )
         with self._lock:
-            holder.connection = connection
-            closed = self._closed
-        if closed:
-            raise ReplicationError("the snapshots were closed")
+            link.connection = connection
+            if self._closed:
+                raise ReplicationError("the snapshots were closed")
+        connection.connect()
 
-    def _push_group(
-        self, holder: _Holder, group: Collection[PartRef], left_out: set[str], cancelled: Cancelled, *, tolerant: bool
-    ) -> None:
-        missing = [ref for ref in group if ref.attempt not in holder.has and ref.attempt not in left_out]
-        # Snapshots last, by age: what a holder has without what it refers to is of no use to anyone.
-        for ref in sorted(missing, key=lambda ref: (ref.attempt.startswith("s-"), ref.attempt)):
+    def _push_parts(self, link: _Link, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> bool:
+        """Returns whether that is done; false: the connection broke over a part that was left out, so go on anew."""
+        for ref in list(parts):
+            if ref.attempt in link.has:
+                continue
             try:
-                self._push_part(holder, ref.attempt, cancelled)
+                self._push_part(link, ref.attempt, deadline)
             except (DamagedError, ObjectNotFoundError) as error:
-                if not tolerant:
+                if ref in needed:
                     raise
                 _log.warning("a part of an earlier snapshot cannot be copied: %s", error)
-                left_out.add(ref.attempt)
+                parts.remove(ref)
                 if isinstance(error, DamagedError):
-                    raise _LeftOutError from error  # the connection broke over it
+                    return False
+        return True
 
-    def _push_part(self, holder: _Holder, attempt: str, cancelled: Cancelled) -> None:
+    def _push_part(self, link: _Link, attempt: str, deadline: float) -> None:
         part = self._store.find(attempt, self._store.rank)
         if part is None or part.manifest is None or part.doomed:
             raise ObjectNotFoundError("a part is not here any more", rank=self._store.rank, path=attempt)
-        connection = holder.connection
-        assert connection is not None
-        record = part.manifest.objects[0]
+        assert link.connection is not None
+        record, encoded = part.manifest.objects[0], encode(part.manifest)
         # Open while it is sent, so that its arena is not reused.
         with self._store.open_object(part.version, record.name) as view:
-            sent = connection.push(part.manifest, encode(part.manifest), [view], cancelled=cancelled)
+            sent = link.connection.push(part.manifest, encoded, [view], cancelled=lambda: self._is_over(deadline))
         with self._lock:
             if self._store.find(attempt, self._store.rank) is part:
-                holder.has.add(attempt)
+                link.has.add(attempt)
             self.pushed_bytes += record.size if sent else 0
 
-    def _disconnect(self, holder: _Holder) -> None:
+    def _is_over(self, deadline: float) -> bool:
+        return self._closed or time.monotonic() > deadline
+
+    def _too_late(self, number: int) -> DeadlineError:
+        return DeadlineError("a copy was not verified in time", node=self._peers.nodes[number])
+
+    def _drop(self, link: _Link) -> None:
         with self._lock:
-            holder.disconnect()
+            link.drop()
 
     def held_by(self, attempts: Collection[str]) -> list[int]:
         """Holders that have acknowledged all of these, and have not been found gone since."""
         with self._lock:
-            return [number for number, holder in self._holders.items() if holder.has.issuperset(attempts)]
+            return [number for number, link in self._links.items() if link.has.issuperset(attempts)]
 
     def forget(self, attempts: Collection[str]) -> None:
         """These parts were dropped: they are not to be taken for held."""
         with self._lock:
-            for holder in self._holders.values():
-                holder.has.difference_update(attempts)
+            for link in self._links.values():
+                link.has.difference_update(attempts)
 
     def close(self) -> None:
         """Break off a push under way and close the connections. Idempotent."""
         with self._lock:
             self._closed = True
-            for holder in self._holders.values():
-                if holder.connection is not None:
-                    holder.connection.interrupt()
+            for link in self._links.values():
+                if link.connection is not None:
+                    link.connection.interrupt()
 
 
 class HolderBackend(StoreBackend):
@@ -227,8 +208,6 @@ class HolderBackend(StoreBackend):
 
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
         """See `TransferBackend`."""
-        if manifest.rank not in self._owners or manifest.world_size != self._managers:
-            raise ProtocolError("this manager holds no copies of that one", rank=manifest.rank)
-        if part_kind(manifest) is None:
-            raise ProtocolError("this is no part of a dictionary", rank=manifest.rank)
+        if manifest.rank not in self._owners or manifest.world_size != self._managers or part_kind(manifest) is None:
+            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
         return super().begin_receive(manifest)

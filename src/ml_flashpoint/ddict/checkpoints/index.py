@@ -17,7 +17,6 @@ ones are parts of their own. The object of a snapshot is a safetensors file with
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,25 +24,17 @@ from typing import Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID, check_checkpoint_id
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
-from ml_flashpoint.format.manifest import MAX_WORLD_SIZE, Manifest, object_name
+from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.object_format import encode_header, parse_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
-from ml_flashpoint.net.messages import Fields, integer, list_of
 
 KIND_LABEL: Final = "ddict"  # label of a part that says what it is: `SNAPSHOT` or `VALUE`
-
-STAMP_LABEL: Final = "stamp"  # label of a part that says when it was sealed: see `format_stamp`
-
+STAMP_LABEL: Final = "stamp"  # label that says when it was sealed, in 20 digits that compare as the points do
 SNAPSHOT: Final = "snapshot"
 VALUE: Final = "value"
 
 _HEADER_RESERVE: Final = 1024
-_SNAPSHOT_ATTEMPT: Final = re.compile(r"s-([0-9]{20})-[0-9A-Za-z]{1,64}")
-_STAMP: Final = re.compile(r"[0-9]{20}")
-
-
 GONE: Final = 0
 INLINE: Final = 1
 STORED: Final = 2
@@ -53,8 +44,6 @@ _PREFIX: Final = struct.Struct("<8sI")
 _RECORD: Final = struct.Struct("<IBBxxIIQQQ")
 _PERSISTENT: Final = 1
 _BROADCAST: Final = 2
-_HEAD_FIELDS: Final = frozenset(("checkpoint", "manager", "managers", "chain", "parts", "writers", "entries", "keys"))
-_MAX_WRITER_CHARACTERS: Final = 1024
 LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many changes, there is a full one
 
 
@@ -78,50 +67,21 @@ def part_ref(attempt: object, step: object) -> PartRef:
     return PartRef(attempt, check_checkpoint_id(step, "step"))
 
 
-# ---- names and labels -------------------------------------------------------------------------------------
+def is_stamp(stamp: object) -> bool:
+    """Whether it is the point in the life of a manager at which something was sealed."""
+    return isinstance(stamp, str) and len(stamp) == 20 and stamp.isdecimal()
 
 
-def format_stamp(nanoseconds: int) -> str:
-    """A point in the life of a manager, as text that compares as the points do."""
-    return f"{nanoseconds:020}"
-
-
-def check_stamp(stamp: object) -> str:
-    """The stamp, if `format_stamp` may have given it. Raises `InvalidArgumentError`: it cannot have."""
-    if not isinstance(stamp, str) or not _STAMP.fullmatch(stamp):
-        raise InvalidArgumentError("a stamp has 20 digits", argument="stamp", value=stamp)
-    return stamp
-
-
-def snapshot_attempt(stamp: str, incarnation: str) -> str:
-    """Name of the part of a snapshot. Raises `InvalidArgumentError`: the incarnation is not 1 to 64 letters and
-    digits."""
-    attempt = f"s-{check_stamp(stamp)}-{incarnation}"
-    if not _SNAPSHOT_ATTEMPT.fullmatch(attempt):
-        raise InvalidArgumentError("must be 1 to 64 letters and digits", argument="incarnation", value=incarnation)
-    return attempt
-
-
-def labels_of(kind: str, checkpoint_id: int, stamp: str) -> dict[str, str]:
-    """Labels of a part."""
-    return {KIND_LABEL: kind, "checkpoint": str(checkpoint_id), STAMP_LABEL: stamp}
+def snapshot_ref(stamp: str, incarnation: str, step: int) -> PartRef:
+    """The part of a snapshot. Raises `InvalidNameError`: the incarnation cannot be in a name."""
+    return part_ref(f"s-{stamp}-{incarnation}", step)
 
 
 def part_kind(manifest: Manifest) -> str | None:
-    """`SNAPSHOT` or `VALUE`; None: the manifest is of no part that a dictionary would have made."""
+    """`SNAPSHOT` or `VALUE`; None: the manifest is of no part of a dictionary."""
     kind = manifest.labels.get(KIND_LABEL)
-    match = _SNAPSHOT_ATTEMPT.fullmatch(manifest.save_id)
-    stamp = manifest.labels.get(STAMP_LABEL, "")
-    if (
-        kind not in (SNAPSHOT, VALUE)
-        or (kind == SNAPSHOT) != (match is not None)
-        or (match is not None and match[1] != stamp)
-        or not _STAMP.fullmatch(stamp)
-        or manifest.labels.get("checkpoint") != str(manifest.step)
-        or [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]
-    ):
-        return None
-    return kind
+    is_ours = kind in (SNAPSHOT, VALUE) and is_stamp(manifest.labels.get(STAMP_LABEL)) and len(manifest.objects) == 1
+    return kind if is_ours else None
 
 
 # ---- the object -------------------------------------------------------------------------------------------
@@ -276,39 +236,22 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
     """What `encode_index` made `data` from. ``own``: the part that it is in. ``manager``, ``managers``: whose it must
     be, of how many. Raises `DamagedError`: it is no index, or another one's."""
     try:
-        index = _decode(data, own)
+        if bytes(data[: len(_MAGIC)]) != _MAGIC:
+            raise ValueError("it was written by another version, or is none")
+        _, length = _PREFIX.unpack_from(data)
+        begin = _PREFIX.size + length
+        head = json.loads(bytes(data[_PREFIX.size : begin]).decode("ascii"))
+        if (head["checkpoint"], head["manager"], head["managers"]) != (own.step, manager, managers):
+            raise ValueError("it is of another part")
+        chain = tuple(part_ref(*each) for each in head["chain"])
+        keys_at = begin + _RECORD.size * head["entries"]
+        if len(chain) > LONGEST_CHAIN or keys_at + head["keys"] != data.nbytes:
+            raise ValueError("it is longer or shorter than it says")
+        parts, writers = [part_ref(*each) for each in head["parts"]], list(map(str, head["writers"]))
+        entries = _decode_entries(data[begin:keys_at], bytes(data[keys_at:]), own, parts, writers)
     except (ValueError, TypeError, KeyError, IndexError, struct.error, RecursionError, FlashpointError) as error:
         raise DamagedError(f"the index is not valid: {error}", path=path) from error
-    if (index.manager, index.managers) != (manager, managers):
-        raise DamagedError("the index is of another part", path=path)
-    return index
-
-
-def _decode(data: memoryview, own: PartRef) -> Index:
-    if bytes(data[: len(_MAGIC)]) != _MAGIC:
-        raise ValueError("it was written by another version, or is none")
-    _, length = _PREFIX.unpack_from(data)
-    begin = _PREFIX.size + length
-    if begin > data.nbytes:
-        raise ValueError("the head is too long")
-    head = json.loads(bytes(data[_PREFIX.size : begin]).decode("ascii"))
-    if not isinstance(head, dict) or head.keys() != _HEAD_FIELDS:
-        raise ValueError("the head has other fields")
-    if _natural(head, "checkpoint", MAX_CHECKPOINT_ID) != own.step:
-        raise ValueError("it is of another checkpoint")
-    managers = _natural(head, "managers", MAX_WORLD_SIZE)
-    manager = _natural(head, "manager", managers - 1)
-    chain, parts = ([part_ref(*each) for each in list_of(head, name)] for name in ("chain", "parts"))
-    if len(chain) > LONGEST_CHAIN:
-        raise ValueError("the chain is too long")
-    writers = list_of(head, "writers")
-    if not all(isinstance(writer, str) and len(writer) <= _MAX_WRITER_CHARACTERS for writer in writers):
-        raise ValueError("a writer is no text")
-    keys_at = begin + _RECORD.size * _natural(head, "entries", 2**32)
-    if keys_at + _natural(head, "keys", MAX_STEP) != data.nbytes:
-        raise ValueError(f"{data.nbytes} bytes are not what the head says")
-    entries = _decode_entries(data[begin:keys_at], bytes(data[keys_at:]), own, parts, writers)
-    return Index(own, manager, managers, tuple(chain), entries)
+    return Index(own, manager, managers, chain, entries)
 
 
 def _decode_entries(
@@ -328,10 +271,3 @@ def _decode_entries(
     if at != len(keys):
         raise ValueError("the keys are not as long as the entries say")
     return entries
-
-
-def _natural(head: Fields, name: str, highest: int) -> int:
-    value = integer(head, name)
-    if value > highest:
-        raise ValueError(f"{name} must not be more than {highest}")
-    return value

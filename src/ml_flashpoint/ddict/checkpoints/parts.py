@@ -12,11 +12,10 @@ what lives.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -24,8 +23,10 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.copies import Peers
 from ml_flashpoint.ddict.checkpoints.index import (
     INLINE,
+    KIND_LABEL,
     LONGEST_CHAIN,
     SNAPSHOT,
+    STAMP_LABEL,
     STORED,
     VALUE,
     Index,
@@ -37,7 +38,6 @@ from ml_flashpoint.ddict.checkpoints.index import (
     gather,
     gone,
     index_bytes,
-    labels_of,
     object_header,
     part_kind,
     plan_object,
@@ -54,7 +54,6 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
-    ReplicationError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -153,8 +152,7 @@ class PartBuilder:
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> PartRef:
         if self._store.find(value.value_id, self._store.rank) is None:
-            labels = labels_of(VALUE, checkpoint_id, self._stamp())
-            self._commit(PartRef(value.value_id, checkpoint_id), value.arena, value.size, labels)
+            self._commit(PartRef(value.value_id, checkpoint_id), value.arena, value.size, VALUE, self._stamp())
             value.unused = None  # it is the store's to free
         return self._part_of(value.value_id)
 
@@ -166,13 +164,14 @@ class PartBuilder:
         assert step is not None  # the store has no other versions
         return PartRef(value_id, step)
 
-    def _commit(self, ref: PartRef, arena: Arena, size: int, labels: dict[str, str]) -> HeldPart:
+    def _commit(self, ref: PartRef, arena: Arena, size: int, kind: str, stamp: str) -> None:
         rank = self._store.rank
         block_size = knobs.block_bytes()
         digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_size).finish()
         record = ObjectRecord(object_name(rank, ref.attempt), size, arena.size, digests, block_size)
+        labels = {KIND_LABEL: kind, STAMP_LABEL: stamp}
         manifest = Manifest(ref.version, rank, self._managers, ref.attempt, self._node, (record,), labels)
-        return self._store.commit(manifest, [arena])
+        self._store.commit(manifest, [arena])
 
     def _write(self, ref: PartRef, stamp: str, index: bytes, segment: Sequence[bytes]) -> None:
         layout = plan_object(len(index), sum(map(len, segment)))
@@ -184,7 +183,7 @@ class PartBuilder:
                 for data in pieces:
                     arena.buffer[at : at + len(data)] = data
                     at += len(data)
-            self._commit(ref, arena, layout.size, labels_of(SNAPSHOT, ref.step, stamp))
+            self._commit(ref, arena, layout.size, SNAPSHOT, stamp)
         except BaseException:
             self._store.release(arena)
             raise
@@ -194,20 +193,19 @@ def _bytes_of(entries: Iterable[Entry]) -> int:
     return sum(map(index_bytes, entries))
 
 
-@dataclass(slots=True)
-class Recovery:
-    """What could be recovered: every byte was verified, and is in the own store."""
-
-    # of each snapshot, by checkpoint, as they were sealed, in no particular order. Those that several snapshots share
-    # are the same objects
-    entries: dict[int, list[Entry]] = field(default_factory=dict)
-    built: dict[int, BuiltSnapshot] = field(default_factory=dict)  # the snapshots
-    failures: dict[int, FlashpointError] = field(default_factory=dict)  # of those that could not be
-
-
 class Recoverer:
-    """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile. ``holders``: managers
-    that hold copies of it, in order of preference. ``cancelled``: once true, what is under way is broken off."""
+    """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile.
+
+    Args:
+        holders: managers that hold copies of it, in order of preference.
+        cancelled: once true, what is under way is broken off.
+
+    Attributes:
+        entries: of each snapshot that could be had whole, by checkpoint, in no particular order. Those that several
+            snapshots share are the same objects. Every byte was verified, and is in the own store.
+        built: these snapshots.
+        failures: why others could not.
+    """
 
     def __init__(
         self,
@@ -217,80 +215,72 @@ class Recoverer:
         peers: Peers,
         cancelled: Callable[[], bool],
     ) -> None:
+        self.entries: dict[int, list[Entry]] = {}
+        self.built: dict[int, BuiltSnapshot] = {}
+        self.failures: dict[int, FlashpointError] = {}
         self._store = store
-        self._arenas = values
+        self._values = values
         self._rank = store.rank
-        self._managers = len(peers.nodes)
-        self._holders = list(holders)
+        self._holders = holders
         self._peers = peers
         self._cancelled = cancelled
-        self._looking = threading.Lock()
-        self._found: list[Holder] | None = None
         self._parts: dict[PartRef, HeldPart | FlashpointError] = {}
-        self._indices: dict[PartRef, Index] = {}
-        self._segments: dict[PartRef, memoryview] = {}
-        self._entries: dict[IndexEntry, Entry] = {}
+        self._indices: dict[PartRef, tuple[Index, memoryview]] = {}  # each with the segment beside it
+        self._known: dict[IndexEntry, Entry] = {}
 
-    def recover(self, snapshots: Iterable[PartRef]) -> Recovery:
+    def recover(self, snapshots: Iterable[PartRef]) -> None:
         """Every snapshot of these that can be had whole. Raises `TransferCancelledError`: `cancelled` returned true."""
-        recovery = Recovery()
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
             for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
                 try:
-                    self._recover_one(ref, recovery, pool)
+                    self._recover_one(ref, pool)
                 except TransferCancelledError:
                     raise
                 except FlashpointError as error:
                     _log.warning("manager %d: checkpoint %d is lost: %s", self._rank, ref.step, error)
-                    recovery.failures[ref.step] = error
-        for segment in self._segments.values():
+                    self.failures[ref.step] = error
+        for _, segment in self._indices.values():
             segment.release()
-        return recovery
 
-    def _recover_one(self, ref: PartRef, recovery: Recovery, pool: ThreadPoolExecutor) -> None:
+    def _recover_one(self, ref: PartRef, pool: ThreadPoolExecutor) -> None:
         def bring(parts: Collection[PartRef]) -> None:
             list(pool.map(self._part, set(parts)))
 
-        chain = [*self._index(ref).chain, ref]
+        chain = [*self._index(ref)[0].chain, ref]
         bring(chain)
-        indices = [self._index(each) for each in chain]
+        indices = [self._index(each)[0] for each in chain]
         told = fold(indices)
         bring([each.part for each in told if each.kind == STORED])
         entries = [self._entry(each) for each in told]
         stored = {id(entry): its.part for entry, its in zip(entries, told, strict=True) if its.kind == STORED}
         if not indices[-1].entries and len(chain) > 1:
             chain.pop()
-        recovery.entries[ref.step] = entries
-        recovery.built[ref.step] = BuiltSnapshot(
-            ref,
-            tuple(chain),
-            {id(entry): entry for entry in entries},
-            stored,
-            sum(self._segments[each].nbytes for each in chain) + sum(len(each.entries) for each in indices),
-            sum(map(index_bytes, entries)),
-        )
+        chain_bytes = sum(self._index(each)[1].nbytes for each in chain) + sum(len(each.entries) for each in indices)
+        by_identity = {id(entry): entry for entry in entries}
+        self.entries[ref.step] = entries
+        self.built[ref.step] = BuiltSnapshot(ref, tuple(chain), by_identity, stored, chain_bytes, _bytes_of(entries))
 
-    def _index(self, ref: PartRef) -> Index:
+    def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
         if ref not in self._indices:
             part = self._part(ref)
             path = str(self._store.base / part.version / part.names[0])
-            data, self._segments[ref] = split_object(_used(part), _record(part).file_size, path)
-            self._indices[ref] = decode_index(data, ref, self._rank, self._managers, path)
+            data, segment = split_object(_used(part), _record(part).file_size, path)
+            self._indices[ref] = decode_index(data, ref, self._rank, len(self._peers.nodes), path), segment
         return self._indices[ref]
 
     def _entry(self, told: IndexEntry) -> Entry:
-        if told not in self._entries:
-            self._entries[told] = told.entry(self._value(told))
-        return self._entries[told]
+        if told not in self._known:
+            self._known[told] = told.entry(self._value(told))
+        return self._known[told]
 
     def _value(self, told: IndexEntry) -> Value:
         if told.kind == INLINE:
-            return told.inline_value(self._segments[told.part])
+            return told.inline_value(self._index(told.part)[1])
         part = self._part(told.part)
         assert part.manifest is not None  # it was verified
         if part_kind(part.manifest) != VALUE or told.length != _record(part).size:
             raise DamagedError("this part is not the value", rank=self._rank, path=told.part.attempt)
-        return self._arenas.hold(StoredValue(told.part.attempt, part.arenas[0], told.length))
+        return self._values.hold(StoredValue(told.part.attempt, part.arenas[0], told.length))
 
     # ---- parts --------------------------------------------------------------------------------------------
 
@@ -325,42 +315,33 @@ class Recoverer:
         return part
 
     def _fetch(self, ref: PartRef) -> HeldPart:
-        for last in (False, True):
+        failures: list[FlashpointError] = []
+        for number in (*self._holders, *self._holders):  # twice: one may just have come back
             try:
-                holders = self._reachable(anew=last)
-                return self._fetch_from(holders, ref)
+                return self._fetch_from(self._peers.find(number), ref)
             except TransferCancelledError:
                 raise
             except FlashpointError as error:
-                if last:
-                    raise
-                _log.warning("manager %d: asking holders once more for %s: %s", self._rank, ref.attempt, error)
-        raise AssertionError("unreachable")
+                _log.warning("manager %d: manager %d gives no %s: %s", self._rank, number, ref.attempt, error)
+                failures.append(error)
+        raise next(iter(failures), ObjectNotFoundError("nobody holds a copy", step=ref.step, rank=self._rank))
 
-    def _reachable(self, *, anew: bool) -> list[Holder]:
-        with self._looking:
-            if self._found is None or anew:
-                self._found = []
-                for number in self._holders:
-                    try:
-                        self._found.append(Holder(self._peers.nodes[number], self._peers.address(number)))
-                    except FlashpointError as error:
-                        _log.warning("manager %d: %s", self._rank, error)
-            return list(self._found)
-
-    def _fetch_from(self, holders: Sequence[Holder], ref: PartRef) -> HeldPart:
-        manifest = self._manifest(holders, ref)
+    def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
+        secret, deadline_s = self._peers.secret, transfer_deadline_s()
+        manifest = fetch_manifest(holder, secret, ref.version, self._rank, ref.attempt, deadline_s=deadline_s)
+        if manifest.world_size != len(self._peers.nodes) or part_kind(manifest) is None:
+            raise ManifestError("a holder gave the manifest of another part", node=holder.node)
         with ExitStack() as undo:
             incoming = IncomingCopy(self._store, manifest)
             undo.callback(incoming.abort)
             fetch_object_from_holders(
-                holders,
-                self._peers.secret,
+                [holder],
+                secret,
                 ref.version,
                 manifest.objects[0],
                 incoming.buffers[0],
                 rank=self._rank,
-                deadline_s=transfer_deadline_s(),
+                deadline_s=deadline_s,
                 cancelled=self._cancelled,
             )
             incoming.commit()
@@ -368,23 +349,6 @@ class Recoverer:
         part = self._store.find(ref.attempt, self._rank)
         assert part is not None  # it was committed
         return part
-
-    def _manifest(self, holders: Sequence[Holder], ref: PartRef) -> Manifest:
-        failures: list[FlashpointError] = []
-        for holder in holders:
-            try:
-                manifest = fetch_manifest(
-                    holder, self._peers.secret, ref.version, self._rank, ref.attempt, deadline_s=transfer_deadline_s()
-                )
-                if manifest.world_size != self._managers or part_kind(manifest) is None:
-                    raise ManifestError("a holder gave the manifest of another part", node=holder.node)
-                return manifest
-            except FlashpointError as error:
-                failures.append(error)
-        kinds = {type(error) for error in failures} or {ObjectNotFoundError}
-        kind = kinds.pop() if len(kinds) == 1 else ReplicationError
-        causes = "; ".join(dict.fromkeys(error.message for error in failures)) or "nobody holds a copy"
-        raise kind(f"no holder could give a part: {causes}", step=ref.step, rank=self._rank, path=ref.attempt)
 
 
 def _record(part: HeldPart) -> ObjectRecord:

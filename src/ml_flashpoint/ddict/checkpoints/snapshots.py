@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
@@ -23,10 +24,9 @@ from ml_flashpoint.ddict.checkpoints.copies import Copies, HolderBackend, PeerAd
 from ml_flashpoint.ddict.checkpoints.index import (
     STAMP_LABEL,
     PartRef,
-    check_stamp,
-    format_stamp,
+    is_stamp,
     part_kind,
-    snapshot_attempt,
+    snapshot_ref,
 )
 from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder, Recoverer
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 TellHolder = Callable[[int, list[str], str], None]
 """``(holder, keep, before)``: have that manager call ``drop_copies(<us>, keep, before)``; raises `FlashpointError`."""
 
+_FIRST_STAMP = "0" * 20
 _SPARE_ARENAS = 8  # free arenas that are kept, at least, for what comes next
 
 
@@ -83,7 +84,7 @@ class Snapshots:
         self._incarnation = incarnation
         self._values = values
         self._tell_holder = tell_holder
-        snapshot_attempt(format_stamp(0), incarnation)  # refuses what cannot be in a name
+        snapshot_ref(_FIRST_STAMP, incarnation, 0)  # refuses what cannot be in a name
         self._holders = tuple(holders[manager])
         self._held = tuple(owner for owner, its in enumerate(holders) if manager in its)
         self._peers = Peers(secret, nodes, peer_address)
@@ -189,7 +190,7 @@ class Snapshots:
 
         check()
         stamp = self._next_stamp()
-        own = PartRef(snapshot_attempt(stamp, self._incarnation), checkpoint_id)
+        own = snapshot_ref(stamp, self._incarnation, checkpoint_id)
         with collection_paused():
             built = self._builder.build(own, stamp, entries, before, check)
         with self._lock:
@@ -198,13 +199,15 @@ class Snapshots:
 
     def _push(self, deadline: float) -> None:
         with self._lock:
-            groups = [self._snapshots[checkpoint_id].needs for checkpoint_id in sorted(self._snapshots)]
-        self._copies.push(groups, deadline)
+            snapshots = [self._snapshots[checkpoint_id].needs for checkpoint_id in sorted(self._snapshots)]
+        # Snapshots last, by age: what a holder has without what it refers to is of no use to anyone.
+        in_order = [sorted(needs, key=lambda ref: (ref.attempt.startswith("s-"), ref.attempt)) for needs in snapshots]
+        self._copies.push(list(dict.fromkeys(chain(*in_order))), snapshots[-1] if snapshots else (), deadline)
 
     def _next_stamp(self) -> str:
         with self._lock:
             self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
-            return format_stamp(self._last_stamp)
+            return f"{self._last_stamp:020}"
 
     def replicate(self, deadline_s: float) -> None:
         """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
@@ -284,27 +287,20 @@ class Snapshots:
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
         """On the holder's side of `TellHolder`: drop what this manager holds of another one. ``keep``: attempts that it
         still needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
-        `InvalidArgumentError`: an argument has the wrong type or form."""
-        self._check_peer(of)
-        check_stamp(before)
-        kept = frozenset(keep)
-        if not all(isinstance(attempt, str) for attempt in kept):
-            raise InvalidArgumentError("must be the names of attempts", argument="keep", value=keep)
+        `InvalidArgumentError`: this is no message of one whose copies are here."""
+        if of not in self._held or not is_stamp(before):
+            raise InvalidArgumentError("nothing is held of this one, or that is no stamp", argument="of", value=of)
         dropped = [
             part
             for part in self._store.held()
             # One whose manifest cannot be read is of no use.
             if part.rank == of
-            and part.save_id not in kept
+            and part.save_id not in keep
             and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
         ]
         for part in dropped:
             self._store.drop(part)
         self._trim(dropped)
-
-    def _check_peer(self, of: int) -> None:
-        if type(of) is not int or not 0 <= of < self._managers or of == self._manager:
-            raise InvalidArgumentError("must be the number of another manager", argument="of", value=of)
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
@@ -320,11 +316,11 @@ class Snapshots:
         with self._building:
             recoverer = Recoverer(self._store, self._values, self._holders, self._peers, self._closed.is_set)
             with collection_paused():
-                recovery = recoverer.recover(snapshots)
+                recoverer.recover(snapshots)
             with self._lock:
-                self._snapshots.update(recovery.built)
+                self._snapshots.update(recoverer.built)
                 self._last_stamp = max(self._last_stamp, self._newest_stamp())
-        return recovery.entries, recovery.failures
+        return recoverer.entries, recoverer.failures
 
     def _newest_stamp(self) -> int:
         """The latest point at which a part of this manager is known to have been sealed, in nanoseconds."""

@@ -28,7 +28,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
 )
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue
 from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError
 
 NAMES = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,20}", fullmatch=True)
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -119,11 +119,6 @@ def test_a_value_outside_of_its_segment_is_damaged() -> None:
     assert entry.inline_value(memoryview(b"1234")).data == b"123"
     with pytest.raises(DamagedError):
         entry.inline_value(memoryview(b"12"))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError):
-        encode_index(Index(OWN, 0, 1, (), [IndexEntry(b"k", 0, "w", False, False, INLINE, OWN, 2**64, 1)]))
 
 
 def test_the_object_is_split_where_it_was_planned() -> None:

@@ -2,11 +2,8 @@
 
 Owns what tells a part of a dictionary from any other, where index and segment lie in the object of a snapshot, and
 encoding and decoding indices. Nothing here touches a store or a peer. What is decoded is distrusted, also when its
-digest is right::
-
-    magic (8), length of the head (4, little endian), head (JSON)
-    one record an entry (40 bytes, see `_RECORD`)
-    the keys of these entries, one after the other
+digest is right. An index is lines of JSON: first its head, then a line for each entry (`IndexEntry`), with the bytes of
+the key as characters. The thread that writes many of them can be interrupted between any two.
 
 An index is full, or says what has changed since a *chain* of others, of which the first is full and each of the rest
 says what has changed since those before it. Small values lie in the segment beside the index that names them, large
@@ -17,13 +14,12 @@ ones are parts of their own. The object of a snapshot is a safetensors file with
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID, check_checkpoint_id
+from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.object_format import encode_header, parse_header
@@ -38,12 +34,10 @@ _HEADER_RESERVE: Final = 1024
 GONE: Final = 0
 INLINE: Final = 1
 STORED: Final = 2
-_MAGIC: Final = b"MLFDDIX3"
-_PREFIX: Final = struct.Struct("<8sI")
-# Length of the key, flags, kind of the value, writer, part, checkpoint, offset and length of the value.
-_RECORD: Final = struct.Struct("<IBBxxIIQQQ")
-_PERSISTENT: Final = 1
-_BROADCAST: Final = 2
+_FORMAT: Final = 4
+_BEGIN: Final = b'{"format":%d,' % _FORMAT
+_to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+_ROW_BYTES: Final = 80  # of an entry beside its key, about
 LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many changes, there is a full one
 
 
@@ -176,7 +170,7 @@ def gone(key: bytes, own: PartRef) -> IndexEntry:
 
 def index_bytes(entry: Entry) -> int:
     """About what an entry takes in an index and the segment beside it."""
-    return _RECORD.size + len(entry.key) + (entry.value.nbytes if isinstance(entry.value, InlineValue) else 0)
+    return _ROW_BYTES + len(entry.key) + (entry.value.nbytes if isinstance(entry.value, InlineValue) else 0)
 
 
 def fold(indices: Iterable[Index]) -> list[IndexEntry]:
@@ -197,77 +191,44 @@ def fold(indices: Iterable[Index]) -> list[IndexEntry]:
 
 
 def encode_index(index: Index) -> bytes:
-    """The index as bytes. Raises `InvalidArgumentError`: it is too large: a key of 4 GiB, or more entries than 4 bytes
-    count."""
-    parts: dict[PartRef, int] = {}
-    writers: dict[str, int] = {}
-    records = bytearray()
-    pack = _RECORD.pack
-    try:
-        for entry in index.entries:
-            records += pack(
-                len(entry.key),
-                entry.persistent * _PERSISTENT | entry.broadcast * _BROADCAST,
-                entry.kind,
-                writers.setdefault(entry.writer, len(writers)),
-                parts.setdefault(entry.part, len(parts)) if entry.kind == STORED else 0,
-                entry.checkpoint_id,
-                entry.offset,
-                entry.length,
-            )
-    except struct.error as error:
-        raise InvalidArgumentError(f"this cannot be in an index: {error}", argument="entries") from error
-    keys = b"".join([entry.key for entry in index.entries])
+    """The index as bytes."""
     head = {
+        "format": _FORMAT,
         "checkpoint": index.own.step,
         "manager": index.manager,
         "managers": index.managers,
         "chain": index.chain,
-        "parts": list(parts),
-        "writers": list(writers),
-        "entries": len(index.entries),
-        "keys": len(keys),
     }
-    text = json.dumps(head, separators=(",", ":")).encode("ascii")
-    return b"".join((_PREFIX.pack(_MAGIC, len(text)), text, records, keys))
+    rows = [
+        (entry.key.decode("latin-1"), *entry[1:6], entry.part if entry.kind == STORED else None, *entry[7:])
+        for entry in index.entries
+    ]
+    return "\n".join(map(_to_json, (head, *rows))).encode("ascii")
 
 
 def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
     """What `encode_index` made `data` from. ``own``: the part that it is in. ``manager``, ``managers``: whose it must
     be, of how many. Raises `DamagedError`: it is no index, or another one's."""
     try:
-        if bytes(data[: len(_MAGIC)]) != _MAGIC:
+        if bytes(data[: len(_BEGIN)]) != _BEGIN:
             raise ValueError("it was written by another version, or is none")
-        _, length = _PREFIX.unpack_from(data)
-        begin = _PREFIX.size + length
-        head = json.loads(bytes(data[_PREFIX.size : begin]).decode("ascii"))
+        head, *rows = map(json.loads, bytes(data).split(b"\n"))
         if (head["checkpoint"], head["manager"], head["managers"]) != (own.step, manager, managers):
             raise ValueError("it is of another part")
         chain = tuple(part_ref(*each) for each in head["chain"])
-        keys_at = begin + _RECORD.size * head["entries"]
-        if len(chain) > LONGEST_CHAIN or keys_at + head["keys"] != data.nbytes:
-            raise ValueError("it is longer or shorter than it says")
-        parts, writers = [part_ref(*each) for each in head["parts"]], list(map(str, head["writers"]))
-        entries = _decode_entries(data[begin:keys_at], bytes(data[keys_at:]), own, parts, writers)
-    except (ValueError, TypeError, KeyError, IndexError, struct.error, RecursionError, FlashpointError) as error:
+        if len(chain) > LONGEST_CHAIN:
+            raise ValueError("the chain is too long")
+        entries = [_entry_of(row, own) for row in rows]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, FlashpointError) as error:
         raise DamagedError(f"the index is not valid: {error}", path=path) from error
     return Index(own, manager, managers, chain, entries)
 
 
-def _decode_entries(
-    records: memoryview, keys: bytes, own: PartRef, parts: Sequence[PartRef], writers: Sequence[str]
-) -> list[IndexEntry]:
-    entries = []
-    at = 0
-    for key_length, flags, kind, writer, part, checkpoint_id, offset, length in _RECORD.iter_unpack(records):
-        if flags > _PERSISTENT | _BROADCAST or kind > STORED or checkpoint_id > MAX_CHECKPOINT_ID:
-            raise ValueError("an entry with unknown flags, of no kind, or of no checkpoint")
-        key, at = keys[at : at + key_length], at + key_length
-        persistent, broadcast = bool(flags & _PERSISTENT), bool(flags & _BROADCAST)
-        its = parts[part] if kind == STORED else own
-        entries.append(
-            IndexEntry(key, checkpoint_id, writers[writer], persistent, broadcast, kind, its, offset, length)
-        )
-    if at != len(keys):
-        raise ValueError("the keys are not as long as the entries say")
-    return entries
+def _entry_of(row: Sequence[Any], own: PartRef) -> IndexEntry:
+    key, checkpoint_id, writer, persistent, broadcast, kind, part, offset, length = row
+    check_checkpoint_id(checkpoint_id)
+    types = tuple(map(type, (writer, persistent, broadcast, kind, offset, length)))
+    if types != (str, bool, bool, int, int, int) or min(offset, length) < 0 or not GONE <= kind <= STORED:
+        raise ValueError("an entry that is none")
+    its = part_ref(*part) if kind == STORED else own
+    return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, persistent, broadcast, kind, its, offset, length)

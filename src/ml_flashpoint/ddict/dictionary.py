@@ -60,20 +60,24 @@ class ManagerStats:
     persist_error: str | None
 
 
-def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> list[ManagerStats]:
+def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any], options: Options) -> list[ManagerStats]:
     """What all managers, by number, and the coordinator have told."""
     found = []
-    for told in answers:
+    for number, told in enumerate(answers):
         its = dict(told)
         holders, place, copies = its.pop("holders"), its.pop("place"), set(its.pop("copies"))
+        its["sealed"] = tuple(its["sealed"])
         found.append(
             ManagerStats(
-                **{**its, "sealed": tuple(its["sealed"])},
+                manager=number,
+                node=options.nodes[number],
+                limit_bytes=options.limit_bytes,
                 copies=tuple(each for each in holders if each in copies),
                 missing_copies=tuple(each for each in holders if each not in copies),
                 copies_on_same_node=tuple(each for each in holders if answers[each]["place"] == place),
                 persisted=state["persisted"],
                 persist_error=state["persist_error"],
+                **its,
             )
         )
     return found
@@ -292,7 +296,7 @@ class DDict(Mapped):
         deadline = self._handle.deadline()
         call = self._access.client.links.call
         answers = [call(each, "stats", {}, deadline=deadline).fields for each in range(self._configuration.managers)]
-        return stats_of(answers, self._access.ask_main("state", deadline=deadline))
+        return stats_of(answers, self._access.ask_main("state", deadline=deadline), self._configuration.options)
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""

@@ -16,6 +16,7 @@ from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.client import mapping as mapped
 from ml_flashpoint.ddict.client.access import Found
 from ml_flashpoint.ddict.dictionary import stats_of
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictError,
@@ -181,15 +182,12 @@ def test_stats_say_how_the_copies_are(make: Make) -> None:
 
 def test_stats_tell_of_copies_that_share_a_node() -> None:
     told = {
-        **dict.fromkeys(("node", "keys", "used_bytes", "limit_bytes", "oldest"), 0),
+        **dict.fromkeys(("keys", "used_bytes", "oldest"), 0),
         **{"sealed": [3], "frozen": False},
     }
     places = ["a", "b", "b"]
-    answers = [
-        {**told, "manager": n, "place": place, "holders": [(n + 1) % 3], "copies": [1, 2]}
-        for n, place in enumerate(places)
-    ]
-    found = stats_of(answers, {"persisted": 2, "persist_error": None})
+    answers = [{**told, "place": place, "holders": [(n + 1) % 3], "copies": [1, 2]} for n, place in enumerate(places)]
+    found = stats_of(answers, {"persisted": 2, "persist_error": None}, Options(1, 3))
     assert [each.copies_on_same_node for each in found] == [(), (2,), ()]
     assert [each.missing_copies for each in found] == [(), (), (0,)]
     assert found[0].persisted == 2

@@ -56,15 +56,16 @@ class AllManagers:
     def _threads(self, name: str) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
 
-    def ask(self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S) -> list[dict[str, Any]]:
-        """Their answers, or the first error once all have answered, or that of asking."""
-        return _answers(self.ask_some(range(self._count), operation, lambda _: dict(fields), timeout_s))
-
-    def ask_at_length(self, operation: str, fields: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        """The same for what takes long, with threads of its own: commits must not wait for one."""
-        with self._threads(operation) as pool:
-            within_s = max(0.05, timeout_s)
-            return _answers(self.ask_some(range(self._count), operation, lambda _: dict(fields), within_s, pool))
+    def ask(
+        self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S, *, apart: bool = False
+    ) -> list[dict[str, Any]]:
+        """Their answers, or the first error once all have answered, or that of asking. ``apart``: see `ask_some`."""
+        answers = []
+        for _, answer in self.ask_some(range(self._count), operation, lambda _: dict(fields), timeout_s, apart=apart):
+            if isinstance(answer, FlashpointError):
+                raise answer
+            answers.append(answer)
+        return answers
 
     def ask_some(
         self,
@@ -72,20 +73,23 @@ class AllManagers:
         operation: str,
         fields: Callable[[int], dict[str, Any]],
         timeout_s: float,
-        pool: ThreadPoolExecutor | None = None,
+        *,
+        apart: bool = False,
     ) -> Found:
-        """The answers and errors of these, each with fields of its own; with a pool, not for commits."""
-        call, pool = (self._call_and_note, self._pool) if pool is None else (self._call, pool)
-        try:
-            asked = [(each, pool.submit(call, each, operation, fields(each), timeout_s)) for each in managers]
-        except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
-            raise FlashpointError(f"managers cannot be asked to {operation}: {error}") from error
+        """The answers and errors of these, each with fields of its own. ``apart``: with threads of its own, as it takes
+        long, and commits must not wait for it."""
+        call, left = (self._call if apart else self._call_and_note), max(0.05, timeout_s)
         found: Found = []
-        for manager, answer in asked:
+        with self._threads(operation) if apart else contextlib.nullcontext(self._pool) as pool:
             try:
-                found.append((manager, answer.result()))
-            except FlashpointError as error:
-                found.append((manager, error))
+                asked = [(each, pool.submit(call, each, operation, fields(each), left)) for each in managers]
+            except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
+                raise FlashpointError(f"managers cannot be asked to {operation}: {error}") from error
+            for manager, answer in asked:
+                try:
+                    found.append((manager, answer.result()))
+                except FlashpointError as error:
+                    found.append((manager, error))
         return found
 
     def _call_and_note(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -98,13 +102,6 @@ class AllManagers:
     def close(self) -> None:
         """Ask nothing more. Does not wait."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _answers(found: Found) -> list[dict[str, Any]]:
-    for _, answer in found:
-        if isinstance(answer, FlashpointError):
-            raise answer
-    return [answer for _, answer in found if not isinstance(answer, FlashpointError)]
 
 
 class Committer:
@@ -369,7 +366,7 @@ class Committer:
             return self._persisting.state()
 
     def _write_parts(self, checkpoint_id: int) -> list[str]:
-        written = self._managers.ask_at_length("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s())
+        written = self._managers.ask("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s(), apart=True)
         return [str(answer["receipt"]) for answer in written]
 
     @contextlib.contextmanager

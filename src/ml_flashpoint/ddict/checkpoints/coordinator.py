@@ -117,7 +117,7 @@ class Coordinator(Committer):
             ):
                 self._wait_for(epoch, handle, deadline, self._committed + 1)
         if self._rules.wait_for_keys and position > self._writers.newest:
-            self._managers.ask_at_length("complete", {"checkpoint_id": retires}, max(0.05, deadline - time.monotonic()))
+            self._managers.ask("complete", {"checkpoint_id": retires}, deadline - time.monotonic(), apart=True)
 
     def _wait(self, epoch: int, handle: str, deadline: float, checkpoint_id: int, why: str) -> None:
         left = deadline - time.monotonic()
@@ -177,7 +177,7 @@ class Coordinator(Committer):
             self._changed.notify_all()
         if to >= taken:
             fields = {"w": handle, "to": to, "n": numbered, "dead": False}
-            self._managers.ask_at_length("discard", fields, max(0.05, deadline - time.monotonic()))
+            self._managers.ask("discard", fields, deadline - time.monotonic(), apart=True)
         self._await_open(deadline)
         with contextlib.suppress(FlashpointError):  # whoever persists next tries again
             self._persisting.remove_rolled_back()
@@ -371,8 +371,9 @@ class Coordinator(Committer):
         with self._no_commits(deadline):
             self._persisting.await_idle(deadline)
             try:
-                left = max(0.1, deadline - time.monotonic())
-                self._managers.ask_at_length("restore_prepare", {"checkpoint": checkpoint}, left)
+                self._managers.ask(
+                    "restore_prepare", {"checkpoint": checkpoint}, deadline - time.monotonic(), apart=True
+                )
                 begin_run()
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):

@@ -60,6 +60,10 @@ class Snapshots:
         incarnation: of this manager process, letters and digits.
         host: address to serve peers on, and the one told to them.
 
+    Attributes:
+        holders: managers that are to have copies of all this.
+        held: managers that this one holds copies of.
+
     Raises:
         InvalidArgumentError: an argument is out of range.
     """
@@ -85,13 +89,13 @@ class Snapshots:
         self._values = values
         self._tell_holder = tell_holder
         snapshot_ref(_FIRST_STAMP, incarnation, 0)  # refuses what cannot be in a name
-        self._holders = tuple(holders[manager])
-        self._held = tuple(owner for owner, its in enumerate(holders) if manager in its)
+        self.holders = tuple(holders[manager])
+        self.held = tuple(owner for owner, its in enumerate(holders) if manager in its)
         self._peers = Peers(secret, nodes, peer_address)
-        self._copies = Copies(store, self._holders, self._peers)
+        self._copies = Copies(store, self.holders, self._peers)
         self._service: TransferService | None = None
-        if self._holders or self._held:
-            backend = HolderBackend(store, self._held, self._managers)
+        if self.holders or self.held:
+            backend = HolderBackend(store, self.held, self._managers)
             self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
         self._started = False
         # Taken in this order. Network is only waited for with the first, and users are called without the last.
@@ -121,11 +125,6 @@ class Snapshots:
     def address(self) -> Address | None:
         """Where peers reach :meth:`start`'s service; None if there is none."""
         return self._service.address if self._service is not None and self._started else None
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Managers that this one holds copies of."""
-        return self._held
 
     def close(self) -> None:
         """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""
@@ -221,13 +220,8 @@ class Snapshots:
         with self._lock:
             return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
-    @property
-    def holders(self) -> tuple[int, ...]:
-        """Managers that are to have copies of all this."""
-        return self._holders
-
     def copied_to(self) -> list[int]:
-        """Those of them that are known to have verified copies of every snapshot here."""
+        """Those of `holders` that are known to have verified copies of every snapshot here."""
         with self._lock:
             attempts = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
         return self._copies.held_by(attempts)
@@ -241,8 +235,6 @@ class Snapshots:
         A holder that cannot be told now is told the next time.
         """
         wanted = set(checkpoint_ids)
-        for checkpoint_id in wanted:
-            check_checkpoint_id(checkpoint_id)
         newest = max(wanted, default=0)
         self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
 
@@ -261,7 +253,7 @@ class Snapshots:
             keep = self._sweep()
             # Whatever is sealed from now on has a later stamp, and no holder will drop it for this message.
             before = self._next_stamp()
-        for holder in self._holders:
+        for holder in self.holders:
             try:
                 self._tell_holder(holder, keep, before)
             except FlashpointError as error:
@@ -273,22 +265,17 @@ class Snapshots:
             needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
         mine = [part for part in self._store.held() if part.rank == self._manager]
         dropped = [part for part in mine if part.save_id not in needed and not self._values.is_needed(part.save_id)]
-        for part in dropped:
-            self._store.drop(part)
+        self._drop(dropped)
         gone = {part.save_id for part in dropped}
         keep = [part.save_id for part in mine if part.save_id not in gone]
         self._copies.forget(gone)
-        self._trim(dropped)
         return keep
-
-    def _trim(self, dropped: Sequence[HeldPart]) -> None:
-        self._store.arenas.trim(max(_SPARE_ARENAS, 2 * len(dropped)))
 
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
         """On the holder's side of `TellHolder`: drop what this manager holds of another one. ``keep``: attempts that it
         still needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
         `InvalidArgumentError`: this is no message of one whose copies are here."""
-        if of not in self._held or not is_stamp(before):
+        if of not in self.held or not is_stamp(before):
             raise InvalidArgumentError("nothing is held of this one, or that is no stamp", argument="of", value=of)
         dropped = [
             part
@@ -298,9 +285,12 @@ class Snapshots:
             and part.save_id not in keep
             and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
         ]
-        for part in dropped:
+        self._drop(dropped)
+
+    def _drop(self, parts: Sequence[HeldPart]) -> None:
+        for part in parts:
             self._store.drop(part)
-        self._trim(dropped)
+        self._store.arenas.trim(max(_SPARE_ARENAS, 2 * len(parts)))
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
@@ -314,7 +304,7 @@ class Snapshots:
             Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
         """
         with self._building:
-            recoverer = Recoverer(self._store, self._values, self._holders, self._peers, self._closed.is_set)
+            recoverer = Recoverer(self._store, self._values, self.holders, self._peers, self._closed.is_set)
             with collection_paused():
                 recoverer.recover(snapshots)
             with self._lock:

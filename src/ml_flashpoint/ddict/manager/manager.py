@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,9 +82,8 @@ class Manager:
         self.links = Links(locator(configuration), configuration.secret)
         self.run = PersistedRun(configuration)
         self.epoch = 0  # guarded by the lock, like the shard: requests of another one are refused
-        self.dead: dict[str, None] = {}
-        """Handles whose process was killed: what of them is on its way still comes too late."""
-        self._discarded: dict[str, int] = {}
+        # Of handles, the last that was told, and whether their process was killed.
+        self._discarded: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         self._begun = threading.Lock()
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
         self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
@@ -173,8 +173,7 @@ class Manager:
         self.store.close()
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Wait until this manager has begun, and has what it is to have. Raises `DDictManagerLostError`: not in time;
-        or that is lost."""
+        """Wait until this manager has what it is to have. Raises `DDictManagerLostError`: not in time, or it is lost."""
         if not self._ready.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
         if self._lost is not None:
@@ -221,11 +220,8 @@ class Manager:
         """What `ManagerStats` is made of."""
         with self.changed:
             return {
-                "manager": self.number,
-                "node": self.rules.nodes[self.number],
                 "keys": len(self.shard),
                 "used_bytes": self.used_bytes,
-                "limit_bytes": self.rules.limit_bytes,
                 "oldest": self.shard.oldest,
                 "sealed": sorted(self.snapshots.sealed()),
                 "frozen": self.frozen,
@@ -354,7 +350,7 @@ class Manager:
             return {"incarnation": self.incarnation}
 
     def _take_up(self, base: int, restored: PersistedCheckpoint) -> None:
-        self._keep(base, self.parts.take(restored), but=lambda each: False)  # what was here is no more
+        self._kept = {base: self.parts.take(restored)}  # what was here is no more
         if self.rules.replicated:
             self.snapshots.forget_after(-1)
 
@@ -383,16 +379,19 @@ class Manager:
         """Discard what a handle wrote above a checkpoint. ``number``: higher in later requests, which may overtake
         earlier ones. ``dead``: whatever comes of that handle yet is refused."""
         with self.changed:
-            if number <= self._discarded.get(handle, 0):
+            if number <= self._discarded.get(handle, (0, False))[0]:
                 return
-            _remember(self._discarded, handle, number)
-            if dead:
-                _remember(self.dead, handle, None)
-            else:
-                self.dead.pop(handle, None)
+            self._discarded[handle] = number, dead
+            self._discarded.move_to_end(handle)
+            while len(self._discarded) > _MOST_GONE:
+                self._discarded.popitem(last=False)
             self.shard.rollback(handle, max(to, self.shard.final))
             if self.waiting:
                 self.changed.notify_all()
+
+    def is_dead(self, handle: str) -> bool:
+        """Whether a handle's process was killed, so that what of it is on its way still comes too late."""
+        return self._discarded.get(handle, (0, False))[1]
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
@@ -407,7 +406,8 @@ class Manager:
         committed one was called off."""
         self._check(epoch)
         with self.changed:
-            self._keep(checkpoint_id, list(self.shard.entries(checkpoint_id)), but=lambda each: each <= committed)
+            self._retain(lambda each: each <= committed)
+            self._kept[checkpoint_id] = list(self.shard.entries(checkpoint_id))
         if self.rules.replicated and any(
             each > committed and each != checkpoint_id for each in self.snapshots.sealed()
         ):
@@ -444,18 +444,6 @@ class Manager:
             raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
         return entries
 
-    def _keep(self, checkpoint_id: int, entries: list[Entry], *, but: Callable[[int], bool]) -> None:
-        with self.changed:
-            self._retain(but)
-            self._kept[checkpoint_id] = entries
-
     def _retain(self, is_wanted: Callable[[int], bool]) -> None:
         with self.changed:
             self._kept = {each: entries for each, entries in self._kept.items() if is_wanted(each)}
-
-
-def _remember(known: dict[str, Any], handle: str, what: Any) -> None:
-    known.pop(handle, None)
-    known[handle] = what
-    while len(known) > _MOST_GONE:
-        del known[next(iter(known))]

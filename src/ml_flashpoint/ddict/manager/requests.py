@@ -289,7 +289,7 @@ def _key(blobs: list[bytes]) -> bytes:
 
 def _check_writable(manager: Manager, fields: Fields) -> None:
     manager.check_epoch(fields.get("e"))
-    if fields.get("w") in manager.dead:
+    if manager.is_dead(text(fields, "w")):
         raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
     if manager.frozen:
         raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")

@@ -109,14 +109,8 @@ class Shard:
         """Entries of all keys that there are at ``checkpoint_id``."""
         self.check_readable(checkpoint_id)
         for history in self._history.values():
-            if history[-1].checkpoint_id <= checkpoint_id:
-                entry = history[-1]
-            else:
-                place = bisect_right(history, checkpoint_id, key=_id_of)
-                if not place:
-                    continue
-                entry = history[place - 1]
-            if entry.value is not None:
+            entry = _seen_from(history, checkpoint_id)
+            if entry is not None and entry.value is not None:
                 yield entry
 
     def __len__(self) -> int:
@@ -125,12 +119,7 @@ class Shard:
 
     def _visible(self, key: bytes, checkpoint_id: int) -> Entry | None:
         history = self._history.get(key)
-        if history is None:
-            return None
-        if history[-1].checkpoint_id <= checkpoint_id:
-            return history[-1]
-        place = bisect_right(history, checkpoint_id, key=_id_of)
-        return history[place - 1] if place else None
+        return None if history is None else _seen_from(history, checkpoint_id)
 
     def check_readable(self, checkpoint_id: int) -> None:
         """Raise if a checkpoint can be neither read nor written. Raises `DDictCheckpointRetiredError`: it has left the
@@ -271,6 +260,13 @@ class Shard:
 
     def _release(self, entry: Entry) -> None:
         self.used_bytes -= _bytes_of(entry)
+
+
+def _seen_from(history: list[Entry], checkpoint_id: int) -> Entry | None:
+    if history[-1].checkpoint_id <= checkpoint_id:  # nearly always
+        return history[-1]
+    place = bisect_right(history, checkpoint_id, key=_id_of)
+    return history[place - 1] if place else None
 
 
 def _bytes_of(entry: Entry) -> int:

@@ -7,6 +7,7 @@ checkpoint, is up to the dictionary's coordinator and managers.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -85,12 +86,7 @@ class PersistedCheckpoint:
 
     def to_fields(self) -> dict[str, Any]:
         """Returns it as plain JSON."""
-        return {
-            "checkpoint_id": self.checkpoint_id,
-            "run": self.run,
-            "managers": self.managers,
-            "parts": list(self.parts),
-        }
+        return {**dataclasses.asdict(self), "parts": list(self.parts)}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> PersistedCheckpoint:
@@ -101,10 +97,9 @@ class PersistedCheckpoint:
         """
         try:
             parts = fields["parts"]
-            checkpoint_id, run, managers = fields["checkpoint_id"], fields["run"], fields["managers"]
+            return cls(**{**fields, "parts": tuple(parts) if isinstance(parts, list) else parts})
         except (KeyError, TypeError) as error:
             raise InvalidArgumentError("no persisted checkpoint", argument="fields", value=fields) from error
-        return cls(checkpoint_id, run, managers, tuple(parts) if isinstance(parts, list) else parts)
 
 
 def check_checkpoint_id(checkpoint_id: object, argument: str = "checkpoint_id") -> int:

@@ -86,6 +86,9 @@ class StoredCheckpointPersister(CheckpointPersister):
             name share, one at a time.
         managers: see `CheckpointPersister`.
 
+    Attributes:
+        home: the folder of this name, in the store.
+
     Raises:
         InvalidArgumentError: `name` cannot be the name of a folder.
     """
@@ -93,7 +96,7 @@ class StoredCheckpointPersister(CheckpointPersister):
     def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
         super().__init__(persist_path, name=name, managers=managers)
         try:
-            self._home = validate_segment(name or _UNNAMED)
+            self.home = validate_segment(name or _UNNAMED)
         except InvalidNameError as error:
             raise InvalidArgumentError(f"{error.message}, to be persisted", argument="name", value=name) from error
         if name.startswith("."):
@@ -108,11 +111,6 @@ class StoredCheckpointPersister(CheckpointPersister):
     @abstractmethod
     def open_store(self) -> DurableStore:
         """Returns the store; called once, when it is first needed."""
-
-    @property
-    def home(self) -> str:
-        """The folder of this name, in the store."""
-        return self._home
 
     @property
     def store(self) -> DurableStore:
@@ -153,7 +151,7 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _take_lock(self) -> None:
         if self._held is None:
             try:
-                self._held = self.store.lock(f"{self._home}/{_LOCK}", knobs.lock_deadline_s())
+                self._held = self.store.lock(f"{self.home}/{_LOCK}", knobs.lock_deadline_s())
             except JobInUseError as error:
                 raise JobInUseError(
                     f"another live dictionary persists under the name {self.name!r} here",
@@ -167,14 +165,14 @@ class StoredCheckpointPersister(CheckpointPersister):
         return self._run
 
     def _folder(self, run: str, checkpoint_id: int | None = None) -> str:
-        folder = f"{self._home}/{RUN_PREFIX}{run}"
+        folder = f"{self.home}/{RUN_PREFIX}{run}"
         if checkpoint_id is None:
             return folder
         return f"{folder}/{CheckpointContainerId.format_version_container(checkpoint_id)}"
 
     def _run_ids(self) -> list[str]:
         found = []
-        for name in self.store.list(self._home):
+        for name in self.store.list(self.home):
             if name.startswith(RUN_PREFIX):
                 try:
                     found.append(check_run_id(name[len(RUN_PREFIX) :]))
@@ -272,7 +270,7 @@ class StoredCheckpointPersister(CheckpointPersister):
             raise DDictPersistError(
                 f"there is no such persisted checkpoint; there are: {there}",
                 checkpoint_id=checkpoint_id,
-                path=self.store.path_of(self._home),
+                path=self.store.path_of(self.home),
             )
         return found[checkpoint_id]
 

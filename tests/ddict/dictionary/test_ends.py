@@ -16,13 +16,13 @@ from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.client import mapping as mapped
 from ml_flashpoint.ddict.client.access import Found
 from ml_flashpoint.ddict.dictionary import stats_of
-from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictError,
     DDictManagerLostError,
     DDictTimeoutError,
 )
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.format.errors import JobInUseError
 from tests.ddict.dictionary.support import BIG, Make, other
 from tests.support.dictionaries import (

@@ -102,17 +102,9 @@ class CoordinatorServer:
         session.name = name
         self.coordinator.attach(name, Session(session, session.peer.text, session.peer.is_gone))
 
-    def watch(self, epoch: int, seconds: int, is_gone: Callable[[], bool]) -> Fields:
-        """Answer when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other."""
-        return {"epoch": self.coordinator.await_epoch(epoch, time.monotonic() + seconds, is_gone)}
-
     def state(self) -> Fields:
         """Where the dictionary is."""
         return {**self.coordinator.state(), **self.coordinator.persisting_state(), "frozen": self.frozen}
-
-    def sealed(self, manager: int) -> Fields:
-        """What a manager has sealed, for the one that comes after it."""
-        return {"sealed": self.coordinator.sealed_by(manager)}
 
     def freeze(self, frozen: bool, deadline: float) -> None:
         """Have all managers refuse writes, or take them again."""
@@ -120,14 +112,10 @@ class CoordinatorServer:
         for manager in range(self.configuration.managers):
             self.links.call(manager, "freeze", {"frozen": frozen}, deadline=deadline)
 
-    def persist_newest(self, timeout_s: float, is_gone: Callable[[], bool]) -> Fields:
+    def persist_newest(self, timeout_s: float, is_gone: Callable[[], bool]) -> int:
         """See `Coordinator.persist_newest`."""
         _ = self.run.persister  # refuses, if there is none
-        return {"checkpoint_id": self.coordinator.persist_newest(timeout_s, is_gone)}
-
-    def persisted_ids(self) -> Fields:
-        """What can be restored."""
-        return {"ids": self.run.ids()}
+        return self.coordinator.persist_newest(timeout_s, is_gone)
 
     def restore(self, checkpoint_id: int, handle: str, deadline: float) -> Fields:
         """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
@@ -151,11 +139,12 @@ _OPERATIONS: dict[str, Callable[[CoordinatorServer, _Session, Fields], Fields]] 
     "leave": asking("coordinator.leave", "handle", "need", "epoch"),
     "move": asking("coordinator.move", "handle", "session_id", "position", "epoch", "timeout_s", "onwards"),
     "newest": asking("coordinator.newest", "epoch", "timeout_s", "is_gone"),
-    "persist_newest": asking("persist_newest", "timeout_s", "is_gone"),
-    "persisted_ids": asking("persisted_ids"),
+    "persist_newest": asking("persist_newest", "timeout_s", "is_gone", gives="checkpoint_id"),
+    "persisted_ids": asking("run.ids", gives="ids"),
     "restore": asking("restore", "checkpoint_id", "handle", "deadline"),
     "returned": asking("coordinator.returned", "manager", "incarnation"),
-    "sealed": asking("sealed", "manager"),
+    "sealed": asking("coordinator.sealed_by", "manager", gives="sealed"),
     "state": asking("state"),
-    "watch": asking("watch", "epoch", "seconds", "is_gone"),
+    # Answered when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other.
+    "watch": asking("coordinator.await_epoch", "epoch", "until", "is_gone", gives="epoch"),
 }

@@ -173,7 +173,7 @@ class Manager:
         self.store.close()
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Wait until this manager has what it is to have. Raises `DDictManagerLostError`: not in time, or it is lost."""
+        """Wait until this manager has what it is to have. Raises `DDictManagerLostError`: it has not, or never will."""
         if not self._ready.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
         if self._lost is not None:
@@ -413,12 +413,12 @@ class Manager:
         ):
             self.snapshots.forget_after(committed)
 
-    def seal(self, epoch: int, checkpoint_id: int, deadline: float) -> Fields:
-        """Have verified copies of a prepared checkpoint; tells the name of the snapshot's part. Raises
+    def seal(self, epoch: int, checkpoint_id: int, deadline: float) -> str:
+        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part. Raises
         `FlashpointError`: not now."""
         self._check(epoch)
         entries = self._prepared(checkpoint_id)
-        return {"attempt": self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt}
+        return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
 
     def settle(self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""
@@ -432,11 +432,11 @@ class Manager:
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
-    def persist(self, checkpoint_id: int) -> Fields:
-        """Write this manager's part of a prepared checkpoint; tells the receipt."""
+    def persist(self, checkpoint_id: int) -> str:
+        """Write this manager's part of a prepared checkpoint; returns the receipt."""
         entries = self._prepared(checkpoint_id)
         index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
-        return {"receipt": self.run.persister.write_part(checkpoint_id, self.number, index, items)}
+        return self.run.persister.write_part(checkpoint_id, self.number, index, items)
 
     def _prepared(self, checkpoint_id: int) -> list[Entry]:
         entries = self._kept.get(checkpoint_id)

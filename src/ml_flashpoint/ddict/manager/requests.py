@@ -289,7 +289,7 @@ def _key(blobs: list[bytes]) -> bytes:
 
 def _check_writable(manager: Manager, fields: Fields) -> None:
     manager.check_epoch(fields.get("e"))
-    if manager.is_dead(text(fields, "w")):
+    if manager.is_dead(str(fields.get("w"))):
         raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
     if manager.frozen:
         raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")
@@ -345,21 +345,23 @@ _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
     ),
     "run": lambda session, fields: text(fields, "run"),
     "sealed": lambda session, fields: [part_ref(*each) for each in list_of(fields, "sealed")],
-    "seconds": lambda session, fields: integer(fields, "s"),
     "session": lambda session, fields: session,
     "session_id": lambda session, fields: text(fields, "session"),
     "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
     "timeout_s": lambda session, fields: left_of(fields),
     "to": lambda session, fields: integer(fields, "to", -1),
+    "until": lambda session, fields: time.monotonic() + integer(fields, "s"),
 }
 
 
-def asking(method: str, *names: str) -> Callable[[Any, Any, Fields], Fields]:
-    """A request that a method of whoever is asked answers, given these arguments, in order."""
+def asking(method: str, *names: str, gives: str | None = None) -> Callable[[Any, Any, Fields], Fields]:
+    """A request that a method of whoever is asked answers, given these arguments, in order. ``gives``: the field that
+    what it returns is told in; None: it returns all fields, or nothing."""
     find, parse = attrgetter(method), [_ARGUMENTS[name] for name in names]
 
     def ask(asked: Any, session: Any, fields: Fields) -> Fields:
-        return find(asked)(*(each(session, fields) for each in parse)) or {}
+        found = find(asked)(*(each(session, fields) for each in parse))
+        return (found or {}) if gives is None else {gives: found}
 
     return ask
 
@@ -371,12 +373,12 @@ _TOLD = {
     "drop_copies": asking("snapshots.drop_copies", "of", "copies", "before"),
     "freeze": asking("freeze", "frozen"),
     "hello": asking("hello"),
-    "persist": asking("persist", "checkpoint_id"),
+    "persist": asking("persist", "checkpoint_id", gives="receipt"),
     "prepare": asking("prepare", "epoch", "checkpoint_id", "committed"),
     "replicate": asking("replicate_later"),
     "restore_abort": asking("parts.abort"),
     "restore_prepare": asking("parts.prepare", "checkpoint"),
-    "seal": asking("seal", "epoch", "checkpoint_id", "deadline"),
+    "seal": asking("seal", "epoch", "checkpoint_id", "deadline", gives="attempt"),
     "settle": asking("settle", "epoch", "oldest", "keep", "pinned", "committed"),
     "stats": asking("stats"),
 }

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
@@ -21,6 +22,17 @@ from ml_flashpoint.format.errors import FlashpointError
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+
+
+@dataclass(eq=False, slots=True)
+class _Wanted:
+    """A checkpoint that is to be persisted."""
+
+    checkpoint_id: int
+    due: bool  # tried again where that fails, until it works or a later one was tried
+    failed: bool = False  # and waits for that
+    pause_s: float = 0.0
+    again_at: float = 0.0
 
 
 class Persisting:
@@ -45,10 +57,7 @@ class Persisting:
         self._write = write
         self._complete = complete
         self._remove_above = remove_above
-        self._waiting: list[int] = []
-        self._due: set[int] = set()  # those that are tried again when that fails
-        self._failed: int | None = None  # the one that waits for that
-        self._retry_at = self._retry_s = 0.0
+        self._waiting: list[_Wanted] = []
         self._current = -1
         self._called_off = False  # the current one was rolled back
         self._done: set[int] = set()
@@ -63,17 +72,16 @@ class Persisting:
     @property
     def waiting(self) -> Sequence[int]:
         """Checkpoints that managers must keep until they are persisted. With the lock held."""
-        return list(self._waiting)
+        return [each.checkpoint_id for each in self._waiting]
 
     def add(self, checkpoint_id: int, *, due: bool = False) -> None:
         """Have a committed checkpoint persisted, unless it is. With the lock held. ``due``: if it fails, try again
         until that works, or the next one is due."""
-        if checkpoint_id == self._failed:
-            self._failed = None  # somebody waits
-        elif checkpoint_id not in self._done and checkpoint_id not in self._waiting:
-            self._waiting.append(checkpoint_id)
-        if due:
-            self._due.add(checkpoint_id)
+        found = next((each for each in self._waiting if each.checkpoint_id == checkpoint_id), None)
+        if found is not None:
+            found.due, found.failed, found.pause_s = found.due or due, False, 0.0  # at once: somebody waits
+        elif checkpoint_id not in self._done:
+            self._waiting.append(_Wanted(checkpoint_id, due))
         self._changed.notify_all()
 
     def state(self) -> dict[str, Any]:
@@ -85,8 +93,7 @@ class Persisting:
     def take_back(self, to: int) -> None:
         """Checkpoints above this one are committed no more. With the lock held."""
         self._done = {each for each in self._done if each <= to}
-        self._waiting = [each for each in self._waiting if each <= to]
-        self._give_up(lambda failed: failed > to)
+        self._waiting = [each for each in self._waiting if each.checkpoint_id <= to]
         self._called_off = self._called_off or self._current > to
         self._error = None
 
@@ -98,11 +105,6 @@ class Persisting:
         """This persisted checkpoint is held, and nothing else. With the lock held."""
         self._done = {checkpoint_id}
         self._rolled_back_above = None
-
-    def _give_up(self, wanted: Callable[[int], bool] = lambda failed: True) -> None:
-        if self._failed is not None and wanted(self._failed):
-            self._waiting = [each for each in self._waiting if each != self._failed]
-            self._failed = None
 
     # ---- without it ---------------------------------------------------------------------------------------
 
@@ -122,7 +124,9 @@ class Persisting:
         """Wait until a checkpoint that was added is persisted. Raises `DDictTimeoutError`: not in time;
         `FlashpointError`: it could not be persisted."""
         with self._changed:
-            self._await(lambda: checkpoint_id not in self._waiting or checkpoint_id == self._failed, deadline)
+            self._await(
+                lambda: all(each.failed for each in self._waiting if each.checkpoint_id == checkpoint_id), deadline
+            )
             if checkpoint_id not in self._done:
                 raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
 
@@ -131,7 +135,7 @@ class Persisting:
         time."""
 
         def is_idle() -> bool:
-            self._give_up()
+            self._waiting = [each for each in self._waiting if not each.failed]
             return not self._waiting and self._current < 0
 
         with self._changed:
@@ -153,42 +157,38 @@ class Persisting:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closing and (found := self._next()) is None:
-                    self._changed.wait(None if self._failed is None else max(0.0, self._retry_at - time.monotonic()))
-                if self._closing or found is None:
+                while not self._closing and (wanted := self._next()) is None:
+                    again_at = min((each.again_at for each in self._waiting), default=None)
+                    self._changed.wait(None if again_at is None else max(0.0, again_at - time.monotonic()))
+                if self._closing or wanted is None:
                     return
-                checkpoint_id = self._current = found
-                self._called_off = False
-            failure = self._try(checkpoint_id)
+                self._current, self._called_off = wanted.checkpoint_id, False
+            failure = self._try(wanted.checkpoint_id)
             with self._changed:
                 taken_back = self._called_off
-                # If it was rolled back, it may have been committed anew since, with other content, and wait here again.
                 if not taken_back:
                     self._current = -1
-                    self._note(checkpoint_id, failure)
+                    self._note(wanted, failure)
                 self._changed.notify_all()
             if taken_back:
-                self._remove(checkpoint_id)
+                self._remove(wanted.checkpoint_id)
             elif failure is not None:
-                _log.error("checkpoint %d was not persisted: %s", checkpoint_id, failure)
+                _log.error("checkpoint %d was not persisted: %s", wanted.checkpoint_id, failure)
 
-    def _next(self) -> int | None:
-        fresh = [each for each in self._waiting if each != self._failed]
-        return fresh[0] if fresh else self._failed if time.monotonic() >= self._retry_at else None
+    def _next(self) -> _Wanted | None:
+        now = time.monotonic()
+        return next((each for each in self._waiting if not each.failed or each.again_at <= now), None)
 
-    def _note(self, checkpoint_id: int, failure: FlashpointError | None) -> None:
+    def _note(self, wanted: _Wanted, failure: FlashpointError | None) -> None:
         self._error = failure
-        before, self._failed = self._failed, None
-        if before is not None and before != checkpoint_id:  # a later one takes its place
-            self._waiting.remove(before)
-        if failure is not None and checkpoint_id in self._due and checkpoint_id in self._waiting:
-            again = before == checkpoint_id
-            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S) if again else _FIRST_RETRY_S
-            self._failed, self._retry_at = checkpoint_id, time.monotonic() + self._retry_s
-            return
-        self._waiting = [each for each in self._waiting if each != checkpoint_id]
+        is_wanted = wanted in self._waiting  # nobody has given it up meanwhile
+        self._waiting = [each for each in self._waiting if each is not wanted and not each.failed]
         if failure is None:
-            self._done.add(checkpoint_id)
+            self._done.add(wanted.checkpoint_id)
+        elif wanted.due and is_wanted:
+            wanted.pause_s = min(2 * wanted.pause_s, _LONGEST_RETRY_S) or _FIRST_RETRY_S
+            wanted.failed, wanted.again_at = True, time.monotonic() + wanted.pause_s
+            self._waiting.append(wanted)  # after those that are new: one of them takes its place
 
     def _try(self, checkpoint_id: int) -> FlashpointError | None:
         try:

@@ -13,6 +13,7 @@ from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.errors import DDictTimeoutError
 from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.net.server import Peer
 
 DEADLINE_S = 20.0
 SHORT_S = 0.1
@@ -68,20 +69,23 @@ class Play:
 
     Attributes:
         epochs: of handles that have heard of one.
+        sessions: of the processes of handles.
     """
 
     def __init__(self, coordinator: Coordinator, managers: Managers) -> None:
         self.coordinator = coordinator
         self.managers = managers
         self.epochs: dict[str, int] = {}
+        self.sessions: dict[str, Session] = {}
 
     def attach(self, handle: str, *, is_gone: Callable[[], bool] = lambda: False) -> None:
         """The process of a handle has a connection."""
-        self.coordinator.attach(f"session of {handle}", Session(handle, f"process of {handle}", is_gone))
+        self.sessions[handle] = Session(Peer(f"process of {handle}", None, is_gone))
+        self.coordinator.attach(self.sessions[handle], f"session of {handle}")
 
     def kill(self, handle: str) -> None:
         """It has none any more."""
-        self.coordinator.session_ended(f"session of {handle}", handle)
+        self.coordinator.session_ended(self.sessions[handle])
 
     def join(self, handle: str, position: int = 0) -> dict[str, Any]:
         self.epochs.setdefault(handle, self.coordinator.epoch)

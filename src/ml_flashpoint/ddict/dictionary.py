@@ -318,16 +318,16 @@ class DDict(Mapped):
 
     def _clone(self, *, only: int | None) -> DDict:
         handle = self._handle
-        return _made(self._configuration, self.checkpoint_id, handle.epoch, read_only=handle.read_only, only=only)
+        return _made(self._configuration, self.checkpoint_id, handle.epoch, handle.read_only, only)
 
     def __copy__(self) -> DDict:
         return self._clone(only=self._access.only)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, self._described()
+        return _made, self._described()
 
     def _described(self) -> tuple[Any, ...]:
-        """What another handle like this one is made from, as plain JSON: see `_attach`."""
+        """What another handle like this one is made from, as plain JSON: see `_made`."""
         handle = self._handle
         at = (handle.checkpoint_id, handle.epoch)
         return self._configuration.to_json(), *at, handle.read_only, self._access.only
@@ -352,7 +352,7 @@ class DDict(Mapped):
             configuration, checkpoint_id, epoch, *rest = json.loads(base64.urlsafe_b64decode(serialized.encode()))
             for number in (checkpoint_id, epoch):
                 check_checkpoint_id(number, "serialized")
-            made = _attach(configuration, checkpoint_id, epoch, *rest)
+            made = _made(configuration, checkpoint_id, epoch, *rest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgumentError(
                 f"is not what serialize() returned: {error}", argument="serialized", value=serialized
@@ -429,13 +429,12 @@ class DDict(Mapped):
         )
 
 
-def _attach(
-    configuration: Mapping[str, Any], checkpoint_id: int, epoch: int, read_only: bool, only: int | None
+def _made(
+    configuration: Configuration | Mapping[str, Any], checkpoint_id: int, epoch: int, read_only: bool, only: int | None
 ) -> DDict:
-    return _made(Configuration.from_json(configuration), checkpoint_id, epoch, read_only=read_only, only=only)
-
-
-def _made(configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None) -> DDict:
+    """A handle of a dictionary, which `DDict._described` has described."""
+    if not isinstance(configuration, Configuration):
+        configuration = Configuration.from_json(configuration)
     handle = DDict.__new__(DDict)
     handle._runtime = handle._coordinator = None
     handle._creator = 0

@@ -31,17 +31,18 @@ IsGone: TypeAlias = Callable[[], bool]
 class Coordinator(Committer):
     """See the module. Thread-safe."""
 
-    def attach(self, session: str, its: Session) -> None:
-        """A process has a connection that keeps its handles attached."""
+    def attach(self, session: Session, session_id: str) -> None:
+        """A process has a connection that keeps the handles attached that join with this id."""
         with self._changed:
-            self._writers.sessions[session] = its
+            session.id = session_id
+            self._writers.sessions[session_id] = session
             self._changed.notify_all()
 
-    def session_ended(self, session: str, holder: object) -> None:
+    def session_ended(self, session: Session) -> None:
         """The process of a session is gone, and so are those of its handles that have not said that they leave: what
         they had open when it was killed is dropped."""
         with self._changed:
-            for handle, position in self._writers.kill(session, holder, self._fixed()).items():
+            for handle, position in self._writers.kill(session, self._fixed()).items():
                 self._discards[handle] = max(position - 1, self._fixed())
             self._follow()
             self._changed.notify_all()
@@ -269,8 +270,8 @@ class Coordinator(Committer):
             epoch = self.epoch if epoch is None else epoch
             self._check_epoch(epoch)
             # Whoever asks may know already of processes that died, and must not find them writing.
-            for session, holder in self._writers.gone_sessions():
-                self.session_ended(session, holder)
+            for session in self._writers.gone_sessions():
+                self.session_ended(session)
             # Processes that live hear of an epoch by themselves, and say where they are then.
             unheard = min(deadline, time.monotonic() + _HEAR_S)
             while self._writers.unheard(epoch) and (left := unheard - time.monotonic()) > 0:

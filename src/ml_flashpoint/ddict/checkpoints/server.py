@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
@@ -24,14 +23,6 @@ from ml_flashpoint.format.errors import ProtocolError
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.server import Peer, RequestServer
-
-
-@dataclass(eq=False, slots=True)
-class _Session:
-    """One connection of a client or a manager, and the name of the handles' session that it keeps alive."""
-
-    peer: Peer
-    name: str | None = None
 
 
 class CoordinatorServer:
@@ -77,30 +68,24 @@ class CoordinatorServer:
 
     # ---- requests -----------------------------------------------------------------------------------------
 
-    def open(self, peer: Peer) -> _Session:
+    def open(self, peer: Peer) -> Session:
         """See `RequestHandler`."""
-        return _Session(peer)
+        return Session(peer)
 
-    def handle(self, session: _Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
+    def handle(self, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
         """See `RequestHandler`."""
         found = _OPERATIONS.get(operation)
         if found is None:
             raise ProtocolError(f"the coordinator has no operation {operation!a}")
         return found(self, session, fields), ()
 
-    def closed(self, session: _Session) -> None:
+    def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
-        if session.name is not None:
-            self.coordinator.session_ended(session.name, session)
+        self.coordinator.session_ended(session)
 
     def hello(self) -> Fields:
         """Who this is."""
         return {"manager": COORDINATOR}
-
-    def attach(self, session: _Session, name: str) -> None:
-        """Keep the handles alive that join with this session, for as long as this connection lasts."""
-        session.name = name
-        self.coordinator.attach(name, Session(session, session.peer.text, session.peer.is_gone))
 
     def state(self) -> Fields:
         """Where the dictionary is."""
@@ -126,8 +111,8 @@ class CoordinatorServer:
         )
 
 
-_OPERATIONS: dict[str, Callable[[CoordinatorServer, _Session, Fields], Fields]] = {
-    "attach": asking("attach", "session", "session_id"),
+_OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] = {
+    "attach": asking("coordinator.attach", "session", "session_id"),
     "await_commit": asking(
         "coordinator.await_commit", "handle", "checkpoint_id", "epoch", "timeout_s", "is_gone", "if_written"
     ),

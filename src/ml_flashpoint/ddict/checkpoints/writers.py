@@ -9,11 +9,11 @@ lock; what is committed, when an epoch begins and what a handle is told is `coor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
 from ml_flashpoint.ddict.options import Options
+from ml_flashpoint.net.server import Peer
 
 _MOST_GONE = 10_000
 
@@ -96,13 +96,12 @@ class Writer:
     moving_to: int = -1  # where it will be as soon as it may; it writes nothing more where it is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Session:
-    """A connection that keeps a process's handles attached."""
+    """A connection of a client or a manager."""
 
-    holder: object  # the connection itself
-    name: str  # of the process, for errors
-    is_gone: Callable[[], bool]  # whether it has ended, although nobody has said so yet
+    peer: Peer
+    id: str = ""  # of the handles' session that it keeps attached, if any
 
 
 class Writers:
@@ -148,15 +147,14 @@ class Writers:
         self.left_need = max(self.left_need, need)
         self.departed_need = max(self.departed_need, need)
 
-    def kill(self, session: str, holder: object, fixed: int) -> dict[str, int]:
+    def kill(self, session: Session, fixed: int) -> dict[str, int]:
         """The process of a session is gone without a word, unless it has another connection by now. ``fixed``: up to
         here it is settled what is committed. Returns its handles, and the checkpoint that each had open."""
-        its = self.sessions.get(session)
-        if its is None or its.holder is not holder:
+        if self.sessions.get(session.id) is not session:
             return {}
-        del self.sessions[session]
+        del self.sessions[session.id]
         began = {handle: writer.began for handle, writer in self.live.items()}
-        killed = {handle: writer.position for handle, writer in self.live.items() if writer.session == session}
+        killed = {handle: writer.position for handle, writer in self.live.items() if writer.session == session.id}
         for handle, position in killed.items():
             del self.live[handle]
             _remember(self.killed, handle)
@@ -167,9 +165,9 @@ class Writers:
                 self.departed_need = max(self.departed_need, position - 1)
         return killed
 
-    def gone_sessions(self) -> list[tuple[str, object]]:
+    def gone_sessions(self) -> list[Session]:
         """Sessions whose connection has ended, although nobody has said so yet."""
-        return [(name, its.holder) for name, its in self.sessions.items() if its.is_gone()]
+        return [session for session in self.sessions.values() if session.peer.is_gone()]
 
     # ---- what is whole ------------------------------------------------------------------------------------
 
@@ -200,7 +198,7 @@ class Writers:
     def behind(self, checkpoint_id: int, but: str = "") -> list[str]:
         """Handles that have not moved past a checkpoint, as errors name them."""
         return [
-            f"handle {handle} of {its.name if (its := self.sessions.get(writer.session)) else 'a process'} "
+            f"handle {handle} of {its.peer.text if (its := self.sessions.get(writer.session)) else 'a process'} "
             f"is at {writer.position}"
             for handle, writer in self.live.items()
             if handle != but and max(writer.position, writer.moving_to) <= checkpoint_id

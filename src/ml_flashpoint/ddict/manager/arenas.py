@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import pickle
 import re
 import resource
 import struct
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -142,17 +142,15 @@ class ValueArenas:
         self._store = store
         self._incarnation = incarnation
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._next = 0
-        self._promised: dict[str, Arena] = {}
+        self._numbers = itertools.count()
+        self._promised: dict[str, Arena] = {}  # each change is one step
         self._values: weakref.WeakValueDictionary[str, StoredValue] = weakref.WeakValueDictionary()
         self._unused: deque[Arena] = deque()
 
     @property
     def promised_bytes(self) -> int:
         """Bytes of arenas that values are yet to be written to."""
-        with self._lock:
-            return sum(arena.size for arena in self._promised.values())
+        return sum(arena.size for arena in list(self._promised.values()))
 
     def allocate(self, nbytes: int) -> Reservation:
         """Room for a value of so many bytes (`shared_memory.object_size`), until `adopt` or `abandon`. Raises
@@ -163,10 +161,8 @@ class ValueArenas:
             if in_use + free + nbytes > self._limit_bytes:
                 self._store.arenas.delete_free(max(0, self._limit_bytes - in_use - nbytes))
         arena = self._store.acquire(nbytes)
-        with self._lock:
-            value_id = f"v-{self._incarnation}-{self._next:012d}"
-            self._next += 1
-            self._promised[value_id] = arena
+        value_id = f"v-{self._incarnation}-{next(self._numbers):012d}"
+        self._promised[value_id] = arena
         write_token(arena, value_id)
         return Reservation(value_id, str(arena.path), arena.size)
 
@@ -174,10 +170,7 @@ class ValueArenas:
         """Write what a client on another node sent (`shared_memory.object_blobs`) into the arena promised to it. Raises
         `StaleValueError`: nothing is promised to this value; `InvalidArgumentError`: it is more than fits. The promise
         stays."""
-        with self._lock:
-            arena = self._promised.get(value_id)
-        if arena is None:
-            raise StaleValueError(f"there is no reservation for value {value_id}")
+        arena = self._checked(value_id, self._promised.get(value_id))
         with contextlib.ExitStack() as held:
             views = [held.enter_context(held.enter_context(memoryview(blob)).cast("B")) for blob in blobs]
             total = sum(view.nbytes for view in views)
@@ -196,15 +189,15 @@ class ValueArenas:
     def adopt(self, value_id: str) -> StoredValue:
         """The value that was written. Raises `StaleValueError`: nothing was promised to it, or it is not there;
         `ObjectFormatError`: what is there is damaged. A promise stays then."""
-        with self._lock:
-            arena = self._promised.get(value_id)
+        layout, _ = check_header(self._checked(value_id, self._promised.get(value_id)).buffer, value_id)
+        arena = self._checked(value_id, self._promised.pop(value_id, None))
+        return self.hold(StoredValue(value_id, arena, layout.size, self._unused))
+
+    @staticmethod
+    def _checked(value_id: str, arena: Arena | None) -> Arena:
         if arena is None:
             raise StaleValueError(f"there is no reservation for value {value_id}")
-        layout, _ = check_header(arena.buffer, value_id)
-        with self._lock:
-            if self._promised.pop(value_id, None) is None:
-                raise StaleValueError(f"there is no reservation for value {value_id}")
-        return self.hold(StoredValue(value_id, arena, layout.size, self._unused))
+        return arena
 
     def hold(self, value: StoredValue) -> StoredValue:
         """The object that stands for this value: the given one, or another that does already."""
@@ -223,8 +216,7 @@ class ValueArenas:
     def abandon(self, value_ids: Iterable[str]) -> None:
         """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
         for value_id in value_ids:
-            with self._lock:
-                arena = self._promised.pop(value_id, None)
+            arena = self._promised.pop(value_id, None)
             if arena is not None:
                 self._store.release(arena)
 

@@ -22,9 +22,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence.persister import (
@@ -61,14 +60,11 @@ _RUN_RECORD: Final = "run.json"
 _RUN_KIND: Final = "mlflashpoint-run-2"
 _RUN_LABEL: Final = "run"
 _OPEN_READERS: Final = 8
-_MAX_SEQUENCE: Final = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """What `run.json` says."""
 
-    run: str  # id of the run
     sequence: int  # higher than that of every run that was there when it began, whatever the clocks said
     # the runs that it continues, the one that it was restored from first, each with the highest id of it that belongs
     # to the history
@@ -181,23 +177,21 @@ class StoredCheckpointPersister(CheckpointPersister):
         return found
 
     def _runs(self) -> dict[str, _Run]:
-        found = {}
-        for run in self._run_ids():
-            record = self._record(run)
-            if record is not None:
-                found[run] = record
-        return found
+        return {run: record for run in self._run_ids() if (record := self._record(run)) is not None}
 
     def _record(self, run: str) -> _Run | None:
         name = f"{self._folder(run)}/{_RUN_RECORD}"
         try:
             content = decode_record(_RUN_KIND, self.store.read(name, limit=MAX_RECORD_BYTES), self.store.path_of(name))
-            return _parse_run(run, content, self.store.path_of(name))
+            lineage = tuple((check_run_id(each), check_checkpoint_id(highest)) for each, highest in content["lineage"])
+            if content["run"] != run or type(content["sequence"]) is not int:
+                raise ManifestError("this is the record of another run", path=self.store.path_of(name))
+            return _Run(content["sequence"], lineage)
         except ObjectNotFoundError:
             return None
-        except DamagedError as error:
+        except (DamagedError, InvalidArgumentError, KeyError, TypeError, ValueError) as error:
             self._tell("the history of this run is not known, which another version may have written: %s", error)
-            return _Run(run, 0)
+            return _Run(0)
 
     # -- writing
 
@@ -278,9 +272,10 @@ class StoredCheckpointPersister(CheckpointPersister):
         """The checkpoints of the run, or, before it has any history, of the newest run that has some."""
         if self._run is not None and (self._marked(self._run) or self._lineage(self._run)):
             return dict(self._history(self._run))
-        for run in sorted(self._runs().values(), key=lambda run: (run.sequence, run.run), reverse=True):
-            if run.run != self._run and any(self._valid(run.run, i) for i in self._marked(run.run)):
-                return dict(self._history(run.run))
+        runs = self._runs()
+        for run in sorted(runs, key=lambda run: (runs[run].sequence, run), reverse=True):
+            if run != self._run and any(self._valid(run, i) for i in self._marked(run)):
+                return dict(self._history(run))
         return {}
 
     def _history(self, run: str) -> Iterator[tuple[int, PersistedCheckpoint]]:
@@ -325,7 +320,7 @@ class StoredCheckpointPersister(CheckpointPersister):
             return None
         return checkpoint
 
-    def _tell(self, message: str, error: FlashpointError) -> None:
+    def _tell(self, message: str, error: Exception) -> None:
         """Logs a warning, once: `ids` may be called often."""
         if str(error) not in self._told:
             self._told.add(str(error))
@@ -401,14 +396,3 @@ class StoredCheckpointPersister(CheckpointPersister):
         if held is not None:
             held.__exit__(None, None, None)
         self._reader.cache_clear()
-
-
-def _parse_run(run: str, content: dict[str, Any], path: str) -> _Run:
-    try:
-        lineage = tuple((check_run_id(each), check_checkpoint_id(highest)) for each, highest in content["lineage"])
-        record = _Run(content["run"], content["sequence"], lineage)
-    except (KeyError, TypeError, ValueError, InvalidArgumentError) as error:
-        raise DamagedError(f"the record of the run is not valid: {error}", path=path) from error
-    if record.run != run or type(record.sequence) is not int or not 0 <= record.sequence <= _MAX_SEQUENCE:
-        raise DamagedError("this is the record of another run", path=path)
-    return record

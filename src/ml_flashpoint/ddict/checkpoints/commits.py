@@ -291,9 +291,11 @@ class Committer:
         self._settle()
 
     def _follow(self) -> None:
-        """Where there are no snapshots, what is whole is committed. With the lock held."""
+        """Who writes, or where, has changed. Where there are no snapshots, what is whole is committed. With the lock
+        held."""
         if not self._rules.snapshots:
             self._committed = self._target()
+        self._changed.notify_all()
 
     def _settle(self) -> None:
         """Let managers forget what is not needed any more."""

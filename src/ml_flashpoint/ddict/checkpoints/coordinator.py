@@ -45,7 +45,6 @@ class Coordinator(Committer):
             for handle, position in self._writers.kill(session, self._fixed()).items():
                 self._discards[handle] = max(position - 1, self._fixed())
             self._follow()
-            self._changed.notify_all()
 
     def join(self, handle: str, session: str, position: int, epoch: int) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
@@ -102,7 +101,6 @@ class Coordinator(Committer):
             fixed = self._fixed()  # what this move itself commits is not too late for what the handle wrote before
             self._writers.place(handle, session, position, epoch)
             self._follow()
-            self._changed.notify_all()
             return {**self.state(), "fixed": fixed, "position": position}
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, epoch: int, deadline: float) -> None:
@@ -142,7 +140,6 @@ class Coordinator(Committer):
             self._writers.leave(handle, need)
             self._discards.pop(handle, None)
             self._follow()
-            self._changed.notify_all()
 
     def rollback(self, handle: str, session: str | None, to: int, epoch: int, timeout_s: float) -> dict[str, Any]:
         """A handle goes back to checkpoint ``to``, and what it wrote above is discarded. Below what is committed, all

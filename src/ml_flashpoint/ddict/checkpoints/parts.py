@@ -85,14 +85,14 @@ class BuiltSnapshot:
         return frozenset((self.ref, *self.chain, *self.stored.values()))
 
 
+@dataclass(frozen=True, slots=True)
 class PartBuilder:
     """Commits the parts of one manager. For one thread at a time. ``stamp`` gives the next stamp."""
 
-    def __init__(self, store: RankStore, node: str, managers: int, stamp: Callable[[], str]) -> None:
-        self._store = store
-        self._node = node
-        self._managers = managers
-        self._stamp = stamp
+    _store: RankStore
+    _node: str
+    _managers: int
+    _stamp: Callable[[], str]
 
     def build(
         self,
@@ -112,7 +112,6 @@ class PartBuilder:
             check: called now and then; may raise.
 
         Raises:
-            InvalidArgumentError: an entry cannot be in an index.
             FlashpointError: the store refuses. There is no snapshot then, but values may have been committed.
         """
         current = dict(zip(map(id, entries), entries, strict=True))

@@ -10,6 +10,7 @@ large one an item with its object, named by its value id.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ def encode(
     return encode_index(Index(own, manager, managers, (), listed)), [(_INLINE, b"".join(segment)), *items]
 
 
+@dataclass
 class PartReader:
     """Reads what a manager is to have of persisted checkpoints.
 
@@ -58,12 +60,11 @@ class PartReader:
     through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them.
     """
 
-    def __init__(self, run: PersistedRun, store: RankStore, arenas: ValueArenas, managers: int) -> None:
-        self._run = run
-        self._store = store
-        self._arenas = arenas
-        self._managers = managers
-        self._read: tuple[PersistedCheckpoint, list[Entry]] | None = None
+    _run: PersistedRun
+    _store: RankStore
+    _arenas: ValueArenas
+    _managers: int
+    _read: tuple[PersistedCheckpoint, list[Entry]] | None = None
 
     @property
     def has_read(self) -> bool:

@@ -174,10 +174,15 @@ def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
     assert _is_same(_loaded(base)[1], saved)
 
 
+@pytest.mark.parametrize(
+    "part", [lambda whole: whole, lambda whole: whole.to_local(), lambda whole: whole._local_tensor]
+)
 def test_operations_on_a_sharded_parameter_are_counted(
-    base: Path, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
+    base: Path, nobody_copies: None, monkeypatch: pytest.MonkeyPatch, part: Callable[[Any], torch.Tensor]
 ) -> None:
+    """Those on the part of this rank, too, whose counter is another one."""
     monkeypatch.setattr(overlap_module, "_content", lambda tensor, most: 0)  # the counters alone
+    monkeypatch.setattr(overlap_module, "_samples", lambda *_: [])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -191,7 +196,7 @@ def test_operations_on_a_sharded_parameter_are_counted(
                 fp.step()
                 if changes:
                     with torch.no_grad():
-                        model[1].bias.add_(1)
+                        part(model[1].bias).add_(1)
             fp.before_update()
             fp.wait()
             assert (fp.health.saves, fp.health.failures) == (2, 1)

@@ -137,22 +137,26 @@ class Overlap:
         not set."""
         if not self.active:
             return {}
-        given = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
-        # Of those that have no gradients, optimizers change none; something else may, in forward: an average, say.
-        tensors = [parameter for parameter in given if parameter.requires_grad]
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                tensors += state.values() if isinstance(state, dict) else ()
-        for updates in self._updates:
-            tensors += updates()
         owned: dict[int, Owned] = {}
-        for each in tensors:
+        for each in self._updated():
             local = each._local_tensor if isinstance(each, DTensor) else each
             if isinstance(local, torch.Tensor) and _can_wait(local):
                 known = owned.get(local.data_ptr())
                 if known is None or known[0] < local.nbytes:  # else it is a part of that one
                     owned[local.data_ptr()] = local.nbytes, each
         return owned
+
+    def _updated(self) -> list[Any]:
+        """What the watched optimizers update; with values of their state that are no tensors."""
+        given = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        # Of those that have no gradients, optimizers change none; something else may, in forward: an average, say.
+        tensors: list[Any] = [parameter for parameter in given if parameter.requires_grad]
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                tensors += state.values() if isinstance(state, dict) else ()
+        for updates in self._updates:
+            tensors += updates()
+        return tensors
 
     def stage(
         self,
@@ -280,7 +284,8 @@ class Overlap:
     ) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
         Copies need not be there yet, and those from devices may come after it was asked."""
-        before = list(map(_version, owners)) if versions is None else None
+        counting, numbers = (owners, None) if versions is not None else self._counting(tensors, owners)
+        before = list(map(_version, counting)) if versions is None else None
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
         most = None if self._verify else _PROBE
@@ -298,10 +303,11 @@ class Overlap:
         def check() -> None:
             counted = before if versions is None else list(versions())
             assert counted is not None
-            now = list(map(_version, owners))
+            now = list(map(_version, counting))
             changed = None
             if now != counted:
                 changed = next(i for i, version in enumerate(counted) if now[i] != version)
+                changed = changed if numbers is None else numbers[changed]
             if changed is None:
                 changed = self._aliases.moved()
             if changed is None:
@@ -317,6 +323,24 @@ class Overlap:
                 )
 
         return check
+
+    def _counting(
+        self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], list[int] | None]:
+        """What counts the operations on these tensors, and, unless it is each one's owner, which of them it is of.
+
+        An operation on a `DTensor` is counted there, and one on its local part only with that: with the program's own,
+        since a state dict has another `DTensor`, whose part counts nothing of it.
+        """
+        sharded = [number for number, owner in enumerate(owners) if isinstance(owner, DTensor)]
+        if not sharded:
+            return owners, None
+        places = {tensors[number][1].data_ptr(): number for number in sharded}
+        wholes = [each for each in self._updated() if isinstance(each, DTensor)]
+        parts = [each._local_tensor for each in wholes if type(each._local_tensor) is torch.Tensor]
+        addressed = [(place, part) for part in parts if (place := places.get(part.data_ptr())) is not None]
+        counting = [*owners, *(tensors[number][1] for number in sharded), *(part for _, part in addressed)]
+        return counting, [*range(len(owners)), *sharded, *(place for place, _ in addressed)]
 
     def close(self) -> None:
         """Wait until nothing is copied any more, and take the hooks away. Idempotent."""

@@ -427,3 +427,15 @@ def test_the_thread_that_goes_on_gives_way_to_the_one_that_has_started_it(
     assert threads[0] != threading.get_ident()
     door.save(_state(3), 3)
     assert len(threads) == 1
+
+
+def test_so_does_the_thread_that_sends_a_state_to_another_process(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(staged_state, "give_way", lambda: threads.append(threading.get_ident()))
+    state: Any = door.writer.stage(_state(1))
+    started = threading.Thread(target=state.__reduce_ex__, args=(4,))
+    started.start()
+    started.join(RESULT_TIMEOUT_S)
+    assert threads == [started.ident]
+    door.writer.stage(_state(2)).__reduce_ex__(4)  # nobody waits for this thread to give way
+    assert len(threads) == 1

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ml_flashpoint.core.background import give_way
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
 
@@ -46,6 +47,8 @@ class StagedStateDict(dict[str, Any]):
         return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if threading.current_thread() not in self._threads:
+            give_way()  # for pickling, its thread would keep the interpreter's lock
         self._take_on()
         return dict, (dict(self),)
 

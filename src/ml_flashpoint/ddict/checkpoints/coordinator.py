@@ -165,7 +165,6 @@ class Coordinator(Committer):
                 why = f"a handle went back to checkpoint {to}, below {taken}, which was committed"
                 self._begin_epoch(Beginning(to, to, why, taken, by=handle))
                 self._persisting.take_back(to)
-                self._persisting.remove_later(to)
                 if session is not None:
                     self._writers.place(handle, session, to, self.epoch)
             else:

@@ -2,8 +2,8 @@
 
 Owns what tells a part of a dictionary from any other, where index and segment lie in the object of a snapshot, and
 encoding and decoding indices. Nothing here touches a store or a peer. What is decoded is distrusted, also when its
-digest is right. An index is lines of JSON: first its head, then a line for each entry (`IndexEntry`), with the bytes of
-the key as characters. The thread that writes many of them can be interrupted between any two.
+digest is right. An index is lines of JSON: first its head, then lists of entries (`IndexEntry`), with the bytes of the
+key as characters. Not all in one, so that the thread that writes very many of them can be interrupted.
 
 An index is full, or says what has changed since a *chain* of others, of which the first is full and each of the rest
 says what has changed since those before it. Small values lie in the segment beside the index that names them, large
@@ -37,6 +37,7 @@ STORED: Final = 2
 _FORMAT: Final = 4
 _BEGIN: Final = b'{"format":%d,' % _FORMAT
 _to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+_ROWS: Final = 1000  # most in a line
 _ROW_BYTES: Final = 80  # of an entry beside its key, about
 LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many changes, there is a full one
 
@@ -203,7 +204,8 @@ def encode_index(index: Index) -> bytes:
         (entry.key.decode("latin-1"), *entry[1:6], entry.part if entry.kind == STORED else None, *entry[7:])
         for entry in index.entries
     ]
-    return "\n".join(map(_to_json, (head, *rows))).encode("ascii")
+    chunks = (rows[at : at + _ROWS] for at in range(0, len(rows), _ROWS))
+    return "\n".join(map(_to_json, (head, *chunks))).encode("ascii")
 
 
 def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
@@ -212,13 +214,13 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
     try:
         if bytes(data[: len(_BEGIN)]) != _BEGIN:
             raise ValueError("it was written by another version, or is none")
-        head, *rows = map(json.loads, bytes(data).split(b"\n"))
+        head, *chunks = map(json.loads, bytes(data).split(b"\n"))
         if (head["checkpoint"], head["manager"], head["managers"]) != (own.step, manager, managers):
             raise ValueError("it is of another part")
         chain = tuple(part_ref(*each) for each in head["chain"])
         if len(chain) > LONGEST_CHAIN:
             raise ValueError("the chain is too long")
-        entries = [_entry_of(row, own) for row in rows]
+        entries = [_entry_of(row, own) for rows in chunks for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, FlashpointError) as error:
         raise DamagedError(f"the index is not valid: {error}", path=path) from error
     return Index(own, manager, managers, chain, entries)
@@ -226,9 +228,9 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
 
 def _entry_of(row: Sequence[Any], own: PartRef) -> IndexEntry:
     key, checkpoint_id, writer, persistent, broadcast, kind, part, offset, length = row
-    check_checkpoint_id(checkpoint_id)
-    types = tuple(map(type, (writer, persistent, broadcast, kind, offset, length)))
-    if types != (str, bool, bool, int, int, int) or min(offset, length) < 0 or not GONE <= kind <= STORED:
+    numbers_ok = type(offset) is type(length) is type(kind) is int and offset >= 0 <= length and GONE <= kind <= STORED
+    if not (numbers_ok and type(writer) is str and type(persistent) is type(broadcast) is bool):
         raise ValueError("an entry that is none")
+    check_checkpoint_id(checkpoint_id)
     its = part_ref(*part) if kind == STORED else own
     return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, persistent, broadcast, kind, its, offset, length)

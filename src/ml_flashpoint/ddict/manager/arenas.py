@@ -209,8 +209,8 @@ class ValueArenas:
 
     def collect(self) -> None:
         """Free the arenas of values that nothing refers to any more."""
-        with contextlib.suppress(IndexError):  # until it is empty, which another thread may have made it
-            while True:
+        while self._unused:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
                 self._store.release(self._unused.popleft())
 
     def abandon(self, value_ids: Iterable[str]) -> None:

@@ -91,15 +91,13 @@ class Persisting:
         return {"persisted": max(self._done, default=-1), "persist_error": error}
 
     def take_back(self, to: int) -> None:
-        """Checkpoints above this one are committed no more. With the lock held."""
+        """Checkpoints above this one are committed no more; `remove_rolled_back` removes those that are persisted. With
+        the lock held."""
+        self._rolled_back_above = min(to, to if self._rolled_back_above is None else self._rolled_back_above)
         self._done = {each for each in self._done if each <= to}
         self._waiting = [each for each in self._waiting if each.checkpoint_id <= to]
         self._called_off = self._called_off or self._current > to
         self._error = None
-
-    def remove_later(self, above: int) -> None:
-        """What is persisted above this one is to be removed: `remove_rolled_back` does it. With the lock held."""
-        self._rolled_back_above = above if self._rolled_back_above is None else min(above, self._rolled_back_above)
 
     def restored(self, checkpoint_id: int) -> None:
         """This persisted checkpoint is held, and nothing else. With the lock held."""
@@ -208,7 +206,8 @@ class Persisting:
     def _remove(self, checkpoint_id: int) -> None:
         # The rollback has removed what was complete then, and this may have been completed after.
         with self._changed:
-            self.remove_later(checkpoint_id - 1)
+            above = self._rolled_back_above
+            self._rolled_back_above = min(checkpoint_id - 1, checkpoint_id if above is None else above)
         try:
             self.remove_rolled_back()
         except Exception:  # the thread must go on; nothing is persisted before this has been done

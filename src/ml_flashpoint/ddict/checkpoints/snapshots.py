@@ -20,7 +20,7 @@ from itertools import chain
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import Copies, HolderBackend, PeerAddress, Peers
+from ml_flashpoint.ddict.checkpoints.copies import Copies, PeerAddress, Peers
 from ml_flashpoint.ddict.checkpoints.index import (
     STAMP_LABEL,
     PartRef,
@@ -34,6 +34,7 @@ from ml_flashpoint.ddict.manager.shard import Entry
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
@@ -94,10 +95,7 @@ class Snapshots:
         self._peers = Peers(secret, nodes, peer_address)
         self._copies = Copies(store, self.holders, self._peers)
         self._service: TransferService | None = None
-        if self.holders or self.held:
-            backend = HolderBackend(store, self.held, self._managers)
-            self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
-        self._started = False
+        self._host = host
         # Taken in this order. Network is only waited for with the first, and users are called without the last.
         self._sealing = threading.Lock()
         self._building = threading.Lock()
@@ -117,14 +115,17 @@ class Snapshots:
         Raises:
             ReplicationError: cannot listen.
         """
-        if self._service is not None:
-            self._service.start()
-            self._started = True
+        if self.holders or self.held:
+            backend = StoreBackend(lambda: self._store)
+            secret, deadline_s = self._peers.secret, transfer_deadline_s()
+            service = TransferService(secret, backend, host=self._host, deadline_s=deadline_s)
+            service.start()
+            self._service = service
 
     @property
     def address(self) -> Address | None:
         """Where peers reach :meth:`start`'s service; None if there is none."""
-        return self._service.address if self._service is not None and self._started else None
+        return None if self._service is None else self._service.address
 
     def close(self) -> None:
         """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_sealing_goes_on_after_a_recovery_without_copying_what_was_recovered(pai
     owner.restart()
     owner.put(1, {b"new": b"value"})
     sealed = owner.seal(1)
-    assert owner.snapshots.pushed_bytes < SMALL_PART
+    assert owner.snapshots.copies.pushed_bytes < SMALL_PART
     assert owner.restart(lose_node=True)[1] == sealed
 
 
@@ -121,10 +122,10 @@ def test_unchanged_data_is_neither_copied_nor_sent(pair: Cluster) -> None:
     owner.put(0, some(2000, size=1000))
     owner.put(0, {b"big-%d" % i: os.urandom(1_000_000) for i in range(3)}, stored=True)
     content = owner.seal(0)
-    before, files = owner.snapshots.pushed_bytes, owner.files(0)
+    before, files = owner.snapshots.copies.pushed_bytes, owner.files(0)
     assert before > 5_000_000
     owner.seal(1)
-    assert owner.snapshots.pushed_bytes - before < SMALL_PART
+    assert owner.snapshots.copies.pushed_bytes - before < SMALL_PART
     (new,) = {f for f in owner.files(0) - files if f.endswith(".safetensors")}
     assert read_manifest((owner.folder / new).with_suffix(".manifest")).total_size < SMALL_PART
     assert holder.files(0) == owner.files(0)
@@ -135,11 +136,11 @@ def test_a_small_change_costs_little(pair: Cluster) -> None:
     owner = pair[0]
     owner.put(0, some(2000, size=1000))
     owner.seal(0)
-    before = owner.snapshots.pushed_bytes
+    before = owner.snapshots.copies.pushed_bytes
     owner.put(1, {b"key-7": b"x" * 1000})
     owner.take_out(b"key-8")
     sealed = owner.seal(1)
-    assert owner.snapshots.pushed_bytes - before < SMALL_PART
+    assert owner.snapshots.copies.pushed_bytes - before < SMALL_PART
     assert b"key-8" not in sealed
     assert owner.restart(lose_node=True)[1] == sealed
 
@@ -148,9 +149,9 @@ def test_sealing_again_does_nothing(pair: Cluster) -> None:
     owner = pair[0]
     owner.put(0, some(10))
     owner.seal(0)
-    files, before = owner.files(0), owner.snapshots.pushed_bytes
+    files, before = owner.files(0), owner.snapshots.copies.pushed_bytes
     owner.seal(0)
-    assert (owner.files(0), owner.snapshots.pushed_bytes) == (files, before)
+    assert (owner.files(0), owner.snapshots.copies.pushed_bytes) == (files, before)
 
 
 def test_sealing_again_with_other_entries_replaces_the_snapshot(pair: Cluster) -> None:
@@ -180,7 +181,7 @@ def test_dead_values_do_not_pile_up(pair: Cluster) -> None:
     assert sum(sizes) < 3 * live
     assert len(sizes) < 12
     # Every value was sent once, and taken along a few times.
-    assert owner.snapshots.pushed_bytes < 6 * (live + 39 * live / 4)
+    assert owner.snapshots.copies.pushed_bytes < 6 * (live + 39 * live / 4)
     assert holder.files(0) == owner.files(0)
     assert owner.restart(lose_node=True)[39] == sealed
 
@@ -259,9 +260,9 @@ def test_values_in_use_stay_though_no_snapshot_needs_them(pair: Cluster) -> None
     owner.snapshots.retain([1])
     (value_id,) = value_ids(owner)
     assert owner.store.find(value_id, 0) is not None
-    before = owner.snapshots.pushed_bytes
+    before = owner.snapshots.copies.pushed_bytes
     owner.seal(2)
-    assert owner.snapshots.pushed_bytes - before < SMALL_PART
+    assert owner.snapshots.copies.pushed_bytes - before < SMALL_PART
     owner.take_out(b"big")
     owner.snapshots.seal(3, [], 10)
     owner.snapshots.retain([3])
@@ -339,7 +340,15 @@ def test_a_holder_that_could_not_be_told_is_told_the_next_time(pair: Cluster) ->
 def test_a_late_message_drops_nothing_that_is_newer(pair: Cluster) -> None:
     owner, holder = pair.members
     said: list[tuple[list[str], str]] = []
-    owner.snapshots._tell_holder = lambda _, keep, before: said.append((keep, before))
+    ask = owner.snapshots._peers.ask
+
+    def hold_back(number: int, operation: str, fields: dict[str, Any]) -> dict[str, Any]:
+        if operation != "drop_copies":
+            return ask(number, operation, fields)
+        said.append((fields["keep"], fields["before"]))
+        return {}
+
+    owner.snapshots._peers.ask = hold_back
     owner.put(0, some(3))
     owner.seal(0)
     owner.snapshots.retain([0])

@@ -111,7 +111,7 @@ def test_a_holder_that_is_away_fails_the_seal_and_nothing_is_sent_twice(pair: Cl
     owner.put(0, {b"big-%d" % i: os.urandom(300_000) for i in range(3)}, stored=True)
     holder.down()
     began = time.monotonic()
-    with pytest.raises(ReplicationError, match="not there"):
+    with pytest.raises(ReplicationError, match="takes no copies"):
         owner.seal(0, deadline_s=30)
     assert time.monotonic() - began < 15
     files = owner.files(0)
@@ -119,11 +119,11 @@ def test_a_holder_that_is_away_fails_the_seal_and_nothing_is_sent_twice(pair: Cl
     sealed = owner.seal(0)
     assert owner.files(0) == files  # nothing was digested or written again
     total = sum(read_manifest(owner.folder / name).total_size for name in files if name.endswith(".manifest"))
-    assert owner.snapshots.pushed_bytes == total
+    assert owner.snapshots.copies.pushed_bytes == total
     # The holder's process dies, but not its node.
     holder.restart()
     owner.seal(0)
-    assert owner.snapshots.pushed_bytes == total
+    assert owner.snapshots.copies.pushed_bytes == total
     assert owner.restart(lose_node=True) == {0: sealed}
 
 
@@ -245,8 +245,7 @@ def test_bad_arguments_are_refused(pair: Cluster) -> None:
             "nodes": ("a", "b"),
             "holders": ((), ()),
             "secret": SECRET,
-            "peer_address": lambda _: None,
-            "tell_holder": lambda *_: None,
+            "ask": lambda *_: {},
             "values": pair[0].arenas,
             "incarnation": "1",
             **changed,

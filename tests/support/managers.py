@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -117,13 +117,18 @@ class Member:
                 for each in range(len(self.cluster.nodes))
             ],
             secret=SECRET,
-            peer_address=self.cluster.address_of,
-            tell_holder=lambda holder, keep, before: self.cluster.reach(holder).drop_copies(self.number, keep, before),
+            ask=self._ask,
             values=self.arenas,
             incarnation=self.incarnation,
         )
         self.snapshots.start()
         self.is_up = True
+
+    def _ask(self, number: int, operation: str, fields: dict[str, Any]) -> dict[str, Any]:
+        if operation == "hello":
+            return {"transfers": self.cluster.address_of(number)}
+        self.cluster.reach(number).drop_copies(fields["of"], fields["keep"], fields["before"])
+        return {}
 
     def down(self, *, lose_node: bool = False) -> None:
         """End it, with the memory of its node if so wished."""

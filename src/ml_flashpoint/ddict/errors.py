@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ml_flashpoint.format import errors as core_errors
@@ -27,6 +27,7 @@ class DDictError(FlashpointError):
 
     retryable = False
     """Whether the same call may succeed later, without anything else being done."""
+    _named: Mapping[str, str] = {"manager": "manager", "checkpoint": "checkpoint_id"}  # attributes that are told
 
     def __init__(
         self, message: str, *, manager: int | None = None, checkpoint_id: int | None = None, **context: Any
@@ -36,7 +37,7 @@ class DDictError(FlashpointError):
         self.checkpoint_id = checkpoint_id
 
     def _context(self) -> list[str]:
-        named = (("manager", self.manager), ("checkpoint", self.checkpoint_id))
+        named = [(name, getattr(self, attribute)) for name, attribute in self._named.items()]
         return [f"{name} {value}" for name, value in named if value is not None] + super()._context()
 
 
@@ -139,14 +140,12 @@ class ProcessFailedError(DDictError):
         exit_code: negative for the number of a signal.
     """
 
+    _named: Mapping[str, str] = {"puid": "puid", "exit code": "exit_code", **DDictError._named}
+
     def __init__(self, message: str, *, puid: int | None = None, exit_code: int | None = None, **context: Any) -> None:
         super().__init__(message, **context)
         self.puid = puid
         self.exit_code = exit_code
-
-    def _context(self) -> list[str]:
-        named = (("puid", self.puid), ("exit code", self.exit_code))
-        return [f"{name} {value}" for name, value in named if value is not None] + super()._context()
 
 
 class BarrierBrokenError(DDictError, threading.BrokenBarrierError):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef
@@ -25,14 +26,15 @@ from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.replication.pushing import push_to_all
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
-from ml_flashpoint.replication.transfer_protocol import Address
 
 _log = logging.getLogger(__name__)
 
-PeerAddress = Callable[[int], "Address | None"]
-"""``(manager) -> (host, port)``: where its `Snapshots.address` is now; None: it is not there."""
+AskPeer: TypeAlias = Callable[[int, str, Fields], Fields]
+"""``(manager, operation, fields)``: the answer of another manager. Has a deadline of its own; raises
+`FlashpointError`."""
 
 _MAX_CONNECT_S = 10.0
 
@@ -40,17 +42,17 @@ _MAX_CONNECT_S = 10.0
 class Peers:
     """Where the services of other managers are. Thread-safe."""
 
-    def __init__(self, secret: bytes, nodes: Sequence[str], address: PeerAddress) -> None:
+    def __init__(self, secret: bytes, nodes: Sequence[str], ask: AskPeer) -> None:
         self.secret = check_secret(secret)
         self.nodes = nodes
-        self._address = address
+        self.ask = ask
 
     def find(self, manager: int) -> Holder:
-        """Where its service listens. Raises `ReplicationError`: it is not there."""
-        node, address = self.nodes[manager], self._address(manager)
+        """Where its service listens. Raises `FlashpointError`: it is not there."""
+        node, address = self.nodes[manager], self.ask(manager, "hello", {})["transfers"]
         if address is None:
-            raise ReplicationError("this manager is not there at the moment", rank=manager, node=node)
-        return Holder(node, address)
+            raise ReplicationError("this manager takes no copies yet", rank=manager, node=node)
+        return Holder(node, (str(address[0]), int(address[1])))
 
 
 @dataclass(slots=True)

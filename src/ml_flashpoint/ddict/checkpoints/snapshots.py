@@ -20,7 +20,7 @@ from itertools import chain
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import Copies, PeerAddress, Peers
+from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, Peers
 from ml_flashpoint.ddict.checkpoints.index import (
     STAMP_LABEL,
     PartRef,
@@ -41,9 +41,6 @@ from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 
-TellHolder = Callable[[int, list[str], str], None]
-"""``(holder, keep, before)``: have that manager call ``drop_copies(<us>, keep, before)``; raises `FlashpointError`."""
-
 _FIRST_STAMP = "0" * 20
 _SPARE_ARENAS = 8  # free arenas that are kept, at least, for what comes next
 
@@ -55,8 +52,7 @@ class Snapshots:
         store: of this manager; its rank is the manager's number.
         nodes: node of every manager, by number. Their number is the world size.
         holders: of every manager, those that hold copies of it.
-        peer_address: see `PeerAddress`.
-        tell_holder: see `TellHolder`. Must have a deadline of its own.
+        ask: see `AskPeer`.
         values: of this manager, whose parts stay while they are needed, although no snapshot needs them.
         incarnation: of this manager process, letters and digits.
         host: address to serve peers on, and the one told to them.
@@ -64,6 +60,7 @@ class Snapshots:
     Attributes:
         holders: managers that are to have copies of all this.
         held: managers that this one holds copies of.
+        copies: what the holders have.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
@@ -76,8 +73,7 @@ class Snapshots:
         nodes: Sequence[str],
         holders: Sequence[Sequence[int]],
         secret: bytes,
-        peer_address: PeerAddress,
-        tell_holder: TellHolder,
+        ask: AskPeer,
         values: ValueArenas,
         incarnation: str,
         host: str = "127.0.0.1",
@@ -88,12 +84,11 @@ class Snapshots:
         self._managers = len(nodes)
         self._incarnation = incarnation
         self._values = values
-        self._tell_holder = tell_holder
         snapshot_ref(_FIRST_STAMP, incarnation, 0)  # refuses what cannot be in a name
         self.holders = tuple(holders[manager])
         self.held = tuple(owner for owner, its in enumerate(holders) if manager in its)
-        self._peers = Peers(secret, nodes, peer_address)
-        self._copies = Copies(store, self.holders, self._peers)
+        self._peers = Peers(secret, nodes, ask)
+        self.copies = Copies(store, self.holders, self._peers)
         self._service: TransferService | None = None
         self._host = host
         # Taken in this order. Network is only waited for with the first, and users are called without the last.
@@ -130,7 +125,7 @@ class Snapshots:
     def close(self) -> None:
         """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""
         self._closed.set()
-        self._copies.close()
+        self.copies.close()
         if self._service is not None:
             self._service.close()
 
@@ -202,7 +197,7 @@ class Snapshots:
             snapshots = [self._snapshots[checkpoint_id].needs for checkpoint_id in sorted(self._snapshots)]
         # Snapshots last, by age: what a holder has without what it refers to is of no use to anyone.
         in_order = [sorted(needs, key=lambda ref: (ref.attempt.startswith("s-"), ref.attempt)) for needs in snapshots]
-        self._copies.push(list(dict.fromkeys(chain(*in_order))), snapshots[-1] if snapshots else (), deadline)
+        self.copies.push(list(dict.fromkeys(chain(*in_order))), snapshots[-1] if snapshots else (), deadline)
 
     def _next_stamp(self) -> str:
         with self._lock:
@@ -225,7 +220,7 @@ class Snapshots:
         """Those of `holders` that are known to have verified copies of every snapshot here."""
         with self._lock:
             attempts = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
-        return self._copies.held_by(attempts)
+        return self.copies.held_by(attempts)
 
     # ---- retention ----------------------------------------------------------------------------------------
 
@@ -256,7 +251,7 @@ class Snapshots:
             before = self._next_stamp()
         for holder in self.holders:
             try:
-                self._tell_holder(holder, keep, before)
+                self._peers.ask(holder, "drop_copies", {"of": self._manager, "keep": keep, "before": before})
             except FlashpointError as error:
                 _log.warning("a holder keeps copies that are not needed until it can be told: %s", error)
 
@@ -269,11 +264,11 @@ class Snapshots:
         self._drop(dropped)
         gone = {part.save_id for part in dropped}
         keep = [part.save_id for part in mine if part.save_id not in gone]
-        self._copies.forget(gone)
+        self.copies.forget(gone)
         return keep
 
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
-        """On the holder's side of `TellHolder`: drop what this manager holds of another one. ``keep``: attempts that it
+        """On the holder's side: drop what this manager holds of another one. ``keep``: attempts that it
         still needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
         `InvalidArgumentError`: this is no message of one whose copies are here."""
         if of not in self.held or not is_stamp(before):
@@ -321,8 +316,3 @@ class Snapshots:
             if part.rank == self._manager and part.manifest is not None and part_kind(part.manifest) is not None
         ]
         return max(stamps, default=0)
-
-    @property
-    def pushed_bytes(self) -> int:
-        """Bytes of objects sent to holders so far."""
-        return self._copies.pushed_bytes

@@ -93,8 +93,7 @@ class Manager:
             nodes=[f"node-{node}" for node in self.rules.nodes],
             holders=configuration.holders,
             secret=configuration.secret,
-            peer_address=self._peer_address,
-            tell_holder=self._tell_holder,
+            ask=self._ask_peer,
             values=self.arenas,
             incarnation=self.incarnation,
             host=config.get("host") or "127.0.0.1",
@@ -143,7 +142,7 @@ class Manager:
             self.replicate()
             for owner in self.snapshots.held:
                 try:
-                    self.links.call(owner, "replicate", {}, deadline=time.monotonic() + _PEER_S)
+                    self._ask_peer(owner, "replicate", {})
                 except FlashpointError as error:
                     _log.warning("manager %d was not asked for new copies: %s", owner, error)
 
@@ -235,16 +234,8 @@ class Manager:
         with self.changed:
             self.frozen = frozen
 
-    def _peer_address(self, manager: int) -> tuple[str, int] | None:
-        try:
-            found = self.links.call(manager, "hello", {}, deadline=time.monotonic() + _PEER_S).fields["transfers"]
-        except FlashpointError:
-            return None
-        return None if found is None else (str(found[0]), int(found[1]))
-
-    def _tell_holder(self, holder: int, keep: list[str], before: str) -> None:
-        fields = {"of": self.number, "keep": keep, "before": before}
-        self.links.call(holder, "drop_copies", fields, deadline=time.monotonic() + _PEER_S)
+    def _ask_peer(self, manager: int, operation: str, fields: Fields) -> Fields:
+        return self.links.call(manager, operation, fields, deadline=time.monotonic() + _PEER_S).fields
 
     # ---- values -------------------------------------------------------------------------------------------
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictPersistError
@@ -97,8 +96,6 @@ class StoredCheckpointPersister(CheckpointPersister):
             raise InvalidArgumentError(f"{error.message}, to be persisted", argument="name", value=name) from error
         if name.startswith("."):
             raise InvalidArgumentError("a name must not begin with a dot", argument="name", value=name)
-        self._opening = threading.Lock()
-        self._opened: DurableStore | None = None
         self._run: str | None = None
         self._held: AbstractContextManager[None] | None = None
         self._reader = lru_cache(_OPEN_READERS)(self._open)
@@ -106,15 +103,12 @@ class StoredCheckpointPersister(CheckpointPersister):
 
     @abstractmethod
     def open_store(self) -> DurableStore:
-        """Returns the store; called once, when it is first needed."""
+        """Returns the store; called when it is first needed."""
 
-    @property
+    @cached_property
     def store(self) -> DurableStore:
         """The store."""
-        with self._opening:
-            if self._opened is None:
-                self._opened = self.open_store()
-            return self._opened
+        return self.open_store()
 
     # -- runs
 

@@ -284,7 +284,7 @@ class Overlap:
     ) -> Callable[[], None]:
         """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
         Copies need not be there yet, and those from devices may come after it was asked."""
-        counting, numbers = (owners, None) if versions is not None else self._counting(tensors, owners)
+        counting, number_of = (owners, int) if versions is not None else self._counting(tensors, owners)
         before = list(map(_version, counting)) if versions is None else None
         self._probe = (self._probe + 1) % max(1, len(tensors))
         probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
@@ -306,8 +306,8 @@ class Overlap:
             now = list(map(_version, counting))
             changed = None
             if now != counted:
-                changed = next(i for i, version in enumerate(counted) if now[i] != version)
-                changed = changed if numbers is None else numbers[changed]
+                others = (number_of(i) for i, version in enumerate(counted) if now[i] != version)
+                changed = next((number for number in others if number is not None), None)
             if changed is None:
                 changed = self._aliases.moved()
             if changed is None:
@@ -326,21 +326,26 @@ class Overlap:
 
     def _counting(
         self, tensors: Sequence[TensorItem], owners: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], list[int] | None]:
-        """What counts the operations on these tensors, and, unless it is each one's owner, which of them it is of.
+    ) -> tuple[Sequence[torch.Tensor], Callable[[int], int | None]]:
+        """What counts the operations on these tensors, and which of them each is of, by number; None if it is of none.
 
         An operation on a `DTensor` is counted there, and one on its local part only with that: with the program's own,
         since a state dict has another `DTensor`, whose part counts nothing of it.
         """
         sharded = [number for number, owner in enumerate(owners) if isinstance(owner, DTensor)]
         if not sharded:
-            return owners, None
-        places = {tensors[number][1].data_ptr(): number for number in sharded}
-        wholes = [each for each in self._updated() if isinstance(each, DTensor)]
-        parts = [each._local_tensor for each in wholes if type(each._local_tensor) is torch.Tensor]
-        addressed = [(place, part) for part in parts if (place := places.get(part.data_ptr())) is not None]
-        counting = [*owners, *(tensors[number][1] for number in sharded), *(part for _, part in addressed)]
-        return counting, [*range(len(owners)), *sharded, *(place for place, _ in addressed)]
+            return owners, int
+        own = [each._local_tensor for each in self._updated() if isinstance(each, DTensor)]
+        parts: list[torch.Tensor] = [part for part in own if type(part) is torch.Tensor and not part.is_inference()]
+        known: list[int] = [*range(len(owners)), *sharded]
+
+        def number_of(index: int) -> int | None:
+            if index < len(known):
+                return known[index]
+            address = parts[index - len(known)].data_ptr()
+            return next((number for number in sharded if tensors[number][1].data_ptr() == address), None)
+
+        return [*owners, *(tensors[number][1] for number in sharded), *parts], number_of
 
     def close(self) -> None:
         """Wait until nothing is copied any more, and take the hooks away. Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing.connection
+import multiprocessing
 import os
 import pickle
 import select
@@ -180,19 +180,22 @@ def test_a_signal_that_a_member_has_blocked_waits_for_it(tmp_path: Path) -> None
 
 def test_of_those_that_have_ended_a_killed_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both_have_ended = threading.Event()
+    wait = native_processes._Child.wait
 
-    def look_late(objects: list[int], timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            assert both_have_ended.wait(DEADLINE_S)
-        return multiprocessing.connection.wait(objects, timeout)
+    def look_late(child: native_processes._Child) -> tuple[int, str]:
+        assert both_have_ended.wait(DEADLINE_S)
+        return wait(child)
 
-    monkeypatch.setattr(native_processes, "wait_for", look_late)
+    monkeypatch.setattr(native_processes._Child, "wait", look_late)
     with group_of(2, ddict_members.fail_after_signal, str(tmp_path)) as group:
-        puids, sentinels = puids_of(group), [member.process.sentinel for member in group._members]
+        puids, pids = puids_of(group), group.pids
         wait_until(lambda: all((tmp_path / str(puid)).exists() for puid in puids), "the start of both")
+        watches = [os.pidfd_open(pids[puid]) for puid in puids]
         for puid, number in zip(puids, (signal.SIGUSR1, signal.SIGKILL), strict=True):
-            os.kill(group.pids[puid], number)
-        wait_until(lambda: len(multiprocessing.connection.wait(sentinels, 0)) == 2, "the end of both")
+            os.kill(pids[puid], number)
+        for watch in watches:
+            assert select.select([watch], [], [], DEADLINE_S)[0]
+            os.close(watch)
         both_have_ended.set()
         with pytest.raises(ProcessFailedError, match="was killed by signal 9") as caught:
             group.join(timeout=DEADLINE_S)

@@ -28,14 +28,14 @@ from tests.support.processes import suspend
 pytestmark = pytest.mark.slow
 
 
-def test_threads_pass_a_barrier_after_its_action() -> None:
-    passed: list[str] = []
-    with barrier_of(3, action=lambda: passed.append("action")) as barrier:
+def test_threads_pass_a_barrier_together() -> None:
+    passed: list[int] = []
+    with barrier_of(3) as barrier:
         for meeting in range(3):
-            indices = in_threads(3, lambda _: (barrier.wait(timeout=DEADLINE_S), passed.append("through"))[0])
+            indices = in_threads(3, lambda _: (barrier.wait(timeout=DEADLINE_S), passed.append(0))[0])
             assert sorted(indices) == [0, 1, 2]
-            assert passed[meeting * 4] == "action"
-            assert passed.count("action") == meeting + 1
+            assert len(passed) == 3 * (meeting + 1)
+        assert len(barrier._idle) <= 3, "connections are used again"
 
 
 def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
@@ -67,16 +67,6 @@ def test_an_abort_is_told_to_those_who_wait() -> None:
         assert "enough" in str(first)
 
 
-def test_a_failing_action_breaks_the_barrier() -> None:
-    def fail() -> None:
-        raise ValueError("not now")
-
-    with barrier_of(2, action=fail) as barrier:
-        for result in in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S)):
-            assert isinstance(result, BarrierBrokenError)
-            assert "not now" in str(result)
-
-
 def test_a_closed_barrier_is_gone_for_all_handles() -> None:
     with barrier_of(2) as barrier:
         copy = pickle.loads(pickle.dumps(barrier))
@@ -84,98 +74,6 @@ def test_a_closed_barrier_is_gone_for_all_handles() -> None:
         barrier.close()
         with pytest.raises(DDictDestroyedError):
             copy.wait(timeout=DEADLINE_S)
-
-
-@pytest.mark.parametrize("does", ["look", "abort", "reset", "close"])
-def test_an_action_may_use_the_barrier(does: str) -> None:
-    seen: list[Any] = []
-
-    def act() -> None:
-        # By another handle too, as other processes have it.
-        for handle in (barrier, pickle.loads(pickle.dumps(barrier))):
-            if does == "look":
-                seen.append((handle.n_waiting, handle.broken))
-            else:
-                getattr(handle, does)()
-
-    with barrier_of(2, action=act) as barrier:
-        results = in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))
-        if does == "look":
-            assert sorted(results) == [0, 1]
-            assert seen == [(2, False)] * 2
-        else:
-            expected = DDictDestroyedError if does == "close" else BarrierBrokenError
-            assert [type(result) for result in results] == [expected] * 2
-        if does == "reset":
-            assert not barrier.broken
-
-
-def test_those_who_come_while_the_action_runs_wait_for_the_next_release() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def act() -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
-
-    with barrier_of(2, action=act) as barrier:
-
-        def come(index: int) -> object:
-            if index >= 2:
-                assert begun.wait(DEADLINE_S)
-            return barrier.wait(timeout=DEADLINE_S)
-
-        def look(index: int) -> object:
-            if index < 4:
-                return come(index)
-            wait_until(lambda: barrier.n_waiting == 4, "all four")
-            return go_on.set()
-
-        *results, _ = in_threads(5, look)
-        assert sorted(results[:2]) == sorted(results[2:]) == [0, 1]
-
-
-def test_an_abort_does_not_wait_for_the_action() -> None:
-    go_on = threading.Event()
-    with barrier_of(2, action=lambda: go_on.wait(DEADLINE_S)) as barrier:
-
-        def wait_or_abort(index: int) -> object:
-            if index < 2:
-                return barrier.wait(timeout=DEADLINE_S)
-            wait_until(lambda: barrier.n_waiting == 2, "two waiting")
-            barrier.abort("enough")
-            return None
-
-        results = in_threads(3, wait_or_abort)
-        assert [type(result) for result in results] == [BarrierBrokenError, BarrierBrokenError, type(None)]
-        go_on.set()
-        assert barrier.broken
-
-
-def test_a_late_failure_of_an_action_does_not_break_what_was_reset_meanwhile() -> None:
-    begun, is_reset, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    def act() -> None:
-        if not begun.is_set():
-            begun.set()
-            assert go_on.wait(DEADLINE_S)
-            raise ValueError("too late")
-
-    with barrier_of(2, action=act) as barrier:
-
-        def wait_or_reset(index: int) -> object:
-            if index < 4:
-                assert index < 2 or is_reset.wait(DEADLINE_S)
-                return barrier.wait(timeout=DEADLINE_S)
-            assert begun.wait(DEADLINE_S)
-            barrier.reset()
-            is_reset.set()
-            wait_until(lambda: barrier.n_waiting == 2, "two who come after the reset")
-            return go_on.set()
-
-        *results, _ = in_threads(5, wait_or_reset)
-        assert [type(result) for result in results[:2]] == [BarrierBrokenError] * 2
-        assert sorted(results[2:4]) == [0, 1]
-        assert not barrier.broken
 
 
 def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +85,7 @@ def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, mon
             assert barrier.wait(DEADLINE_S) in (0, 1)
             other.join(DEADLINE_S)
 
-        meet()  # so this thread has a connection that has waited
+        meet()  # so this process has connections that have waited
         suspend(maker.pid)
         with monkeypatch.context() as patched:
             patched.setattr(native_barrier, "_REPLY_S", 0.1)
@@ -198,7 +96,7 @@ def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, mon
         assert (barrier.n_waiting, barrier.broken) == (0, False)
         meet()
         # Its end without a farewell is still noticed.
-        barrier._lines._of_thread.line.close()
+        barrier._idle[0].close()
         wait_until(lambda: barrier.broken, "the end of the connection to be heard")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -14,7 +13,6 @@ import pytest
 
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
-    Barrier,
     BarrierBrokenError,
     CollectiveGroup,
     Policy,
@@ -173,21 +171,12 @@ def test_a_node_that_is_not_there_is_named(node: int, tmp_path: Path) -> None:
 def test_the_barrier_of_a_client_lives_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over ``ray://``, where no process of the cluster reaches the one that makes the barrier."""
     monkeypatch.setattr(native_ray, "is_client", lambda: True)
-    with pytest.raises(InvalidArgumentError, match="action"):
-        Barrier(2, action=print)
     with barrier_of(2) as barrier:
         other = ray.remote(ddict_members.wait_once).options(num_cpus=0).remote(barrier)
         assert {barrier.wait(timeout=DEADLINE_S), ray.get(other, timeout=DEADLINE_S)} == {0, 1}
         barrier.close()
         with pytest.raises(DDictDestroyedError):
             barrier.wait(timeout=DEADLINE_S)
-
-
-def test_an_action_runs_in_the_process_that_made_the_barrier() -> None:
-    called: list[int] = []
-    with contextlib.closing(Barrier(1, action=lambda: called.append(1))) as barrier:
-        assert ray.get(ray.remote(ddict_members.wait_once).options(num_cpus=0).remote(barrier)) == 0
-    assert called == [1]
 
 
 def test_a_killed_task_that_waits_breaks_the_barrier() -> None:

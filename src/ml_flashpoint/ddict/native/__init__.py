@@ -7,8 +7,8 @@ called ``ray.init``.
 from ml_flashpoint.ddict.errors import BarrierBrokenError, ProcessFailedError
 from ml_flashpoint.ddict.native.barrier import Barrier
 from ml_flashpoint.ddict.native.collective import CollectiveGroup, Node, RankInfo, System
-from ml_flashpoint.ddict.native.process import ThisProcess, this_process
-from ml_flashpoint.ddict.native.processes import Policy, ProcessGroup, ProcessTemplate
+from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate, ThisProcess, this_process
+from ml_flashpoint.ddict.native.processes import ProcessGroup
 
 __all__ = [
     "Barrier",

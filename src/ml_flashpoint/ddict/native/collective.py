@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.ddict.native.processes import Policy, ProcessGroup, ProcessTemplate
+from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate
+from ml_flashpoint.ddict.native.processes import ProcessGroup
 from ml_flashpoint.ddict.native.ray import check_node, free_port, free_port_on, is_on_ray, ray_nodes
 from ml_flashpoint.format.errors import InvalidArgumentError
 

@@ -1,11 +1,10 @@
-"""What runs in a process of a group, before and after the function that it is there for.
+"""What a process of a group is to run, and what it does before and after that.
 
 Owns the process's number, its environment, its end when its creator is gone, and the report of what went wrong.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -13,12 +12,61 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from typing import Any
+
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 PUID_VARIABLE = "FLASHPOINT_PUID"
-_MOST_REPORT_CHARACTERS = 20_000
+_MOST_REPORT_CHARACTERS = 10_000  # which fit into a pipe: nobody reads it before the end of the process
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Where a process runs.
+
+    Attributes:
+        gpu_affinity: CUDA devices that it sees; empty: all.
+        node: number of the node; ``None``: any.
+    """
+
+    gpu_affinity: tuple[int, ...] = ()
+    node: int | None = None
+
+
+@dataclass(frozen=True)
+class ProcessTemplate:
+    """What to run in a process: a function and its arguments.
+
+    They travel by cloudpickle, so a function of the running script will do, with the globals that it uses; the script
+    must still be guarded by ``if __name__ == "__main__"``. `DDict` handles and `Barrier`s may be arguments; queues and
+    locks of `multiprocessing` may not.
+
+    Args:
+        target: function.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        cwd: folder to run in; by default the current one.
+        env: more environment.
+        policy: where to run.
+
+    Raises:
+        InvalidArgumentError: `target` cannot be called.
+    """
+
+    target: Callable[..., object]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+    cwd: str | None = None
+    env: Mapping[str, str] | None = None
+    policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.target):
+            raise InvalidArgumentError("must be a function", argument="target", value=self.target)
 
 
 class ThisProcess:
@@ -38,58 +86,54 @@ class ThisProcess:
 this_process = ThisProcess()
 
 
-def announce_puid(puid: int) -> None:
-    """Make a number this process's own."""
-    os.environ[PUID_VARIABLE] = f"{os.getpid()}:{puid}"
+def run_work(puid: int, env: Mapping[str, str], cwd: str | None, work: bytes) -> tuple[int, str]:
+    """Run what a member of a group is there for; its exit code, and the text of its error. ``work``: function,
+    arguments and keyword arguments, by cloudpickle: functions of a script travel with the globals that they use."""
+    try:
+        # Before the function is unpickled, and with it its imports.
+        os.environ.update(env)
+        os.environ[PUID_VARIABLE] = f"{os.getpid()}:{puid}"
+        if cwd is not None:
+            os.chdir(cwd)
+        target, args, kwargs = pickle.loads(work)
+        target(*args, **kwargs)
+        return 0, ""
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0, ""
+        error = str(end.code)
+    except BaseException:
+        error = traceback.format_exc()
+    print(error, file=sys.stderr, flush=True)
+    return 1, error[-_MOST_REPORT_CHARACTERS:]
 
 
-def prepare(puid: int, env: Mapping[str, str], cwd: str) -> None:
-    """Take over number, environment and folder. Runs before the function is unpickled, and with it its imports."""
+def run_child(puid: int, env: Mapping[str, str], cwd: str, report: Connection, work: bytes) -> None:
+    """Run a member that is a child process. ``env``: all of its environment. ``report``: gets the text of an error."""
     os.environ.clear()
-    os.environ.update(env)
-    announce_puid(puid)
-    os.chdir(cwd)
     # Ctrl-C is for the creator, which ends its groups.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threads = env.get("OMP_NUM_THREADS", "")
-    if threads.isdigit():
-        _set_threads(int(threads))
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        watchdog = threading.Thread(
-            target=_end_with, args=(parent.sentinel,), name="ddict-parent-watchdog", daemon=True
-        )
-        # It takes no signal that the function's own threads block or wait for: any thread's default action ends all.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            watchdog.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _set_threads(count: int) -> None:
     # The variable is read when torch is imported, which may have been before this process was.
-    if "torch" in sys.modules and count > 0:
-        sys.modules["torch"].set_num_threads(count)
-
-
-def _end_with(creator: int) -> None:
-    wait_for([creator])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_member(puid: int, env: Mapping[str, str], cwd: str, report: Connection, work: bytes) -> None:
-    """Run a member; the target of its process. ``puid``: its number. ``env``: all of its environment. ``cwd``: folder
-    to run in. ``report``: gets the text of an error. ``work``: function, arguments and keyword arguments, by
-    cloudpickle: functions of a script travel with the globals that they use."""
+    if "torch" in sys.modules and threads.isdigit() and int(threads):
+        sys.modules["torch"].set_num_threads(int(threads))
+    watchdog = threading.Thread(target=_end_with_creator, name="ddict-parent-watchdog", daemon=True)
+    # It takes no signal that the function's own threads block or wait for: any thread's default action ends all.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        prepare(puid, env, cwd)
-        target, args, kwargs = pickle.loads(work)
-        target(*args, **kwargs)
-    except SystemExit:
-        raise
-    except BaseException:
-        text = traceback.format_exc()
-        with contextlib.suppress(OSError):
-            report.send_bytes(text[-_MOST_REPORT_CHARACTERS:].encode(errors="replace"))
-        raise
+        watchdog.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    code, error = run_work(puid, env, cwd, work)
+    if error:
+        with report:
+            report.send_bytes(error.encode(errors="replace"))
+    if code:  # else it returns: what ends by an exception has failed, and what it wrote last does not count
+        sys.exit(code)
+
+
+def _end_with_creator() -> None:
+    creator = multiprocessing.parent_process()
+    assert creator is not None
+    wait_for([creator.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,58 +1,47 @@
 """Processes and barriers on a Ray cluster, and free ports.
 
 Owns the actors behind them. Each member of a group is an actor, which Ray places, watches, and ends with the program
-that made it; `processes` sees it as it sees a child process, and decides what a group does with its members.
+that made it; what a group does with its members is `processes`'.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import pickle
 import random
 import socket
 import sys
-import threading
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.ddict.native.process import announce_puid
+from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate, run_work
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20_000  # `ray start` gives its workers 10002 to 19999
 _TRIES = 20
 
-
-_log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 1.0
-_MOST_REPORT_CHARACTERS = 20_000
 DIED = 255  # exit code of a member whose end Ray tells, but not how it came
 
 
 def free_port(host: str = "") -> int:
     """A port that nothing listens at now, and that the system hands out to nobody: a process that starts before it is
     used could get it otherwise. ``host``: address of an interface of this machine; all of them by default."""
+    try:
+        below = range(_LOWEST, int(_EPHEMERAL.read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        below = range(0)
     # Not what a program has seeded: another one with the same seed would look at the same ports at the same time.
-    below = range(_LOWEST, _first_ephemeral())
     for port in [*random.SystemRandom().sample(below, min(_TRIES, len(below))), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return int(probe.getsockname()[1])
     raise OSError("there is no free port")
-
-
-def _first_ephemeral() -> int:
-    try:
-        return int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def is_on_ray() -> bool:
@@ -82,9 +71,8 @@ class RayNode:
 def ray_nodes() -> list[RayNode]:
     """The live nodes: first the one that this process runs on, then by id."""
     ray = _ray()
-
     own = ray.get_runtime_context().get_node_id()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+    alive = [node for node in ray.nodes() if node["Alive"]]
     return [
         RayNode(
             node["NodeID"],
@@ -93,7 +81,7 @@ def ray_nodes() -> list[RayNode]:
             int(node["Resources"].get("CPU", 0)),
             int(node["Resources"].get("GPU", 0)),
         )
-        for node in sorted(alive, key=lambda node: node["NodeID"] != own)
+        for node in sorted(alive, key=lambda node: (node["NodeID"] != own, str(node["NodeID"])))
     ]
 
 
@@ -118,102 +106,73 @@ def check_node(node: int, count: int) -> None:
 
 def free_port_on(node: int) -> int:
     """A TCP port that is free on a node at this moment."""
-    ray = _ray()
-
-    found = ray.remote(free_port).options(num_cpus=0, **_placed(node)).remote()
-    return int(ray.get(found, timeout=_START_TIMEOUT_S))
+    found = _ray().remote(free_port).options(num_cpus=0, **_placed(node)).remote()
+    return int(_ray().get(found, timeout=_START_TIMEOUT_S))
 
 
 # -- members ----------------------------------------------------------------------------------------------------
 
 
-class _Member:
-    """What the actor of a member does. Its only long call runs on the process's main thread, as in a program."""
+class _Runner:
+    """The actor of a member. Its only long call runs on the process's main thread, as in a program."""
 
     def pid(self) -> int:
         return os.getpid()
 
-    def run(self, puid: int, env: Mapping[str, str], cwd: str | None, work: bytes) -> tuple[int, str]:
-        """Exit code and error text."""
+    def run(self, *work: Any) -> tuple[int, str]:
         try:
-            os.environ.update(env)
-            announce_puid(puid)
-            if cwd is not None:
-                os.chdir(cwd)
-            target, args, kwargs = pickle.loads(work)
-            target(*args, **kwargs)
-        except SystemExit as end:
-            if end.code is None or isinstance(end.code, int):
-                return end.code or 0, ""
-            return 1, str(end.code)
-        except BaseException:
-            text = traceback.format_exc()
-            print(text, file=sys.stderr, flush=True)
-            return 1, text[-_MOST_REPORT_CHARACTERS:]
+            return run_work(*work)
         finally:
             # Its process is killed next, which is no death to those who wait for others.
-            if native_barrier := sys.modules.get("ml_flashpoint.ddict.native.barrier"):
-                native_barrier.say_farewell()
-        return 0, ""
+            if barriers := sys.modules.get("ml_flashpoint.ddict.native.barrier"):
+                barriers.say_farewell()
 
 
-class RayProcess:
-    """An actor with the face of a child process: ``pid``, ``sentinel``, ``exitcode``, ``join``.
-
-    Attributes:
-        pid: process id on its node.
-        sentinel: a descriptor that is ready to be read when it has ended.
-        exitcode: None while it runs; `DIED` if it was killed.
-        text: of its error.
-    """
+class RayMember:
+    """A member that is an actor. See `processes.Running`."""
 
     def __init__(self, actor: Any, pid: int, result: Any) -> None:
-        self.actor, self.pid, self.result = actor, pid, result
-        self.exitcode: int | None = None
-        self.text = ""
-        self.sentinel, self._end = os.pipe()
+        self._actor, self.pid, self._result = actor, pid, result
+        self._sent = 0
 
-    def join(self) -> None:
-        """Its end is known when `sentinel` is ready."""
+    def send(self, signal_number: int) -> bool:
+        """End it: whatever the signal, an actor at work hears nothing else."""
+        self._sent = signal_number
+        self._kill()
+        return True
 
-    def kill(self) -> None:
-        """End it."""
+    def wait(self) -> tuple[int, str]:
+        """Exit code and text of the error, once it has ended."""
+        ray = _ray()
+        while ray.is_initialized():  # else it was shut down, and with it all members
+            try:
+                code, error = ray.get(self._result, timeout=_LOOK_EVERY_S)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except Exception as lost:
+                return (-self._sent, "") if self._sent else (DIED, str(lost))
+            self._kill()  # an actor lives as long as its handle; this one has done its work
+            return code, error
+        return DIED, "Ray is gone"
+
+    def _kill(self) -> None:
         with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
-            _ray().kill(self.actor)
-
-    def note_end(self, exitcode: int, text: str) -> None:
-        """Make its end known."""
-        self.exitcode, self.text = exitcode, text
-        os.close(self._end)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self.sentinel)
+            _ray().kill(self._actor)
 
 
-@dataclass(frozen=True)
-class Start:
-    """What is needed to start a member; `gpus` are counted, Ray chooses which."""
-
-    puid: int
-    env: Mapping[str, str]
-    cwd: str | None
-    node: int | None
-    gpus: int
-    work: bytes
-
-
-def start_on_ray(starts: Sequence[Start]) -> list[RayProcess]:
-    """Start members, all at once. Raises `InvalidArgumentError`: there is no such node; `DDictError`: an actor cannot
-    be made or placed; none is left then."""
+def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[RayMember]:
+    """Start members, all at once: number, template and work of each. None is left where this raises: `DDictError`: an
+    actor cannot be made or placed; `InvalidArgumentError`: there is no such node."""
     ray = _ray()
-
-    cluster_gpus = ray.cluster_resources().get("GPU", 0)
+    ours = {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")}
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     actors: list[Any] = []
     try:
-        for start in starts:
-            options = {"num_cpus": 0, "num_gpus": start.gpus if cluster_gpus else 0, "max_restarts": 0}
-            actors.append(ray.remote(_Member).options(**options, **_placed(start.node)).remote())
+        for _, template, _ in works:
+            policy = template.policy or Policy()
+            gpus = len(policy.gpu_affinity) if has_gpus else 0  # counted: Ray chooses which
+            options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, **_placed(policy.node)}
+            actors.append(ray.remote(_Runner).options(**options).remote())
         pids = ray.get([actor.pid.remote() for actor in actors], timeout=_START_TIMEOUT_S)
     except Exception as error:
         for actor in actors:
@@ -221,33 +180,10 @@ def start_on_ray(starts: Sequence[Start]) -> list[RayProcess]:
         if isinstance(error, FlashpointError):
             raise
         raise DDictError(f"not all processes could be started on Ray: {error}") from error
-    processes = []
-    for start, actor, pid in zip(starts, actors, pids, strict=True):
-        processes.append(RayProcess(actor, pid, actor.run.remote(start.puid, start.env, start.cwd, start.work)))
-    threading.Thread(target=_await_ends, args=(processes,), name="ddict-ray-group", daemon=True).start()
-    return processes
-
-
-def _await_ends(processes: Sequence[RayProcess]) -> None:
-    ray = _ray()
-
-    running = {process.result: process for process in processes}
-    while running:
-        try:
-            done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_EVERY_S)
-        except Exception as error:  # Ray was shut down, and with it the members
-            for process in running.values():
-                process.note_end(DIED, f"Ray is gone: {error}")
-            return
-        for result in done:
-            process = running.pop(result)
-            try:
-                process.note_end(*ray.get(result))
-            except Exception as error:
-                process.note_end(DIED, str(error))
-            # An actor lives as long as its handle; this one has done its work.
-            with contextlib.suppress(Exception):
-                ray.kill(process.actor)
+    return [
+        RayMember(actor, pid, actor.run.remote(puid, {**ours, **(template.env or {})}, template.cwd, work))
+        for actor, pid, (puid, template, work) in zip(actors, pids, works, strict=True)
+    ]
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------
@@ -269,7 +205,7 @@ class _BarrierActor:
     def __init__(self, parties: int) -> None:
         from ml_flashpoint.ddict.native.barrier import BarrierServer
 
-        self._server = BarrierServer(parties, None, own_host())
+        self._server = BarrierServer(parties, own_host())
 
     def where(self) -> tuple[Any, bytes]:
         return self._server.address, self._server.secret
@@ -277,15 +213,11 @@ class _BarrierActor:
 
 def make_barrier(parties: int) -> tuple[Any, tuple[Any, bytes]]:
     """An actor that is a barrier, and its address and secret. It lives as long as the program that made it."""
-    ray = _ray()
-
-    actor = ray.remote(_BarrierActor).options(num_cpus=0).remote(parties)
-    return actor, ray.get(actor.where.remote(), timeout=_START_TIMEOUT_S)
+    actor = _ray().remote(_BarrierActor).options(num_cpus=0).remote(parties)
+    return actor, _ray().get(actor.where.remote(), timeout=_START_TIMEOUT_S)
 
 
 def end_barrier(actor: Any) -> None:
     """End a barrier."""
-    ray = _ray()
-
     with contextlib.suppress(Exception):
-        ray.kill(actor)
+        _ray().kill(actor)

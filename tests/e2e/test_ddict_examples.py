@@ -221,7 +221,7 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
         else:
             os.kill(lost, signal.SIGKILL)
         output = program.end()
-        assert re.search(rf"manager {manager} of \S+ \(pid {lost}\) was killed by SIGKILL and is started again", output)
+        assert re.search(rf"manager {manager} of \S+ \(pid {lost}\) ended without a word and is started again", output)
         assert output.index("is started again") < output.index(f"Epoch [{EPOCHS}/{EPOCHS}]"), "too late"
     finished = epochs_of(output)
     assert finished == sorted(set(finished)), "an epoch that was finished was trained again"

@@ -1,13 +1,13 @@
 """The helper process that managers are forked from, and what a manager does before and after its own work.
 
-Owns forking, and telling how what was forked has ended. It imports the managers' code once, so that a fork takes
-milliseconds; it stays free of threads, so that a fork is safe. When and what to fork is the `supervisor`'s, in the
-process that made the dictionary. What a manager does is an *entry*, a function that is named to it.
+Owns forking. It imports the managers' code once, so that a fork takes milliseconds; it stays free of threads, so that a
+fork is safe. When and what to fork is the `supervisor`'s, in the process that made the dictionary. What a manager does
+is an *entry*, a function that is named to it.
 
-A request comes with two sockets, and nothing else: on the *line*, the fork server answers with the manager's process
-and, when that has ended, its exit code; the *control* is the manager's own, and leads to the creator. What is said on
-it is JSON, a line each: the creator's first line is all that the manager needs to know, any other tells it to stop. The
-manager says that it is ready, or why it failed. It ends when the creator does.
+A request comes with a socket, the *control*, which is the manager's own and leads to the creator. What is said on it is
+JSON, a line each. First the manager says which process it is, and gives a descriptor of that. The creator's first line
+is all that the manager needs to know, any other tells it to stop. The manager says that it is ready, or why it failed.
+It ends when the creator does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -50,76 +49,40 @@ def main(descriptor: int) -> None:
     """Fork managers until the creator is gone."""
     # Ctrl-C is for the creator: when it ends, so does all this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the creator watches them, and nobody has to wait for them
     creator = socket.socket(fileno=descriptor)
     creator.set_inheritable(False)
     with contextlib.suppress(Exception):  # told by the manager that needs it
         _load(MANAGER_ENTRY)
     gc.collect()
     gc.freeze()  # a collection in a manager would copy all pages of what was imported here
-    lines: dict[int, tuple[int, socket.socket]] = {}  # by a descriptor of the process: its id, and who is told
-    events = select.poll()
-    events.register(creator, select.POLLIN)
     while True:
-        for found, _ in events.poll():
-            if found != creator.fileno():
-                events.unregister(found)
-                _tell_end(found, *lines.pop(found))
-                continue
-            data, sockets, _, _ = socket.recv_fds(creator, 1, 2)
-            if not data:
-                os._exit(0)  # without tearing down what was imported for the managers
-            if len(sockets) < 2:  # no descriptors left: closing the line says so
-                for descriptor in sockets:
-                    os.close(descriptor)
-                continue
-            line, control = (socket.socket(fileno=each) for each in sockets)
-            forked = _fork(line, control, [creator, *(other for _, other in lines.values())], list(lines))
-            if forked is not None:
-                lines[forked[0]] = forked[1], line
-                events.register(forked[0], select.POLLIN)
+        data, sockets, _, _ = socket.recv_fds(creator, 1, 1)
+        if not data:
+            os._exit(0)  # without tearing down what was imported for the managers
+        if sockets:  # else no descriptor was left, and the other end is told by the end of the socket
+            with socket.socket(fileno=sockets[0]) as control:
+                _fork(creator, control)
 
 
-def _fork(
-    line: socket.socket, control: socket.socket, sockets: list[socket.socket], descriptors: list[int]
-) -> tuple[int, int] | None:
-    """A descriptor of the new process, and its id. In the process itself, this does not return.
-
-    Args:
-        sockets, descriptors: whatever would hide the end of other processes if a manager kept it open.
-    """
+def _fork(creator: socket.socket, control: socket.socket) -> None:
+    """Fork a manager. In the process itself, this does not return."""
     try:
         with warnings.catch_warnings():
             # Threads that a library keeps for its computations are not seen by the managers and not needed by them.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            for each in (line, *sockets):
-                each.close()
-            for descriptor in descriptors:
-                os.close(descriptor)
+            creator.close()  # it would hide the end of the creator from others
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _become_manager(control)
-        try:
-            watched = os.pidfd_open(pid)
-        except OSError:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise
-        socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [watched])
-        return watched, pid
     except OSError as error:
         with contextlib.suppress(OSError):
-            line.send(json.dumps({"error": str(error)}).encode())
-        line.close()
-        return None
-    finally:
-        control.close()
+            _say(control, error=str(error))
 
 
-def _tell_end(watched: int, pid: int, line: socket.socket) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(watched)
-    with line, contextlib.suppress(OSError):
-        line.send(json.dumps({"code": code}).encode())
+def _say(control: socket.socket, **said: Any) -> None:
+    control.sendall(json.dumps(said).encode() + b"\n")
 
 
 def _load(entry: str) -> Entry:
@@ -145,6 +108,9 @@ def _become_manager(control: socket.socket) -> None:
 
 
 def _run(control: socket.socket) -> int:
+    watched = os.pidfd_open(os.getpid())
+    socket.send_fds(control, [json.dumps({"pid": os.getpid()}).encode() + b"\n"], [watched])
+    os.close(watched)
     said = b""
     while b"\n" not in said:
         if not (data := control.recv(_RECEIVED)):
@@ -169,13 +135,13 @@ def _run(control: socket.socket) -> int:
     ).start()
     code = 1
     try:
-        _load(told["entry"])(told["config"], lambda: control.sendall(b'{"ready": true}\n'), stop)
+        _load(told["entry"])(told["config"], lambda: _say(control, ready=True), stop)
         code = 0
     except BaseException:
         error = traceback.format_exc()
         print(f"manager {told['manager']} of a dictionary failed:\n{error}", file=sys.stderr)
         with contextlib.suppress(OSError):
-            control.sendall(json.dumps({"error": error[-_MOST_ERROR_CHARACTERS:]}).encode() + b"\n")
+            _say(control, error=error[-_MOST_ERROR_CHARACTERS:])
     if orphaned.is_set():
         _leave(hold)
     return code

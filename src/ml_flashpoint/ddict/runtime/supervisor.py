@@ -38,8 +38,8 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
 """Seconds until a manager that could not be forked again is tried once more: twice as long each time, and at most."""
 _ANSWER_S = 30.0
 _END_S = 30.0
-_CODE_S = 5.0
 _SEND_S = 10.0
+_WITHOUT_END = bytes(len(timeval(1.0)))  # no limit
 _RECEIVED = 1 << 16
 # Not `-m`: that would put the current directory first on the path, whatever lies there.
 _PROGRAM = (
@@ -55,7 +55,6 @@ class Forked:
     pid: int
     control: socket.socket
     _watched: int
-    _line: socket.socket
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def kill(self) -> None:
@@ -63,26 +62,18 @@ class Forked:
         with self._lock, contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._watched, signal.SIGKILL)
 
-    def reap(self) -> str:
-        """Make sure that it has ended; how it did. One that is ending anyway keeps its exit code."""
+    def reap(self) -> None:
+        """Make sure that it has ended."""
         self.kill()
         poll = select.poll()
         poll.register(self._watched, select.POLLIN)
         if not poll.poll(_END_S * 1000):
             _log.error("the process %d of a manager does not end although it was killed", self.pid)
-        code = None
-        with contextlib.suppress(OSError, ValueError):  # a fork server that does not answer, or was killed
-            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_CODE_S))
-            code = json.loads(self._line.recv(_RECEIVED))["code"]
         self.close()
-        if code is None:
-            return "ended"
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def close(self) -> None:
         """Let go of it, without ending it."""
         self.control.close()
-        self._line.close()
         with self._lock:
             watched, self._watched = self._watched, -1
             if watched >= 0:
@@ -118,28 +109,23 @@ class ForkServer:
         with contextlib.ExitStack() as undo:
             control, its_control = socket.socketpair()
             undo.enter_context(control)
+            track(control)
+            control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_ANSWER_S))
+            control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
             with its_control:
-                line, its_line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                undo.enter_context(line)
-                for each in (control, line):
-                    track(each)
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_ANSWER_S))
-                control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
-                with its_line:
-                    socket.send_fds(self._socket, [b"f"], [its_line.fileno(), its_control.fileno()])
+                socket.send_fds(self._socket, [b"f"], [its_control.fileno()])
             try:
-                answer, watched, _, _ = socket.recv_fds(line, _RECEIVED, 1)
+                answer, watched, _, _ = socket.recv_fds(control, _RECEIVED, 1)
             except (BlockingIOError, ConnectionError) as error:
                 raise ConnectionError(f"the fork server (pid {self.pid}) does not answer") from error
-            if not answer:
-                if not self.is_alive():
-                    raise ConnectionError(f"the fork server (pid {self.pid}) has ended")
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # it could not take the sockets
-            said: dict[str, Any] = json.loads(answer)
-            if not watched:
-                raise OSError(said.get("error"))
+            if not answer and not self.is_alive():
+                raise ConnectionError(f"the fork server (pid {self.pid}) has ended")
+            said: dict[str, Any] = json.loads(answer or b"{}")
+            if not watched:  # without a word: it could not take the socket, or this process not the descriptor
+                raise OSError(said.get("error") or os.strerror(errno.EMFILE))
+            control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _WITHOUT_END)
             undo.pop_all()
-        return Forked(int(said["pid"]), control, watched[0], line)
+        return Forked(int(said["pid"]), control, watched[0])
 
     def is_alive(self) -> bool:
         """Whether its process runs."""
@@ -260,8 +246,9 @@ class Supervised:
             if process is None:
                 return
             self._listen(process)
-            how = process.reap()
+            process.reap()
             with self._changed:
+                how = f"failed: {self._error.splitlines()[-1]}" if self._error else "ended without a word"
                 served, self._process, self.pid, self.ready_pid = self.ready_pid is not None, None, None, None
                 self._has_begun |= served
                 if not self._stopping.is_set():
@@ -333,13 +320,6 @@ class Supervised:
             "manager %d of %s (pid %d) %s, the last of more than %d times within %g s or in a row, and stays down",
             *(self.number, self._told["folder"], pid, how, MOST_DEATHS, DEATHS_WITHIN_S),
         )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _standard_error() -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
 from ml_flashpoint.ddict.client.keepalive import Client
-from ml_flashpoint.ddict.client.keys import decode_key, place
+from ml_flashpoint.ddict.client.keys import decode_key, place, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import REQUESTS, DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
 from ml_flashpoint.ddict.manager.requests import PERSISTENT
@@ -180,12 +180,7 @@ class Access:
 
     def _encoded_keys(self, manager: int, deadline: float) -> list[bytes]:
         data = self.ask(manager, "keys", deadline=deadline, once=self.only is None).blobs[0]
-        found, at = [], 0
-        while at < len(data):
-            end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-            found.append(data[at + 4 : end])
-            at = end
-        return found
+        return list(split_joined(data))
 
     def count(self, managers: Iterable[int], deadline: float) -> int:
         """Number of keys of these managers."""

@@ -334,6 +334,8 @@ def client_of(configuration: Configuration) -> Client:
 def _after_fork() -> None:
     global _clients_lock
     _clients_lock = threading.Lock()
+    for client in list(_clients.values()):
+        client._finalizer.detach()  # nothing of it is this process's: handles have another one here
     _clients.clear()
     _keepalives.clear()
 

@@ -168,9 +168,9 @@ def _decode(data: bytes, depth: int) -> Hashable:
     if tag == b"f":
         return float(_FLOAT.unpack(rest)[0])
     if tag == b"t":
-        return tuple(_decode(each, depth + 1) for each in _split(rest))
+        return tuple(_decode(each, depth + 1) for each in split_joined(rest))
     if tag == b"z":
-        return frozenset(_decode(each, depth + 1) for each in _split(rest))
+        return frozenset(_decode(each, depth + 1) for each in split_joined(rest))
     if data == b"n":
         return None
     if tag == b"p":
@@ -179,7 +179,8 @@ def _decode(data: bytes, depth: int) -> Hashable:
     raise ValueError(f"there is no tag {tag!r}")
 
 
-def _split(data: bytes) -> Iterator[bytes]:
+def split_joined(data: bytes) -> Iterator[bytes]:
+    """Encodings that were joined, each with its length before it. Raises ValueError."""
     at = 0
     while at < len(data):
         (length,) = _LENGTH.unpack_from(data, at)

@@ -7,7 +7,6 @@ not answer is tried again. What requests mean is the caller's.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -82,7 +81,7 @@ class Exchange:
 
 
 class Links:
-    """See the module. Thread-safe; in a forked child all connections are made anew."""
+    """See the module. Thread-safe. Of no use in a forked child."""
 
     def __init__(self, locate: Locate, secret: bytes) -> None:
         self._locate = locate
@@ -91,7 +90,6 @@ class Links:
         self._idle: dict[int, list[Connection]] = {}
         self._doubtful: set[int] = set()
         self._closed = False
-        self._pid = os.getpid()
 
     def call(
         self,
@@ -149,8 +147,6 @@ class Links:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _take(self, manager: int, timeout_s: float) -> Connection:
-        if self._pid != os.getpid():
-            self._after_fork()
         with self._lock:
             idle = self._idle.get(manager)
             while idle:
@@ -208,8 +204,6 @@ class Links:
 
     def close(self) -> None:
         """Close all connections; requests under way fail. Idempotent."""
-        if self._pid != os.getpid():
-            self._after_fork()  # the connections are the parent's, and so is whoever holds the lock
         with self._lock:
             self._closed = True
             dropped = [link for links in self._idle.values() for link in links]
@@ -217,8 +211,3 @@ class Links:
         for link in dropped:
             with contextlib.suppress(DDictTimeoutError):
                 link.close()
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._idle = {}
-        self._pid = os.getpid()

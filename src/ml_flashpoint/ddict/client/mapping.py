@@ -148,17 +148,14 @@ class Mapped(MutableMapping[Any, Any]):
         Raises:
             DDictKeyError: there is none.
         """
-        none: Any = object()
         deadline = self._begin()
-        while True:
+        while self._access.count(self._access.managers, deadline):
             for key in self._access.keys(self._access.managers, deadline):
-                value = self._pop(key, none, deadline)
-                if value is not none:
-                    return key, value
+                with contextlib.suppress(DDictKeyError):
+                    return key, self._pop(key, _MISSING, deadline)
                 if time.monotonic() >= deadline:
                     raise DDictTimeoutError("others were always faster")
-            if not self._access.count(self._access.managers, deadline):
-                raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
+        raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""

@@ -23,7 +23,6 @@ import math
 import mmap
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -197,12 +196,6 @@ class ValueWriter:
         self._most = mappings
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Arena] = OrderedDict()
-        _live_writers.add(self)
-
-    def _begin_anew(self) -> None:
-        # In a forked child: the lock may be held by a thread that does not exist here.
-        self._lock = threading.Lock()
-        self._kept = OrderedDict()
 
     @contextlib.contextmanager
     def writing(self, path: str, value_id: str) -> Iterator[Callable[[Encoded], int]]:
@@ -266,17 +259,6 @@ def _write(arena: Arena, value_id: str, encoded: Encoded) -> int:
     if cuda.are_on_devices(encoded.tensors):
         arena.lock_in_background()
     return size
-
-
-_live_writers: weakref.WeakSet[ValueWriter] = weakref.WeakSet()
-
-
-def _begin_anew() -> None:
-    for writer in list(_live_writers):
-        writer._begin_anew()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 
 def read_value(path: str, value_id: str, *, copy: bool = False) -> object:

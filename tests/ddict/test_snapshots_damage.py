@@ -19,10 +19,12 @@ from ml_flashpoint.format.errors import (
     DigestMismatchError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import read_manifest
-from tests.ddict.snapshot_support import flip_a_byte, part_of, some, value_ids
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
+from ml_flashpoint.replication.transfer_client import PeerConnection
+from tests.ddict.snapshot_support import PAGE, flip_a_byte, part_of, some, value_ids
 from tests.support.managers import SECRET, Cluster, Content, Member, content_of
 
 
@@ -237,6 +239,30 @@ def test_no_room_at_the_holder_is_a_capacity_error(tmpfs: Path, small_tmpfs: Pat
         owner.snapshots.forget_after(0)
         sealed_then = owner.seal(1)
         assert owner.restart(lose_node=True) == {0: sealed, 1: sealed_then}
+
+
+def push(member: Member, manifest: Manifest, data: bytes) -> None:
+    address = member.snapshots.address
+    assert address is not None
+    with PeerConnection(address, SECRET) as peer:
+        peer.push(manifest, encode(manifest), [memoryview(data)])
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "labels"),
+    [
+        (1, 2, {"ddict": "value", "stamp": "0" * 20}),  # its own
+        (0, 3, {"ddict": "value", "stamp": "0" * 20}),  # of another dictionary
+        (0, 2, {}),
+        (0, 2, {"ddict": "value", "stamp": "now"}),
+    ],
+)
+def test_only_copies_to_be_held_are_taken_in(pair: Cluster, rank: int, world_size: int, labels: dict[str, str]) -> None:
+    record = ObjectRecord(object_name(rank, "v-1"), 0, PAGE, ())
+    manifest = Manifest("step-0_ckpt", rank, world_size, "v-1", "node-0", (record,), labels)
+    with pytest.raises(ProtocolError):
+        push(pair[1], manifest, b"")
+    assert pair[1].files(rank) == set()
 
 
 def test_bad_arguments_are_refused(pair: Cluster) -> None:

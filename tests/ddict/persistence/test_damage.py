@@ -264,8 +264,8 @@ def _persist_in_a_child(folder: Path, steps: int) -> tuple[bool, set[bytes]]:
         try:
             persister = PosixCheckpointPersister(str(folder), name="name", managers=MANAGERS)
             _Countdown(steps).arm()
-            persister.begin_run("a")
-            receipts = _write(persister, "a", 2)
+            persister.begin_run("b", restored=persister.locate(1))
+            receipts = _write(persister, "b", 2)
             persister.complete(2, receipts)
             os.write(say, b"c")
             persister.keep(1)
@@ -313,19 +313,19 @@ def test_a_kill_at_any_step_loses_nothing_complete(tmpfs: Path) -> None:
         there = after.ids()
         outcomes.add(tuple(there))
         for checkpoint_id in there:
-            _assert_whole(after, checkpoint_id, "a")
+            _assert_whole(after, checkpoint_id, {1: "a", 2: "b"}[checkpoint_id])
         assert there in ([1], [1, 2], [2])
         assert 2 in there or b"c" not in said
         assert there == [2] or b"k" not in said
         # And whoever comes next is not in the way of what is left.
-        after.begin_run("a")
-        _persist(after, "a", 2)
+        after.begin_run("c", restored=after.locate(there[-1]))
+        _persist(after, "c", 3)
         after.keep(1)
-        assert after.ids() == [2]
-        _assert_whole(after, 2, "a")
-        run = folder / "name" / "run-a"
-        assert sorted(p.name for p in run.iterdir()) == ["run.json", "step-2_ckpt"]
-        assert len(list((run / "step-2_ckpt").iterdir())) == 1 + 2 * MANAGERS
+        assert after.ids() == [3]
+        _assert_whole(after, 3, "c")
+        run = folder / "name" / "run-c"
+        assert sorted(p.name for p in run.iterdir()) == ["run.json", "step-3_ckpt"]
+        assert len(list((run / "step-3_ckpt").iterdir())) == 1 + 2 * MANAGERS
         after.close()
         shutil.rmtree(folder)
     assert outcomes == {(1,), (1, 2), (2,)}

@@ -20,7 +20,7 @@ from itertools import chain
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, Peers
+from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, HolderBackend, Peers
 from ml_flashpoint.ddict.checkpoints.index import (
     STAMP_LABEL,
     PartRef,
@@ -34,7 +34,6 @@ from ml_flashpoint.ddict.manager.shard import Entry
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
@@ -111,7 +110,7 @@ class Snapshots:
             ReplicationError: cannot listen.
         """
         if self.holders or self.held:
-            backend = StoreBackend(lambda: self._store)
+            backend = HolderBackend(self._store, self.held, self._managers)
             secret, deadline_s = self._peers.secret, transfer_deadline_s()
             service = TransferService(secret, backend, host=self._host, deadline_s=deadline_s)
             service.start()

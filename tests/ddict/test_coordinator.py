@@ -14,7 +14,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     StaleEpochError,
 )
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, within
 from tests.support.dictionaries import await_that
 
@@ -396,3 +396,14 @@ def test_managers_that_cannot_be_asked_as_the_program_ends_are_an_error_that_com
 
     with pytest.raises(FlashpointError, match="cannot be asked to prepare"):
         managers.ask("prepare", {})
+
+
+@pytest.mark.parametrize("manager", [2, 10**9])
+def test_what_is_no_manager_is_refused(make: Make, manager: int) -> None:
+    play = make(2)
+    epoch = play.coordinator.epoch
+    with pytest.raises(ProtocolError, match="no manager"):
+        play.coordinator.returned(manager, "x")
+    with pytest.raises(ProtocolError, match="no manager"):
+        play.coordinator.sealed_by(manager)
+    assert play.coordinator.epoch == epoch

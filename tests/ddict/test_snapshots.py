@@ -117,6 +117,26 @@ def test_several_managers_of_a_node_and_two_copies(tmpfs: Path) -> None:
         assert cluster[4].restart(lose_node=True) == {0: sealed[4]}
 
 
+def test_a_holder_that_is_away_is_not_waited_for_with_each_part(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [f"node-{number}" for number in range(3)]
+    with Cluster(tmpfs, nodes, RingReplicationStrategy(copies=2)) as cluster:
+        owner = cluster[0]
+        for number in range(8):
+            owner.put(0, {b"big-%d" % number: os.urandom(100_000)}, stored=True)
+        sealed = owner.seal(0)
+        owner.down(lose_node=True)
+        away = owner.snapshots.holders[0]
+        cluster[away].down()
+        owner.up()
+        asked: list[int] = []
+        ask = owner.snapshots._peers.ask
+        monkeypatch.setattr(
+            owner.snapshots._peers, "ask", lambda number, *more: (asked.append(number), ask(number, *more))[1]
+        )
+        assert owner.recover() == {0: sealed}
+        assert asked.count(away) == 1
+
+
 def test_unchanged_data_is_neither_copied_nor_sent(pair: Cluster) -> None:
     owner, holder = pair.members
     owner.put(0, some(2000, size=1000))
@@ -364,7 +384,7 @@ def test_a_late_message_drops_nothing_that_is_newer(pair: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("of", "keep", "before"),
-    [(1, [], "0" * 20), (2, [], "0" * 20), (-1, [], "0" * 20), (0, [], "9")],
+    [(1, [], "0" * 20), (2, [], "0" * 20), (-1, [], "0" * 20), (0, [], "9"), (0, [], "\u0663" * 20)],
 )
 def test_drop_copies_refuses_what_is_no_message(pair: Cluster, of: int, keep: list[str], before: str) -> None:
     with pytest.raises(InvalidArgumentError):

@@ -156,6 +156,29 @@ def test_a_value_let_go_while_it_is_sealed_belongs_to_the_snapshot(pair: Cluster
     assert owner.restart() == {0: {b"big": data}}
 
 
+def test_a_value_whose_commit_failed_late_is_not_freed_twice(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = pair[0]
+    data = os.urandom(300_000)
+    owner.put(0, {b"big": data}, stored=True)
+    with monkeypatch.context() as patched:
+
+        def fail() -> None:
+            raise OSError("the part is there already")
+
+        patched.setattr(owner.store, "_drop_rejected", fail)
+        with pytest.raises(OSError, match="already"):
+            owner.seal(0)
+    owner.seal(1)
+    owner.take_out(b"big")
+    owner.seal(2)
+    owner.snapshots.retain([2])
+    gc.collect()
+    one = owner.store.acquire(300_000)
+    owner.arenas.collect()
+    other = owner.store.acquire(300_000)
+    assert one.path != other.path
+
+
 def test_a_part_that_is_needed_does_not_retire(pair: Cluster) -> None:
     owner = pair[0]
     data = os.urandom(300_000)

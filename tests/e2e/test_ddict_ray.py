@@ -240,6 +240,7 @@ def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) 
 
 
 def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
+    before = manager_pids()  # of other tests' clusters, on the same machine
     creator = subprocess.Popen(
         [sys.executable, "-m", ddict_ray.__name__, cluster.address],
         stdout=subprocess.PIPE,
@@ -253,10 +254,12 @@ def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
         d = DDict.attach(serialized, timeout=30)  # another job of the cluster
         assert float(d["x"].sum()) == ddict_ray.LARGE
         assert len(list(base.iterdir())) == 2
+        pids = manager_pids() - before
+        assert len(pids) >= 2
     finally:
         creator.send_signal(signal.SIGKILL)
         creator.wait(DEADLINE_S)
-    wait_until(lambda: not manager_pids(), "all actors' processes have ended", DEADLINE_S)
+    wait_until(lambda: not manager_pids() & pids, "all actors' processes have ended", DEADLINE_S)
     wait_until(lambda: not list(base.iterdir()), "the folders are gone", DEADLINE_S)
     with pytest.raises(DDictError):
         d["x"]

@@ -115,9 +115,8 @@ class CheckpointEngine:
             self.replication = ReplicationManager(strategy)
             undo.callback(self.replication.close)
             self.replication.initialize(self.objects)
-            self.persisting: Persisting | None = None
-            if persist is not None:
-                self.persisting = Persisting(persist, self.ranks, base=self.base)
+            self.persisting = None if persist is None else Persisting(persist, self.ranks, base=self.base)
+            if self.persisting is not None:
                 undo.callback(self.persisting.close)
             self.saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects,

@@ -27,7 +27,7 @@ from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Writers
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence.queue import Persisting
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 
 CALL_S = 30.0
@@ -168,6 +168,7 @@ class Committer:
 
     def returned(self, manager: int, incarnation: str) -> None:
         """A manager was lost, and is back: it has found what it can go on from, and waits for an epoch to begin."""
+        self._check_manager(manager)
         with self._changed:
             if self._epochs.has_begun(manager, incarnation):
                 return
@@ -178,8 +179,13 @@ class Committer:
 
     def sealed_by(self, manager: int) -> list[tuple[str, int]]:
         """The snapshots that a manager has of what is committed, each with its checkpoint."""
+        self._check_manager(manager)
         with self._changed:
             return [(its[manager], each) for each, its in self._sealed.items() if its]
+
+    def _check_manager(self, manager: int) -> None:
+        if not 0 <= manager < self._rules.managers:
+            raise ProtocolError(f"there is no manager {manager}")
 
     def _safe(self) -> int:
         """The newest checkpoint that a manager that comes back has."""

@@ -64,7 +64,7 @@ def part_ref(attempt: object, step: object) -> PartRef:
 
 def is_stamp(stamp: object) -> bool:
     """Whether it is the point in the life of a manager at which something was sealed."""
-    return isinstance(stamp, str) and len(stamp) == 20 and stamp.isdecimal()
+    return isinstance(stamp, str) and len(stamp) == 20 and stamp.isascii() and stamp.isdecimal()
 
 
 def snapshot_ref(stamp: str, incarnation: str, step: int) -> PartRef:

@@ -12,10 +12,12 @@ what lives.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -150,10 +152,13 @@ class PartBuilder:
         return is_long or before.chain_bytes + changes >= max(1, 2 * live_bytes)
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> PartRef:
-        if self._store.find(value.value_id, self._store.rank) is None:
-            self._commit(PartRef(value.value_id, checkpoint_id), value.arena, value.size, VALUE, self._stamp())
-            value.unused = None  # it is the store's to free
-        return self._part_of(value.value_id)
+        try:
+            if self._store.find(value.value_id, self._store.rank) is None:
+                self._commit(PartRef(value.value_id, checkpoint_id), value.arena, value.size, VALUE, self._stamp())
+            return self._part_of(value.value_id)
+        finally:
+            if self._store.find(value.value_id, self._store.rank) is not None:
+                value.unused = None  # it is the store's to free, also if the commit has failed after it
 
     def _part_of(self, value_id: str) -> PartRef:
         part = self._store.find(value_id, self._store.rank)
@@ -223,6 +228,8 @@ class Recoverer:
         self._holders = holders
         self._peers = peers
         self._cancelled = cancelled
+        self._looking = threading.Lock()
+        self._found: dict[tuple[int, bool], Holder | FlashpointError] = {}
         self._parts: dict[PartRef, HeldPart | FlashpointError] = {}
         self._indices: dict[PartRef, tuple[Index, memoryview]] = {}  # each with the segment beside it
         self._known: dict[IndexEntry, Entry] = {}
@@ -315,15 +322,28 @@ class Recoverer:
 
     def _fetch(self, ref: PartRef) -> HeldPart:
         failures: list[FlashpointError] = []
-        for number in (*self._holders, *self._holders):  # twice: one may just have come back
+        for again, number in product((False, True), self._holders):  # one may just have come back
             try:
-                return self._fetch_from(self._peers.find(number), ref)
+                return self._fetch_from(self._find(number, again), ref)
             except TransferCancelledError:
                 raise
             except FlashpointError as error:
                 _log.warning("manager %d: manager %d gives no %s: %s", self._rank, number, ref.attempt, error)
                 failures.append(error)
         raise next(iter(failures), ObjectNotFoundError("nobody holds a copy", step=ref.step, rank=self._rank))
+
+    def _find(self, number: int, again: bool) -> Holder:
+        """Where a holder is. Looked up once, and once ``again``, for all parts: one that is away takes its time."""
+        with self._looking:
+            if (number, again) not in self._found:
+                try:
+                    self._found[number, again] = self._peers.find(number)
+                except FlashpointError as error:
+                    self._found[number, again] = error
+            found = self._found[number, again]
+        if isinstance(found, FlashpointError):
+            raise found
+        return found
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
         secret, deadline_s = self._peers.secret, transfer_deadline_s()

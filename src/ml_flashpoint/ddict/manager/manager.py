@@ -341,7 +341,9 @@ class Manager:
             return {"incarnation": self.incarnation}
 
     def _take_up(self, base: int, restored: PersistedCheckpoint) -> None:
-        self._kept = {base: self.parts.take(restored)}  # what was here is no more
+        entries = self.parts.take(restored)
+        with self.changed:
+            self._kept = {base: entries}  # what was here is no more
         if self.rules.replicated:
             self.snapshots.forget_after(-1)
 
@@ -395,8 +397,8 @@ class Manager:
     def prepare(self, epoch: int, checkpoint_id: int, committed: int) -> None:
         """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
         committed one was called off."""
-        self._check(epoch)
         with self.changed:
+            self._check(epoch)
             self._retain(lambda each: each <= committed)
             self._kept[checkpoint_id] = list(self.shard.entries(checkpoint_id))
         if self.rules.replicated and any(
@@ -413,13 +415,13 @@ class Manager:
 
     def settle(self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""
-        self._check(epoch)
         with self.changed:
+            self._check(epoch)
             self.shard.retire(oldest)
             self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
             if self.waiting:
                 self.changed.notify_all()
-        self._retain(lambda each: each in keep or each in pinned or each > committed)
+            self._retain(lambda each: each in keep or each in pinned or each > committed)
         if self.rules.replicated:
             self.snapshots.retain(keep)
 

@@ -95,6 +95,7 @@ def run_work(puid: int, env: Mapping[str, str], cwd: str | None, work: bytes) ->
         os.environ[PUID_VARIABLE] = f"{os.getpid()}:{puid}"
         if cwd is not None:
             os.chdir(cwd)
+        # Its creator's own, which came as this process's arguments do, by multiprocessing or Ray: as trusted as code.
         target, args, kwargs = pickle.loads(work)
         target(*args, **kwargs)
         return 0, ""

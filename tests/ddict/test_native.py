@@ -203,6 +203,30 @@ def test_of_those_that_have_ended_a_killed_one_is_named(tmp_path: Path, monkeypa
         assert group.inactive_puids == [(puids[0], 3), (puids[1], -signal.SIGKILL)]
 
 
+def test_who_was_killed_before_it_was_told_to_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dismissed = threading.Event()
+    wait = native_processes._Child.wait
+
+    def in_order(child: native_processes._Child) -> tuple[int, str]:
+        found = wait(child)
+        assert found[0] != -signal.SIGKILL or dismissed.wait(DEADLINE_S)
+        return found
+
+    def send(child: native_processes._Child, number: int) -> bool:
+        dismissed.set()
+        return True  # as while it is not reaped yet
+
+    monkeypatch.setattr(native_processes._Child, "wait", in_order)
+    monkeypatch.setattr(native_processes._Child, "send", send)
+    with group_of(2, ddict_members.fail_after_signal, str(tmp_path)) as group:
+        puids, pids = puids_of(group), group.pids
+        wait_until(lambda: all((tmp_path / str(puid)).exists() for puid in puids), "the start of both")
+        os.kill(pids[puids[1]], signal.SIGKILL)
+        os.kill(pids[puids[0]], signal.SIGUSR1)
+        with pytest.raises(ProcessFailedError, match="was killed by signal 9"):
+            group.join(timeout=DEADLINE_S)
+
+
 def test_members_end_when_their_creator_is_killed(tmp_path: Path) -> None:
     argv = [sys.executable, ddict_members.__file__, str(tmp_path)]
     creator = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment())

@@ -59,9 +59,9 @@ class _Member:
     exit_code: int | None = None
     error: str = ""
     dismissed: bool = False
-    """Ended by this group, so that its exit code says nothing."""
+    """Told to end by this group, so that its exit code says nothing."""
     signals: set[int] = field(default_factory=set)
-    """Sent by `ProcessGroup.kill`: to end by one of them is no failure."""
+    """Sent by this group, but for SIGTERM to end it: to end by one of them is no failure."""
 
     @property
     def runs(self) -> bool:
@@ -70,7 +70,9 @@ class _Member:
     @property
     def has_failed(self) -> bool:
         code = self.exit_code or 0
-        return code != 0 and not self.dismissed and -code not in self.signals
+        if self.dismissed and code != -signal.SIGKILL:  # somebody else's kill had come before
+            return False
+        return code != 0 and -code not in self.signals
 
     @property
     def how(self) -> str:
@@ -270,10 +272,12 @@ class ProcessGroup:
                 assert member.process is not None
                 member.dismissed = member.process.send(signal.SIGTERM) or member.dismissed
             self._changed.wait_for(lambda: not any(member.runs for member in running), TERMINATION_GRACE_S)
-            late = [member.process for member in running if member.runs]
-        for process in late:
-            assert process is not None
-            process.send(signal.SIGKILL)
+            late = [member for member in running if member.runs]
+            for member in late:
+                member.signals.add(signal.SIGKILL)
+        for member in late:
+            assert member.process is not None
+            member.process.send(signal.SIGKILL)
 
 
 _started: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()

@@ -1,12 +1,14 @@
-"""A base container is looked for along its way once, and by every other name that it is given by."""
+"""Opening a base container: where it is looked for, and what is done if it is removed meanwhile."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ml_flashpoint.checkpoint_object_manager import checkpoint_object_manager
+from ml_flashpoint.checkpoint_object_manager import checkpoint_object_manager, rank_lock
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 
 
@@ -32,3 +34,22 @@ def test_a_store_that_is_open_is_found_by_its_name_without_a_look_along_the_way(
     manager.close()
     assert manager.resolved(base) == store.base
     assert looks == [link, base]
+
+
+@pytest.mark.parametrize("after", ["make_tree", "keep_reserve", "_register"])
+def test_a_folder_that_is_removed_while_it_is_opened_is_made_anew(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    base, real, removals = tmpfs / "job", getattr(rank_lock, after), list[None]()
+
+    def then_remove(*args: Any) -> None:
+        real(*args)
+        if not removals:
+            removals.append(shutil.rmtree(base))
+
+    monkeypatch.setattr(rank_lock, after, then_remove)
+    manager = CheckpointObjectManager()
+    store = manager.open(base, 0)
+    assert removals
+    assert (store.directory / rank_lock.LOCK).exists()
+    manager.close()

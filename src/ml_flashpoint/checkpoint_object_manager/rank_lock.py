@@ -22,6 +22,7 @@ LOCK = "lock"
 """Name of its file, beside the arenas."""
 AT_WORK = "saving"
 """Name of the file that a saving process has locked while it is at work, which it may be when its trainer is gone."""
+_PAUSE_S = 0.05
 
 
 class Locked(Protocol):
@@ -52,10 +53,16 @@ def take_lock(store: Locked, deadline_s: float) -> int:
     path = store.directory / LOCK
     give_up = time.monotonic() + deadline_s
     while True:
-        make_tree(store.base, store.directory)
-        keep_reserve(store.directory)
-        _register(store)
-        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            make_tree(store.base, store.directory)
+            keep_reserve(store.directory)
+            _register(store)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # `flashpoint rm` removes it just now
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(_PAUSE_S)
+            continue
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -68,7 +75,7 @@ def take_lock(store: Locked, deadline_s: float) -> int:
                     path=store.directory,
                     hint="stop that process, or give each job a base container of its own",
                 ) from None
-            time.sleep(0.05)
+            time.sleep(_PAUSE_S)
             continue
         if is_at(fd, path):
             break

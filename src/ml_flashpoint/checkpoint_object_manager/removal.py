@@ -169,6 +169,13 @@ def _remove_arenas(ranks: list[Path], inodes: set[int], removed: Removed) -> Non
 
 
 def _remove_private(root: Path, ranks: list[Path], removed: Removed) -> None:
+    private = root / PRIVATE_DIR
+    if not os.path.lexists(private):
+        return
+    # Before the locks go: a job that starts then has files of its own here.
+    for name in os.listdir(private):
+        if not RANK_NAME.fullmatch(name):
+            _unlink(private / name, removed)
     for folder in ranks:
         names = os.listdir(folder)
         # The lock last: whoever waits for it sees then that it is not the one of this name any more.
@@ -176,13 +183,8 @@ def _remove_private(root: Path, ranks: list[Path], removed: Removed) -> None:
             _unlink(folder / name, removed)
         with contextlib.suppress(OSError):  # a job that has just started has made the lock anew
             os.rmdir(folder)
-    private = root / PRIVATE_DIR
-    if os.path.lexists(private):
-        for name in os.listdir(private):
-            if not RANK_NAME.fullmatch(name):
-                _unlink(private / name, removed)
-        with contextlib.suppress(OSError):
-            os.rmdir(private)
+    with contextlib.suppress(OSError):
+        os.rmdir(private)
 
 
 def _unlink(path: Path, removed: Removed) -> None:

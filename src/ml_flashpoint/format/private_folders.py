@@ -44,14 +44,18 @@ def make_base(base: Path) -> None:
         FlashpointError: it cannot be made.
     """
     with _reported(base):
-        if os.path.isdir(base):  # one look along the way is enough
-            return check_folder(check_way(base))
-        real = check_way(base.parent) / base.name
-        for folder in (*reversed(real.parents), real):
-            if not os.path.lexists(folder):
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir(mode=_MODE)
-        check_folder(check_way(base))
+        _where_folders_may_go(lambda: _make_base(base))
+
+
+def _make_base(base: Path) -> None:
+    if os.path.isdir(base):  # one look along the way is enough
+        return check_folder(check_way(base))
+    real = check_way(base.parent) / base.name
+    for folder in (*reversed(real.parents), real):
+        if not os.path.lexists(folder):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=_MODE)
+    check_folder(check_way(base))
 
 
 def make_tree(base: Path, folder: Path) -> None:
@@ -63,15 +67,21 @@ def make_tree(base: Path, folder: Path) -> None:
         OSError: another folder cannot be made or opened.
     """
     names = folder.relative_to(base).parts
-    for tries_left in reversed(range(_TRIES)):
+
+    def make() -> None:
         make_base(base)
-        try:
-            for depth in range(len(names)):
-                make_private(base.joinpath(*names[: depth + 1]))
-            return
-        except FileNotFoundError:  # who used the folder last may be removing it
-            if not tries_left:
-                raise
+        for depth in range(len(names)):
+            make_private(base.joinpath(*names[: depth + 1]))
+
+    _where_folders_may_go(make)
+
+
+def _where_folders_may_go(make: Callable[[], None]) -> None:
+    """Make folders, and again if one goes meanwhile: who used it last may be removing it."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return make()
+    make()
 
 
 def make_private(folder: Path) -> None:

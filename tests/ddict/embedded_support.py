@@ -35,7 +35,8 @@ def runtime_of(root: Path, entry: str = "note_and_wait") -> EmbeddedRuntime:
 
 
 def configs_of(runtime: EmbeddedRuntime, count: int) -> list[dict[str, Any]]:
-    return [{"number": number, "folder": str(runtime.base), "secret": f"s-{number}"} for number in range(count)]
+    its = {"folder": str(runtime.base)}
+    return [{"manager": number, "number": number, "secret": f"s-{number}", **its} for number in range(count)]
 
 
 @contextlib.contextmanager

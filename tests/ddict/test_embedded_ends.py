@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import threading
 from pathlib import Path
 
 import psutil
@@ -177,3 +179,55 @@ def test_a_folder_of_dictionaries_that_others_may_enter_is_refused(
     with pytest.raises(DDictError) as caught:
         runtime_folder.runtime_root()
     assert runtime_folder.BASE_VARIABLE in str(caught.value)
+
+
+def test_a_folder_that_was_made_anew_is_not_emptied(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = runtime_folder.make_folder(tmpfs)
+    folder = hold.folder
+    hold.close()
+    another: list[runtime_folder.FolderHold] = []
+    lock = fcntl.flock
+
+    def lock_late(descriptor: int, how: int) -> None:
+        # Between opening the lock and locking it, others may remove the folder, and make one by the same name.
+        if not another:
+            monkeypatch.setattr(runtime_folder.fcntl, "flock", lock)
+            assert runtime_folder.remove_now(folder)
+            another.append(runtime_folder.make_folder(tmpfs))
+            os.rename(another[0].folder, folder)
+            (folder / "value").write_text("theirs")
+        lock(descriptor, how)
+
+    monkeypatch.setattr(runtime_folder.fcntl, "flock", lock_late)
+    assert not runtime_folder.remove_now(folder)
+
+    assert (folder / "value").read_text() == "theirs"
+    another[0].close()
+    assert runtime_folder.remove_now(folder)
+
+
+def test_many_sweep_at_once(tmpfs: Path) -> None:
+    failures: list[BaseException] = []
+    together = threading.Barrier(5)
+
+    def make() -> None:
+        together.wait(DEADLINE_S)
+        try:
+            for _ in range(50):
+                hold = runtime_folder.make_folder(tmpfs)
+                assert (hold.folder / runtime_folder.LOCK).exists()
+                hold.close()
+                runtime_folder.sweep(tmpfs)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    together.wait(DEADLINE_S)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+    assert failures == []
+    runtime_folder.sweep(tmpfs)
+    assert list(tmpfs.iterdir()) == []

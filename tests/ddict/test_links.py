@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.client.links import Links
+from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError
+from ml_flashpoint.ddict.options import COORDINATOR, Configuration, Options
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.server import Peer, RequestServer
 
@@ -43,7 +44,10 @@ class Place:
         self.wrong, self.right = wrong, right
         self.asked: list[bool] = []
 
-    def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+    def is_local(self, manager: int) -> bool:
+        return False
+
+    def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
         assert 0 < timeout_s <= TIMEOUT_S
         self.asked.append(anew)
         return self.right if anew else self.wrong
@@ -110,12 +114,71 @@ def test_one_that_is_nowhere_is_waited_for_as_long_as_there_is_time() -> None:
 
 
 def test_a_dictionary_that_is_gone_is_not_looked_for_any_longer() -> None:
-    def locate(manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        raise DDictDestroyedError("it was destroyed")
+    class Nowhere(Place):
+        def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+            raise DDictDestroyedError("it was destroyed")
 
-    links = Links(locate, SECRET)
+    links = Links(Nowhere(None, None), SECRET)
     began = time.monotonic()
     with pytest.raises(DDictDestroyedError):
         ask(links, 0)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    links.close()
+
+
+class Knowing(Player):
+    """A coordinator that knows where managers are."""
+
+    def __init__(self) -> None:
+        super().__init__(COORDINATOR)
+        self.places: dict[int, tuple[Any, ...]] = {}
+        self.asked = 0
+
+    def handle(
+        self, session: None, operation: str, fields: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], Sequence[Any]]:
+        if operation != "places":
+            return super().handle(session, operation, fields, blobs)
+        self.asked += 1
+        return {"places": list(self.places.items())}, ()
+
+
+def configuration_of(address: Address) -> Configuration:
+    runtime = {"kind": "ray", "coordinator": list(address)}
+    return Configuration("0" * 12, Options(1, 2), "", "run", runtime, ((), ()), SECRET)
+
+
+def test_the_coordinator_says_where_managers_are_and_where_they_are_now() -> None:
+    knowing = Knowing()
+    with contextlib.ExitStack() as stack:
+        server = RequestServer(SECRET, knowing, REQUESTS, tcp_host="127.0.0.1")
+        stack.callback(server.close)
+        found = locator(configuration_of(server.addresses[0]), "here")
+        links = Links(found, SECRET)
+        stack.callback(links.close)
+        moves = contextlib.ExitStack()
+        knowing.places = {
+            0: ("there", "/nowhere", *moves.enter_context(served(0))[1:]),
+            1: ("here", "/of-here", "127.0.0.1", 1),
+        }
+
+        assert [ask(links, 0), ask(links, 0)] == [0, 0]
+        assert [found.is_local(0), found.is_local(1), found.is_local(2)] == [False, True, False]
+        assert found.find(1, TIMEOUT_S, anew=False) == ("unix", "/of-here")
+        asked = knowing.asked
+        moves.close()
+        knowing.places[0] = ("elsewhere", "/nowhere", *stack.enter_context(served(0))[1:])
+        assert ask(links, 0) == 0
+        assert knowing.asked == asked + 1
+
+
+@pytest.mark.parametrize("who", [0, COORDINATOR])
+def test_without_its_coordinator_a_dictionary_is_gone(who: int) -> None:
+    server = RequestServer(SECRET, Knowing(), REQUESTS, tcp_host="127.0.0.1")
+    links = Links(locator(configuration_of(server.addresses[0]), "here"), SECRET)
+    server.close()
+    began = time.monotonic()
+    with pytest.raises(DDictDestroyedError, match="its creator ended"):
+        ask(links, who)
     assert time.monotonic() - began < TIMEOUT_S / 2
     links.close()

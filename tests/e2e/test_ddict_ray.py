@@ -29,8 +29,7 @@ from ml_flashpoint.ddict import (
     DDictWritesLostError,
 )
 from ml_flashpoint.ddict.runtime.folder import sweep
-from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, actor_name
-from ml_flashpoint.ddict.runtime.ray_runtime import node_base
+from ml_flashpoint.ddict.runtime.ray_runtime import NAMESPACE, actor_name
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until
@@ -48,11 +47,10 @@ TOTAL = 3 << 30
 
 @pytest.fixture(scope="module")
 def base() -> Iterator[Path]:
-    """Where the nodes keep the folders of dictionaries; those of killed managers for a second only."""
+    """Where the nodes keep the folders of dictionaries."""
     folder = tmpfs_folders.make_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHPOINT_DDICT_BASE", str(folder))
-        patch.setenv("FLASHPOINT_DDICT_KEEP_FOLDER_S", "1")
         yield folder
     tmpfs_folders.remove_folder(folder)
 
@@ -70,25 +68,34 @@ def cluster(one_cluster: RayCluster, base: Path) -> Iterator[RayCluster]:
     wait_until(lambda: not list(base.iterdir()), f"no folder is left: {list(base.iterdir())}", DEADLINE_S)
 
 
-def manager_pids() -> set[int]:
+def actor_pids() -> set[int]:
     """Of the actors on this machine, as Ray names their processes."""
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or [""]
-        if line[0].startswith("ray::RayManager") and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if line[0].startswith("ray::RayNode") and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.add(process.pid)
     return found
 
 
+def actor_of(d: DDict, node: int) -> Any:
+    """Of one manager, where each has a node of its own."""
+    return ray.get_actor(actor_name(d._configuration.dictionary, node), namespace=NAMESPACE)
+
+
+def place_of(d: DDict, manager: int) -> dict[str, Any]:
+    return dict(ray.get(actor_of(d, manager).place.remote(), timeout=DEADLINE_S))
+
+
 def ray_node_of(d: DDict, manager: int) -> str:
-    actor = ray.get_actor(actor_name(d._configuration.dictionary, manager), namespace=NAMESPACE)
-    return str(ray.get(actor.place.remote(), timeout=DEADLINE_S)["node"])
+    return str(place_of(d, manager)["node"])
 
 
-def lose(cluster: RayCluster, d: DDict, base: Path, node_id: str) -> None:
+def lose(cluster: RayCluster, d: DDict, manager: int) -> None:
     """A machine goes with its memory."""
-    cluster.lose(node_id)
-    shutil.rmtree(node_base(base, d._configuration.dictionary, node_id), ignore_errors=True)
+    place = place_of(d, manager)
+    cluster.lose(place["node"])
+    shutil.rmtree(place["folder"], ignore_errors=True)
 
 
 def test_values_of_all_nodes(cluster: RayCluster) -> None:
@@ -126,7 +133,7 @@ def test_writers_on_all_nodes_commit_checkpoints(cluster: RayCluster) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path, lost: int) -> None:
+def test_a_node_is_lost_while_writers_run(cluster: RayCluster, lost: int) -> None:
     with _with_manager_elsewhere(cluster, lost) as d:
         running = {node: run_on(node, ddict_ray.write_epochs, d, r, NODES) for r, node in enumerate(cluster.nodes)}
         wait_until(lambda: d.sync_to_newest_checkpoint() >= 3, "three checkpoints", DEADLINE_S)
@@ -135,7 +142,7 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path, lost:
         left = [rank for rank in range(NODES) if rank != lost_rank]
         committed = d.sync_to_newest_checkpoint()
 
-        lose(cluster, d, base, lost_node)
+        lose(cluster, d, lost)
 
         # The handle of this process, which knew the manager where it was, finds it where it is.
         for rank in range(NODES):
@@ -172,16 +179,20 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster, base: Path, lost:
         assert looked == ([], [], {(0, 0): float(value_of(0, 0).double().sum())})
 
 
-def test_a_killed_manager_comes_back_with_what_is_committed(cluster: RayCluster) -> None:
+@pytest.mark.parametrize("killed", ["the manager", "its actor"])
+def test_one_that_is_killed_comes_back_with_what_is_committed(cluster: RayCluster, killed: str) -> None:
     with DDict(1, NODES, TOTAL, working_set_size=2, timeout=TIMEOUT_S, replication="ring") as d:
         for epoch in range(3):
             d.update({(rank, epoch): value_of(rank, epoch) for rank in range(NODES)})
             d.checkpoint()
         assert d.sync_to_newest_checkpoint() == 2
-        actor = ray.get_actor(actor_name(d._configuration.dictionary, 0), namespace=NAMESPACE)
-        place = ray.get(actor.place.remote())
+        actor = actor_of(d, 0)
+        place = place_of(d, 0)
 
-        ray.kill(actor, no_restart=False)
+        if killed == "the manager":
+            os.kill(place["pids"][0], signal.SIGKILL)
+        else:
+            ray.kill(actor, no_restart=False)
 
         for rank in range(NODES):
             for epoch in range(3):
@@ -195,27 +206,21 @@ def test_a_killed_manager_comes_back_with_what_is_committed(cluster: RayCluster)
         assert d.sync_to_newest_checkpoint() == 3
 
 
-def test_a_killed_manager_comes_back_to_its_folder(
-    cluster: RayCluster, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHPOINT_DDICT_KEEP_FOLDER_S", "60")
+def test_a_killed_manager_comes_back_to_its_folder(cluster: RayCluster, base: Path) -> None:
     # With a single node there are no copies elsewhere: what is in the folder is all that there is.
     with DDict(1, 1, TOTAL, working_set_size=2, timeout=TIMEOUT_S, replication="ring") as d:
         d.update({number: value_of(0, number) for number in range(4)})
         d.checkpoint()
         assert d.sync_to_newest_checkpoint() == 0
-        actor = ray.get_actor(actor_name(d._configuration.dictionary, 0), namespace=NAMESPACE)
-        place, folders = ray.get(actor.place.remote()), set(base.iterdir())
+        place, folders = place_of(d, 0), set(base.iterdir())
 
-        ray.kill(actor, no_restart=False)
+        os.kill(place["pids"][0], signal.SIGKILL)
         # As other dictionaries of this machine do meanwhile.
-        wait_until(lambda: sweep(base) == [] and _place(actor) not in (None, place), "it is back", DEADLINE_S)
+        wait_until(lambda: sweep(base) == [] and place_of(d, 0) != place, "it is back", DEADLINE_S)
 
         assert set(base.iterdir()) == folders
         for number in range(4):
             assert torch.equal(_retry(lambda key=number: d[key]), value_of(0, number))
-    # The reaper of the killed process does not keep the folder any longer: there was a successor.
-    wait_until(lambda: not list(base.iterdir()), "the folder is gone", 10)
 
 
 def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) -> None:
@@ -223,16 +228,19 @@ def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) 
     d["x"] = value_of(0, 0)
     other = DDict.attach(d.serialize())
     assert len(list(base.iterdir())) == NODES
-    pids = manager_pids()
-    assert len(pids) >= 2 * NODES
+    pids = actor_pids()
+    assert len(pids) >= NODES
+    managers = {pid for node in range(NODES) for pid in place_of(d, node)["pids"].values()}
+    assert len(managers) == 2 * NODES
 
     d.destroy()
 
     assert list(base.iterdir()) == []
-    for manager in range(2 * NODES):
+    assert not [pid for pid in managers if psutil.pid_exists(pid)]
+    for node in range(NODES):
         with pytest.raises(ValueError, match="Failed to look up actor"):
-            ray.get_actor(actor_name(d._configuration.dictionary, manager), namespace=NAMESPACE)
-    wait_until(lambda: not manager_pids() & pids, "all actors' processes have ended", DEADLINE_S)
+            actor_of(d, node)
+    wait_until(lambda: not actor_pids() & pids, "all actors' processes have ended", DEADLINE_S)
     states = [group["state"] for group in ray.util.placement_group_table().values()]
     assert set(states) <= {"REMOVED"}
     with pytest.raises(DDictDestroyedError):
@@ -240,7 +248,7 @@ def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) 
 
 
 def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
-    before = manager_pids()  # of other tests' clusters, on the same machine
+    before = actor_pids()  # of other tests' clusters, on the same machine
     creator = subprocess.Popen(
         [sys.executable, "-m", ddict_ray.__name__, cluster.address],
         stdout=subprocess.PIPE,
@@ -254,12 +262,12 @@ def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
         d = DDict.attach(serialized, timeout=30)  # another job of the cluster
         assert float(d["x"].sum()) == ddict_ray.LARGE
         assert len(list(base.iterdir())) == 2
-        pids = manager_pids() - before
+        pids = actor_pids() - before
         assert len(pids) >= 2
     finally:
         creator.send_signal(signal.SIGKILL)
         creator.wait(DEADLINE_S)
-    wait_until(lambda: not manager_pids() & pids, "all actors' processes have ended", DEADLINE_S)
+    wait_until(lambda: not actor_pids() & pids, "all actors' processes have ended", DEADLINE_S)
     wait_until(lambda: not list(base.iterdir()), "the folders are gone", DEADLINE_S)
     with pytest.raises(DDictError):
         d["x"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +19,7 @@ pytest.importorskip("ray")
 import ray
 
 from ml_flashpoint.ddict import DDict, DDictCheckpointRetiredError, DDictError, DDictWritesLostError
-from ml_flashpoint.ddict.runtime.ray_locations import NAMESPACE, actor_name
-from ml_flashpoint.ddict.runtime.ray_runtime import node_base
+from ml_flashpoint.ddict.runtime.ray_runtime import NAMESPACE, actor_name
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until
 from tests.support.ray_cluster import RayCluster, ray_cluster
@@ -32,7 +33,7 @@ DEADLINE_S = 150.0
 ROUND_S = 240.0  # a strike, what was committed read again, two more commits, and a node for one that was lost
 AROUND_S = 2 * DEADLINE_S  # the cluster's start, the first commits, and the end
 NEEDED_BYTES = 4 << 30
-REMOVES_A_NODE = 5  # each so many rounds; else a manager is killed
+REMOVES_A_NODE, KILLS_AN_ACTOR = 5, 3  # each so many rounds; else a manager is killed
 
 
 def _rounds(number: int, *marks: Any) -> Any:
@@ -47,14 +48,13 @@ def test_nothing_committed_is_lost_round_after_round(tmpfs: Path, monkeypatch: p
     if not tmpfs_folders.has_tmpfs() or free < NEEDED_BYTES:
         pytest.skip(f"takes {NEEDED_BYTES >> 30} GiB of /dev/shm, of which {free >> 20} MiB are free")
     monkeypatch.setenv("FLASHPOINT_DDICT_BASE", str(tmpfs))
-    monkeypatch.setenv("FLASHPOINT_DDICT_KEEP_FOLDER_S", "1")
     with ray_cluster(NODES + 1) as cluster:  # one to spare: Ray moves no bundle that runs
         with DDict(1, NODES, 3 << 30, working_set_size=4, timeout=TIMEOUT_S, replication="ring") as d:
             writers = [_start(cluster, d, rank) for rank in range(WRITERS)]
             committed = _await_committed(d, PARTS)
             for number in range(1, rounds + 1):
                 began = time.monotonic()
-                _strike(cluster, d, tmpfs, number)
+                _strike(cluster, d, number)
                 assert _check(d) >= committed, "what was committed is so no more"
                 committed = _await_committed(d, committed + 2)
                 cluster.fill()
@@ -77,29 +77,34 @@ def _start(cluster: RayCluster, d: DDict, rank: int) -> Any:
     return task.remote(d, rank, WRITERS)
 
 
-def _strike(cluster: RayCluster, d: DDict, base: Path, number: int) -> None:
-    places = {manager: _node_of(d, manager) for manager in range(NODES)}
-    away = [manager for manager, node in places.items() if node != cluster.head]
+def _strike(cluster: RayCluster, d: DDict, number: int) -> None:
+    places = {manager: _place_of(d, manager) for manager in range(NODES)}
+    away = [manager for manager, place in places.items() if place["node"] != cluster.head]
     if number % REMOVES_A_NODE == 0:
-        node = places[away[number // REMOVES_A_NODE % len(away)]]
-        cluster.lose(node)
-        shutil.rmtree(node_base(base, d._configuration.dictionary, node), ignore_errors=True)
-    else:
+        place = places[away[number // REMOVES_A_NODE % len(away)]]
+        cluster.lose(place["node"])
+        shutil.rmtree(place["folder"], ignore_errors=True)
+    elif number % KILLS_AN_ACTOR == 0:
         ray.kill(_actor(d, number % NODES), no_restart=False)
+    else:
+        os.kill(places[number % NODES]["pids"][number % NODES], signal.SIGKILL)
 
 
 def _actor(d: DDict, manager: int) -> Any:
     return ray.get_actor(actor_name(d._configuration.dictionary, manager), namespace=NAMESPACE)
 
 
-def _node_of(d: DDict, manager: int) -> str:
+def _place_of(d: DDict, manager: int) -> dict[str, Any]:
     give_up = time.monotonic() + DEADLINE_S
     while True:
         try:
-            return str(ray.get(_actor(d, manager).place.remote(), timeout=DEADLINE_S)["node"])
+            place = dict(ray.get(_actor(d, manager).place.remote(), timeout=DEADLINE_S))
         except ray.exceptions.RayActorError:  # it is being started again
-            assert time.monotonic() < give_up
-            time.sleep(0.1)
+            place = {"pids": {}}
+        if manager in place["pids"]:
+            return place
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
 
 
 def _check(d: DDict, ends: Sequence[int] | None = None) -> int:

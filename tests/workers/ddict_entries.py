@@ -64,7 +64,8 @@ def create(root: str, managers: int, entry: str, how: str) -> None:
     from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 
     runtime = EmbeddedRuntime(entry=f"{__name__}:{entry}", root=Path(root))
-    runtime.start([{"number": number, "folder": str(runtime.base)} for number in range(managers)])
+    its = {"folder": str(runtime.base)}
+    runtime.start([{"manager": number, "number": number, **its} for number in range(managers)])
     children = []
     if how == "fork":
         # As a program does that forks workers of its own.

@@ -82,11 +82,6 @@ def reader_hold_s() -> float:
     return _number("FLASHPOINT_READER_HOLD_S", 60.0)
 
 
-def ddict_keep_folder_s() -> float:
-    """Seconds that a node keeps the memory of killed managers of a `DDict` on Ray, for those that come back there."""
-    return _number("FLASHPOINT_DDICT_KEEP_FOLDER_S", 20.0)
-
-
 BLOCK_BYTES_VARIABLE = "FLASHPOINT_TEST_BLOCK_BYTES"
 """Internal, for tests only: makes the blocks of new objects small, so that states of tests have many."""
 

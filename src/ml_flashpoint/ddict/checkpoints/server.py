@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
-from ml_flashpoint.ddict.client.links import Links, locator
+from ml_flashpoint.ddict.client.links import Links, Place, Places, locator, own_node
 from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.ddict.manager.arenas import allow_many_files
 from ml_flashpoint.ddict.manager.requests import Result, asking
@@ -34,7 +35,9 @@ class CoordinatorServer:
         allow_many_files()  # each connection is one
         self.configuration = configuration
         self.run = PersistedRun(configuration)
-        self.links = Links(locator(configuration), configuration.secret)
+        self.places: dict[int, Place] = {}
+        here = locator(configuration) if host is None else Places(own_node(), None, lambda timeout_s: self.places)
+        self.links = Links(here, configuration.secret)
         self.frozen = False
         self.run.begin()
         self.coordinator = Coordinator(
@@ -87,6 +90,14 @@ class CoordinatorServer:
         """Who this is."""
         return {"manager": COORDINATOR}
 
+    def here(self, manager: int, *place: Any) -> None:
+        """A manager has begun, and says where it is."""
+        self.places[manager] = Place(*place)
+
+    def where(self) -> list[tuple[int, Place]]:
+        """Where all managers are that have said so."""
+        return list(self.places.items())
+
     def state(self) -> Fields:
         """Where the dictionary is."""
         return {**self.coordinator.state(), **self.coordinator.persisting_state(), "frozen": self.frozen}
@@ -120,12 +131,14 @@ _OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] =
     "freeze": asking("freeze", "frozen", "deadline"),
     "go_back": asking("coordinator.rollback", "handle", "session_if_any", "position", "epoch", "timeout_s"),
     "hello": asking("hello"),
+    "here": asking("here", "manager", "node", "unix", "host", "port"),
     "join": asking("coordinator.join", "handle", "session_id", "position", "epoch"),
     "leave": asking("coordinator.leave", "handle", "need", "epoch"),
     "move": asking("coordinator.move", "handle", "session_id", "position", "epoch", "timeout_s", "onwards"),
     "newest": asking("coordinator.newest", "epoch", "timeout_s", "is_gone"),
     "persist_newest": asking("persist_newest", "timeout_s", "is_gone", gives="checkpoint_id"),
     "persisted_ids": asking("run.ids", gives="ids"),
+    "places": asking("where", gives="places"),
     "restore": asking("restore", "checkpoint_id", "handle", "deadline"),
     "returned": asking("coordinator.returned", "manager", "incarnation"),
     "sealed": asking("coordinator.sealed_by", "manager", gives="sealed"),

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from ml_flashpoint.ddict.client.links import Exchange, Links, is_local, locator
+from ml_flashpoint.ddict.client.links import Exchange, Links, locator
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
@@ -301,8 +301,9 @@ class Client:
     """A process's side of a dictionary, which all of its handles share. Thread-safe."""
 
     def __init__(self, configuration: Configuration) -> None:
-        self.links = Links(locator(configuration), configuration.secret)
-        self.is_local = is_local(configuration)
+        found = locator(configuration)
+        self.links = Links(found, configuration.secret)
+        self.is_local = found.is_local
         self.keepalive = Keepalive(self.links)
         self.writer = ValueWriter()
         self._finalizer = weakref.finalize(self, _close, self.keepalive, self.writer)

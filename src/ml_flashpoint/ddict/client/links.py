@@ -7,17 +7,18 @@ not answer is tried again. What requests mean is the caller's.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.channel import ConnectionLostError
-from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError
+from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError, check_address
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,38 +33,97 @@ _KEPT_IDLE = 8
 _CONNECT_S = 10.0
 
 
-def locator(configuration: Configuration) -> Locate:
-    """Finds the managers of a dictionary. Raises `InvalidArgumentError`: the runtime is not known."""
+class Locator(Protocol):
+    """Finds managers, and the coordinator."""
+
+    def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        """Where one is; None: not anywhere at the moment. ``anew``: it was not where this said last time. Raises
+        `ConnectionLostError`: the coordinator, which knows it, is not there; `DDictDestroyedError`: and never will."""
+
+    def is_local(self, manager: int) -> bool:
+        """Whether a manager is, or was when it was last heard of, on the node of this process."""
+
+
+class _OneMachine:
+    def __init__(self, base: str) -> None:
+        self._base = Path(base)
+
+    def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address:
+        return "unix", str(self._base / ("c.sock" if manager == COORDINATOR else f"m-{manager}.sock"))
+
+    def is_local(self, manager: int) -> bool:
+        return True
+
+
+class Place(NamedTuple):
+    """Where a manager listens: its Ray node, the Unix socket for processes there, host and port for all others."""
+
+    node: str
+    unix: str
+    host: str
+    port: int
+
+
+class Places:
+    """Where the managers on several nodes are. Each tells the coordinator when it begins, which tells all others.
+    ``node``: of this process; empty: none of theirs. ``coordinator``: where that is. ``ask``: has it tell, within so
+    many seconds."""
+
+    def __init__(self, node: str, coordinator: Address | None, ask: Callable[[float], Mapping[int, Place]]) -> None:
+        self._node = node
+        self._coordinator = coordinator
+        self._ask = ask
+        self._known: Mapping[int, Place] = {}
+
+    def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
+        """See `Locator`."""
+        if anew or not (manager == COORDINATOR or manager in self._known):
+            self._known = self._ask(timeout_s)
+        if manager == COORDINATOR:
+            return self._coordinator
+        if (place := self._known.get(manager)) is None:
+            return None
+        return ("unix", place.unix) if place.node == self._node else ("tcp", place.host, place.port)
+
+    def is_local(self, manager: int) -> bool:
+        """See `Locator`."""
+        with contextlib.suppress(ConnectionLostError):
+            self.find(manager, _CONNECT_S, anew=False)
+        return manager in self._known and self._known[manager].node == self._node
+
+
+def locator(configuration: Configuration, node: str | None = None) -> Locator:
+    """Finds the managers of a dictionary. ``node``: Ray node of this process, where that is known. Raises
+    `InvalidArgumentError`: the runtime is not known."""
     kind = configuration.runtime.get("kind")
     if kind == "embedded":
-        base = Path(configuration.base)
+        return _OneMachine(configuration.base)
+    if kind != "ray":
+        raise InvalidArgumentError("no such runtime", argument="runtime", value=kind)
+    coordinator = check_address(configuration.runtime["coordinator"])
 
-        def locate(manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-            return "unix", str(base / ("c.sock" if manager == COORDINATOR else f"m-{manager}.sock"))
+    def ask(timeout_s: float) -> dict[int, Place]:
+        # Not by `Links`, which this is a part of; and not often.
+        try:
+            with Connection(coordinator, configuration.secret, REQUESTS, connect_timeout_s=timeout_s) as line:
+                told = line.request("places", {}, timeout_s=timeout_s).fields["places"]
+        except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
+            raise ConnectionLostError(f"the coordinator is not at its address any more: {error}") from error
+        except ConnectionLostError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):  # there is nobody, and nothing takes its place
+                raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error.message}") from error
+            raise
+        return {manager: Place(*its) for manager, its in told}
 
-        return locate
-    if kind == "ray":
-        from ml_flashpoint.ddict.runtime.ray_locations import locations_of
-
-        return locations_of(configuration).find
-    raise InvalidArgumentError("no such runtime", argument="runtime", value=kind)
-
-
-def is_local(configuration: Configuration) -> Callable[[int], bool]:
-    """Tells whether a manager is on this node, as far as this process knows."""
-    if configuration.runtime.get("kind") == "ray":
-        from ml_flashpoint.ddict.runtime.ray_locations import locations_of
-
-        return locations_of(configuration).is_local
-    return lambda manager: True
+    return Places(own_node() if node is None else node, coordinator, ask)
 
 
-class Locate(Protocol):
-    """Finds managers."""
-
-    def __call__(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """Where a manager is; None: not anywhere at the moment, or not found in time. ``anew``: it was not where this
-        said last time. Raises `DDictDestroyedError`: the dictionary is gone."""
+def own_node() -> str:
+    """Id of the Ray node that this process is on; empty: of none."""
+    ray = sys.modules.get("ray")  # not imported for this: where it is not, it is not initialized
+    if ray is None or not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return ""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 class Exchange:
@@ -83,8 +143,8 @@ class Exchange:
 class Links:
     """See the module. Thread-safe. Of no use in a forked child."""
 
-    def __init__(self, locate: Locate, secret: bytes) -> None:
-        self._locate = locate
+    def __init__(self, locator: Locator, secret: bytes) -> None:
+        self._locator = locator
         self._secret = secret
         self._lock = threading.Lock()
         self._idle: dict[int, list[Connection]] = {}
@@ -160,7 +220,7 @@ class Links:
         answer in time."""
         deadline = time.monotonic() + timeout_s
         doubtful = manager in self._doubtful
-        address = self._locate(manager, timeout_s, anew=doubtful)
+        address = self._locator.find(manager, timeout_s, anew=doubtful)
         self._doubtful.add(manager)  # until it answers
         if address is None:
             raise ConnectionLostError(f"manager {manager} is not anywhere")

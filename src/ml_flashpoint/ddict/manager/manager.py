@@ -79,7 +79,7 @@ class Manager:
         self.waiting = 0
         self.frozen = False
         self.ended = threading.Event()
-        self.links = Links(locator(configuration), configuration.secret)
+        self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self.run = PersistedRun(configuration)
         self.epoch = 0  # guarded by the lock, like the shard: requests of another one are refused
         # Of handles, the last that was told, and whether their process was killed.
@@ -120,13 +120,22 @@ class Manager:
         if restarted:
             threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
         else:
+            self._say_where(time.monotonic() + _RETURN_S)
             self._ready.set()
+
+    def _say_where(self, deadline: float) -> None:
+        """Where managers can be anywhere, the coordinator tells all others."""
+        unix, *others = self.server.addresses
+        for _, *tcp in others:
+            place = {"node": self.place, "unix": unix[1], "host": tcp[0], "port": tcp[1]}
+            self.links.call(COORDINATOR, "here", {"manager": self.number, **place}, deadline=deadline)
 
     def _return(self) -> None:
         """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death
         has cost some: its own at those who hold them, if they were away too, and here those of others."""
         me, deadline = {"manager": self.number, "incarnation": self.incarnation}, time.monotonic() + _RETURN_S
         try:
+            self._say_where(deadline)
             if not self.rules.replicated:
                 raise DDictManagerLostError("without replication its values are gone")
             with self._begun:

@@ -328,17 +328,20 @@ _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
     "epoch": lambda session, fields: integer(fields, "e"),
     "frozen": lambda session, fields: fields.get("frozen") is True,
     "handle": lambda session, fields: text(fields, "w"),
+    "host": lambda session, fields: text(fields, "host"),
     "if_written": lambda session, fields: fields.get("if_written") is True,
     "incarnation": lambda session, fields: text(fields, "incarnation"),
     "is_gone": lambda session, fields: session.peer.is_gone,
     "keep": lambda session, fields: integers(fields, "keep"),
     "manager": lambda session, fields: integer(fields, "manager"),
     "need": lambda session, fields: integer(fields, "need", -1),
+    "node": lambda session, fields: text(fields, "node"),
     "number": lambda session, fields: integer(fields, "n"),
     "of": lambda session, fields: integer(fields, "of"),
     "oldest": lambda session, fields: integer(fields, "oldest"),
     "onwards": lambda session, fields: fields.get("onwards") is True,
     "pinned": lambda session, fields: integers(fields, "pinned"),
+    "port": lambda session, fields: integer(fields, "port"),
     "position": lambda session, fields: integer(fields, "c"),
     "restored": lambda session, fields: (
         PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
@@ -350,6 +353,7 @@ _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
     "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
     "timeout_s": lambda session, fields: left_of(fields),
     "to": lambda session, fields: integer(fields, "to", -1),
+    "unix": lambda session, fields: text(fields, "unix"),
     "until": lambda session, fields: time.monotonic() + integer(fields, "s"),
 }
 

@@ -69,13 +69,16 @@ class EmbeddedRuntime:
             raise
         _runtimes.add(self)
 
-    def start(self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S) -> None:
+    def start(
+        self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S, restarted: bool = False
+    ) -> None:
         """Start a manager for each configuration, and wait until all are ready. To be called once.
 
         Args:
-            configs: one JSON-able dictionary a manager, by number. Each manager gets its own with ``incarnation``
-                (16 hex characters, another one for every process) and ``restarted`` (bool) added. They travel by
-                socket, so they may hold secrets.
+            configs: one JSON-able dictionary for each ``manager``. It gets its own with ``incarnation`` (16 hex
+                characters, another one for every process) and ``restarted`` (bool) added. They travel by socket, so
+                they may hold secrets.
+            restarted: whether there were managers before these, so that all count as started again.
 
         Raises:
             FlashpointError: a manager could not start, for this reason. All have ended then.
@@ -95,8 +98,8 @@ class EmbeddedRuntime:
             return all(one.ready_pid for one in self._managers) or any(one.failure for one in self._managers)
 
         try:
-            for number, config in enumerate(configs):
-                self._managers.append(Supervised(number, told, config, self._changed))
+            for config in configs:
+                self._managers.append(Supervised(config["manager"], told, config, self._changed, restarted))
             with self._changed:
                 self._await(is_settled, "no start of all managers", timeout_s)
                 failed = next((one for one in self._managers if one.failure), None)

@@ -11,25 +11,25 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import time
 from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.ddict.runtime.reaper import LOCK, is_file, remove_now
 from ml_flashpoint.format.errors import UnsafePathError
 from ml_flashpoint.format.private_folders import check_way, open_own
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 """Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""
 
+LOCK = "owner"  # file in the folder that those who use it have a shared lock of
 _SHM = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{12}")
 _UNFINISHED = re.compile(r"\.new-[0-9a-f]{12}")
 _UNFINISHED_AGE_S = 60.0
 _LOOK_EVERY_S = 0.005
-_JOIN_S = 10.0
 
 LAST_WORDS_S = 0.5  # for `remove_unused` by a process that was told of the end of another by a socket
 
@@ -55,10 +55,6 @@ class FolderHold:
         except (OSError, UnsafePathError) as error:
             self.close()
             raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
-
-    def is_there(self) -> bool:
-        """Whether the folder is still the one that is held."""
-        return self._descriptor is not None and is_file(self.folder / LOCK, self._descriptor)
 
     def close(self) -> None:
         """Let go. A second call does nothing."""
@@ -118,30 +114,41 @@ def make_folder(root: Path) -> FolderHold:
     return hold
 
 
-def join_folder(folder: Path, timeout_s: float = _JOIN_S) -> FolderHold:
-    """Make a folder of this name if there is none, which others may do at the same time, and hold it. Raises
-    `DDictError`: it cannot be made."""
-    give_up = time.monotonic() + timeout_s
-    while True:
-        try:
-            hold = FolderHold(folder)
-        except DDictError:
-            if time.monotonic() >= give_up:
-                raise
-        else:
-            if hold.is_there():
-                return hold
-            hold.close()
-        made = make_folder(folder.parent)
-        try:
-            os.rename(made.folder, folder)
-        except OSError:  # somebody else was first, or is removing it
-            made.close()
-            remove_now(made.folder)
-            time.sleep(_LOOK_EVERY_S)
-            continue
-        made.folder = folder
-        return made
+def remove_now(folder: Path) -> bool:
+    """Remove a dictionary's folder if no process holds it; whether it is gone."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        # The lock is the last file to go: whoever was here before may have been killed just after.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return not folder.exists()
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_file(folder / LOCK, descriptor):
+            return not folder.exists()  # it was removed before the lock was free; this one is somebody else's
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
+        os.unlink(folder / LOCK)
+        folder.rmdir()
+    except OSError:
+        return not folder.exists()
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:

@@ -190,10 +190,16 @@ class Supervised:
         told: what it is told, but for its configuration: `entry`, `folder`, `env`, `cwd`.
         config: its configuration, without what is another one for each process.
         changed: held while anything here changes, and notified then.
+        restarted: whether there was one before, in another place.
     """
 
     def __init__(
-        self, number: int, told: Mapping[str, Any], config: Mapping[str, Any], changed: threading.Condition
+        self,
+        number: int,
+        told: Mapping[str, Any],
+        config: Mapping[str, Any],
+        changed: threading.Condition,
+        restarted: bool = False,
     ) -> None:
         self.number = number
         self.pid: int | None = None
@@ -211,7 +217,8 @@ class Supervised:
         self._error = ""
         self._process: Forked | None = None
         self._deaths: deque[float] = deque()
-        self._thread = threading.Thread(target=self._supervise, name=f"ddict-supervisor-{number}", daemon=True)
+        name = f"ddict-supervisor-{number}"
+        self._thread = threading.Thread(target=self._supervise, args=(restarted,), name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -239,8 +246,7 @@ class Supervised:
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
-    def _supervise(self) -> None:
-        restarted = False
+    def _supervise(self, restarted: bool) -> None:
         while not self._stopping.is_set():
             process = self._start(restarted)
             if process is None:

@@ -10,7 +10,7 @@ import pytest
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import PosixCheckpointPersister
-from tests.ddict.coordination import Make, Managers, Play
+from tests.ddict.coordination import Make, Managers, Play, Run
 
 
 @pytest.fixture
@@ -32,12 +32,8 @@ def make() -> Iterator[Make]:
             "persist_count": -1,
         }
         played = Managers(managers)
-        coordinator = Coordinator(
-            Options(managers, **{**given, **rules}),
-            played.call,
-            persist or played.persist,
-            unpersist=remove_above or played.removed_above.append,
-        )
+        run: Any = Run(persist or played.persist, remove_above or played.removed_above.append)
+        coordinator = Coordinator(Options(managers, **{**given, **rules}), played.call, run)
         made.append(Play(coordinator, played))
         return made[-1]
 

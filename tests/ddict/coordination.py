@@ -12,6 +12,7 @@ import pytest
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.errors import DDictTimeoutError
+from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.server import Peer
 
@@ -62,6 +63,22 @@ class Managers:
     def close_gate(self, operation: str) -> threading.Event:
         self.gates[operation] = threading.Event()
         return self.gates[operation]
+
+
+class Run:
+    """What is persisted, as far as the coordinator sees it."""
+
+    def __init__(self, complete: Callable[[int, list[str]], None], remove_above: Callable[[int], None]) -> None:
+        self.complete = complete
+        self.remove_above = remove_above
+        self.run_id = "first"
+        self.persister = self
+
+    def locate(self, checkpoint_id: int) -> PersistedCheckpoint:
+        return PersistedCheckpoint(checkpoint_id, "earlier", 1, ("receipt",))
+
+    def begin(self, run_id: str, restored: PersistedCheckpoint) -> None:
+        self.run_id = run_id
 
 
 class Play:

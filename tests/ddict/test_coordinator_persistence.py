@@ -21,7 +21,7 @@ from tests.support.dictionaries import await_that
 
 
 def restore(play: Play, checkpoint_id: int, timeout_s: float = DEADLINE_S) -> None:
-    play.coordinator.restore(checkpoint_id, {"checkpoint_id": checkpoint_id}, timeout_s, lambda: None)
+    play.coordinator.restore(checkpoint_id, "", timeout_s)
 
 
 def test_persisting_without_anything_committed_says_so(make: Make) -> None:
@@ -70,14 +70,15 @@ def test_what_was_due_is_tried_again_until_that_works(make: Make, monkeypatch: p
     play.join("a")
     play.move("a", 1)
     await_that(lambda: tried == [0] * 4)
-    state = play.coordinator.persisting_state()
+    state = play.coordinator.whole_state()
     assert (state["persisted"], "the disk is full" in state["persist_error"]) == (-1, True)
     with pytest.raises(DDictPersistError, match="the disk is full"):
         play.coordinator.persist_newest(DEADLINE_S)
 
     fail(play)
     await_that(lambda: play.managers.persisted == [0])
-    await_that(lambda: play.coordinator.persisting_state() == {"persisted": 0, "persist_error": None})
+    await_that(lambda: play.coordinator.whole_state()["persist_error"] is None)
+    assert play.coordinator.whole_state()["persisted"] == 0
 
 
 def test_what_is_due_next_takes_the_place_of_what_could_not_be_persisted(make: Make) -> None:
@@ -86,7 +87,7 @@ def test_what_is_due_next_takes_the_place_of_what_could_not_be_persisted(make: M
     play.join("a")
     play.move("a", 2)
     await_that(lambda: tried == [1])
-    await_that(lambda: play.coordinator.persisting_state()["persist_error"] is not None)
+    await_that(lambda: play.coordinator.whole_state()["persist_error"] is not None)
     play.move("a", 3)
     play.move("a", 4)
     await_that(lambda: play.managers.persisted == [3])
@@ -100,9 +101,9 @@ def test_what_could_not_be_persisted_holds_up_no_restore(make: Make, monkeypatch
     tried = fail(play, 0)
     play.join("a")
     play.move("a", 1)
-    await_that(lambda: tried == [0] and play.coordinator.persisting_state()["persist_error"] is not None)
+    await_that(lambda: tried == [0] and play.coordinator.whole_state()["persist_error"] is not None)
     restore(play, 7)
-    assert play.coordinator.persisting_state()["persisted"] == 7
+    assert play.coordinator.whole_state()["persisted"] == 7
     assert play.newest() == 7
 
 
@@ -297,7 +298,7 @@ def test_what_is_persisted_anew_after_a_store_was_away_stays(make: Make) -> None
     play.rollback("a", 3)
     play.move("a", 5)
     assert play.newest() == 4
-    await_that(lambda: play.coordinator.persisting_state()["persist_error"] is not None)
+    await_that(lambda: play.coordinator.whole_state()["persist_error"] is not None)
     is_away.clear()
 
     assert play.coordinator.persist_newest(DEADLINE_S) == 4
@@ -328,6 +329,6 @@ def test_who_restores_is_where_that_is_whatever_was_on_its_way(make: Make) -> No
     play.join("a")
     play.move("a", 2)
     assert play.newest() == 1
-    play.coordinator.restore(0, {"checkpoint_id": 0}, DEADLINE_S, lambda: None, by="a")
+    play.coordinator.restore(0, "a", DEADLINE_S)
     play.catch_up("a", 2)  # its process heard of the epoch before the handle knew that it is restored
     assert play.newest() == 0

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Writers
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 from ml_flashpoint.ddict.options import Options
-from ml_flashpoint.ddict.persistence.queue import Persisting
+from ml_flashpoint.ddict.persistence.queue import PersistedRun, Persisting
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 
@@ -105,26 +105,13 @@ class AllManagers:
 
 
 class Committer:
-    """See the module. Thread-safe; the base of `Coordinator` and of nothing else.
+    """See the module. Thread-safe; the base of `Coordinator` and of nothing else. ``run``: that is persisted under."""
 
-    Args:
-        persist: makes a checkpoint exist whose parts all managers have written; called with their receipts.
-        unpersist: removes persisted checkpoints above one, which were taken back.
-        describe: fields that managers get as an epoch begins, beside those of the epoch.
-    """
-
-    def __init__(
-        self,
-        rules: Options,
-        call: Call,
-        persist: Callable[[int, list[str]], None] = lambda checkpoint_id, receipts: None,
-        *,
-        unpersist: Callable[[int], None] = lambda above: None,
-        describe: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
+    def __init__(self, rules: Options, call: Call, run: PersistedRun) -> None:
         self._rules = rules
         self._managers = AllManagers(call, rules.managers)
-        self._describe = describe
+        self.run = run
+        self._frozen = False
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._opened = threading.Condition(lock)  # notified when an epoch may be told of
@@ -143,7 +130,7 @@ class Committer:
         self._told = ""
         self._busy = self._called_off = self._closing = False
         self._held_up = 0
-        self._persisting = Persisting(self._changed, write=self._write_parts, complete=persist, remove_above=unpersist)
+        self._persisting = Persisting(self._changed, self._write_parts, run)
         self._thread = threading.Thread(target=self._run, name="ddict-coordinator", daemon=True)
         self._thread.start()
 
@@ -196,8 +183,8 @@ class Committer:
         is committed; others need not wait for them."""
         with self._changed:
             epoch, base = self.epoch, self._epochs.base
-            fields = {**self._describe(), "e": epoch, "base": base, "keep": self._keep(), "restored": None}
-            fields["pinned"] = [each for each in self._persisting.waiting if each <= base]
+            fields = {"run": self.run.run_id, "frozen": self._frozen, "e": epoch, "base": base, "keep": self._keep()}
+            fields.update(pinned=[each for each in self._persisting.waiting if each <= base], restored=None)
             if self._restored is not None:
                 fields.update(restored=self._restored[1], keep=[self._restored[0]])
             behind = sorted(self._epochs.behind)
@@ -368,10 +355,10 @@ class Committer:
                 "writers": len(self._writers.live),
             }
 
-    def persisting_state(self) -> dict[str, Any]:
-        """See `Persisting.state`."""
+    def whole_state(self) -> dict[str, Any]:
+        """The same, whether it is ``frozen``, and `Persisting.state`."""
         with self._changed:
-            return self._persisting.state()
+            return {**self.state(), **self._persisting.state(), "frozen": self._frozen}
 
     def _write_parts(self, checkpoint_id: int) -> list[str]:
         written = self._managers.ask("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s(), apart=True)

@@ -19,6 +19,7 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     never_committed,
 )
+from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.format.errors import FlashpointError
 
 _LOOK_S = 0.5
@@ -331,9 +332,16 @@ class Coordinator(Committer):
                 self._opened.wait(min(left, _LOOK_S))
             return self.epoch if self._epochs.is_open else other_than
 
+    def freeze(self, frozen: bool, timeout_s: float) -> None:
+        """Have all managers refuse writes, or take them again."""
+        with self._changed:
+            self._frozen = frozen
+        self._managers.ask("freeze", {"frozen": frozen}, timeout_s, apart=True)
+
     def persist_newest(self, timeout_s: float, is_gone: IsGone = lambda: False) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
-        Raises `FlashpointError`: it could not be persisted."""
+        Raises `FlashpointError`: it could not be persisted; `DDictPersistError`: there is no persister."""
+        _ = self.run.persister
         deadline = time.monotonic() + timeout_s
         while True:
             self._await_open(deadline)
@@ -350,38 +358,29 @@ class Coordinator(Committer):
             self._persisting.await_persisted(checkpoint_id, deadline)
         return checkpoint_id
 
-    def restore(
-        self, checkpoint_id: int, checkpoint: Any, timeout_s: float, begin_run: Callable[[], None], by: str = ""
-    ) -> dict[str, Any]:
-        """Have all managers hold a persisted checkpoint, and nothing else: an epoch begins with it.
-
-        Args:
-            checkpoint: what managers read.
-            begin_run: called when all have read it.
-            by: handle whose doing it is.
-
-        Raises:
-            FlashpointError: a manager cannot read it; all is as before.
-            DDictTimeoutError: it was not done in time; or it was, but for the copies.
-        """
+    def restore(self, checkpoint_id: int, handle: str, timeout_s: float) -> dict[str, Any]:
+        """Have all managers hold a persisted checkpoint, and nothing else: an epoch begins with it. ``handle``: whose
+        doing it is. Raises `FlashpointError`: a manager cannot read it, or it is not there; all is as before;
+        `DDictTimeoutError`: it was not done in time; or it was, but for the copies."""
         deadline = time.monotonic() + timeout_s
+        found = self.run.persister.locate(checkpoint_id)
+        checkpoint = found.to_fields()
         with self._no_commits(deadline):
             self._persisting.await_idle(deadline)
             try:
-                self._managers.ask(
-                    "restore_prepare", {"checkpoint": checkpoint}, deadline - time.monotonic(), apart=True
-                )
-                begin_run()
+                left = deadline - time.monotonic()
+                self._managers.ask("restore_prepare", {"checkpoint": checkpoint}, left, apart=True)
+                self.run.begin(new_run_id(), found)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
                     self._managers.ask("restore_abort", {})
                 raise
             with self._changed:
                 why = f"checkpoint {checkpoint_id} was restored"
-                self._begin_epoch(Beginning(checkpoint_id, self._committed, why, by=by))
+                self._begin_epoch(Beginning(checkpoint_id, self._committed, why, by=handle))
                 self._writers.begin_at(checkpoint_id)
-                if by in self._writers.live:  # it goes there: what its process says of where it stood comes too late
-                    self._writers.live[by].epoch = self.epoch
+                if handle in self._writers.live:  # it goes there: what its process says of where it stood is too late
+                    self._writers.live[handle].epoch = self.epoch
                 self._committed = -1 if self._rules.snapshots else checkpoint_id
                 self._restored = (checkpoint_id, checkpoint)
                 self._sealed, self._oldest_told, self._orphaned = {}, checkpoint_id, None

@@ -1,7 +1,7 @@
 """The coordinator of a dictionary, as clients and managers reach it: in the process that made the dictionary.
 
-Owns its server, what the requests to it mean, and the run that checkpoints are persisted under. What is committed is
-`coordinator`'s. Its end is the dictionary's end: nothing takes its place.
+Owns its server, what the requests to it mean, and where managers are. What is committed is `coordinator`'s. Its end is
+the dictionary's end: nothing takes its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.ddict.manager.arenas import allow_many_files
 from ml_flashpoint.ddict.manager.requests import Result, asking
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import ProtocolError
 from ml_flashpoint.net.client import Address
@@ -33,20 +32,12 @@ class CoordinatorServer:
 
     def __init__(self, configuration: Configuration, host: str | None = None) -> None:
         allow_many_files()  # each connection is one
-        self.configuration = configuration
-        self.run = PersistedRun(configuration)
         self.places: dict[int, Place] = {}
         here = locator(configuration) if host is None else Places(own_node(), None, lambda timeout_s: self.places)
         self.links = Links(here, configuration.secret)
-        self.frozen = False
-        self.run.begin()
-        self.coordinator = Coordinator(
-            configuration.options,
-            self._call,
-            self.run.complete,
-            unpersist=self.run.remove_above,
-            describe=lambda: {"run": self.run.run_id, "frozen": self.frozen},
-        )
+        run = PersistedRun(configuration)
+        run.begin()
+        self.coordinator = Coordinator(configuration.options, self._call, run)
         unix_path = str(Path(configuration.base, "c.sock")) if host is None else None
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
@@ -64,7 +55,7 @@ class CoordinatorServer:
         self.coordinator.close()
         self._server.close()
         self.links.close()
-        self.run.close()
+        self.coordinator.run.close()
 
     def _call(self, manager: int, operation: str, fields: Fields, timeout_s: float) -> Fields:
         return self.links.call(manager, operation, dict(fields), deadline=time.monotonic() + timeout_s).fields
@@ -98,29 +89,6 @@ class CoordinatorServer:
         """Where all managers are that have said so."""
         return list(self.places.items())
 
-    def state(self) -> Fields:
-        """Where the dictionary is."""
-        return {**self.coordinator.state(), **self.coordinator.persisting_state(), "frozen": self.frozen}
-
-    def freeze(self, frozen: bool, deadline: float) -> None:
-        """Have all managers refuse writes, or take them again."""
-        self.frozen = frozen
-        for manager in range(self.configuration.managers):
-            self.links.call(manager, "freeze", {"frozen": frozen}, deadline=deadline)
-
-    def persist_newest(self, timeout_s: float, is_gone: Callable[[], bool]) -> int:
-        """See `Coordinator.persist_newest`."""
-        _ = self.run.persister  # refuses, if there is none
-        return self.coordinator.persist_newest(timeout_s, is_gone)
-
-    def restore(self, checkpoint_id: int, handle: str, deadline: float) -> Fields:
-        """Bring back a persisted checkpoint on all managers; see `Coordinator.restore`."""
-        checkpoint, run_id = self.run.persister.locate(checkpoint_id), new_run_id()
-        left = max(0.1, deadline - time.monotonic())
-        return self.coordinator.restore(
-            checkpoint_id, checkpoint.to_fields(), left, lambda: self.run.begin(run_id, checkpoint), handle
-        )
-
 
 _OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] = {
     "attach": asking("coordinator.attach", "session", "session_id"),
@@ -128,7 +96,7 @@ _OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] =
         "coordinator.await_commit", "handle", "checkpoint_id", "epoch", "timeout_s", "is_gone", "if_written"
     ),
     "catch_up": asking("coordinator.catch_up", "handle", "position", "need", "epoch", "timeout_s"),
-    "freeze": asking("freeze", "frozen", "deadline"),
+    "freeze": asking("coordinator.freeze", "frozen", "timeout_s"),
     "go_back": asking("coordinator.rollback", "handle", "session_if_any", "position", "epoch", "timeout_s"),
     "hello": asking("hello"),
     "here": asking("here", "manager", "node", "unix", "host", "port"),
@@ -136,13 +104,13 @@ _OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] =
     "leave": asking("coordinator.leave", "handle", "need", "epoch"),
     "move": asking("coordinator.move", "handle", "session_id", "position", "epoch", "timeout_s", "onwards"),
     "newest": asking("coordinator.newest", "epoch", "timeout_s", "is_gone"),
-    "persist_newest": asking("persist_newest", "timeout_s", "is_gone", gives="checkpoint_id"),
-    "persisted_ids": asking("run.ids", gives="ids"),
+    "persist_newest": asking("coordinator.persist_newest", "timeout_s", "is_gone", gives="checkpoint_id"),
+    "persisted_ids": asking("coordinator.run.ids", gives="ids"),
     "places": asking("where", gives="places"),
-    "restore": asking("restore", "checkpoint_id", "handle", "deadline"),
+    "restore": asking("coordinator.restore", "checkpoint_id", "handle", "timeout_s"),
     "returned": asking("coordinator.returned", "manager", "incarnation"),
     "sealed": asking("coordinator.sealed_by", "manager", gives="sealed"),
-    "state": asking("state"),
+    "state": asking("coordinator.whole_state"),
     # Answered when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other.
     "watch": asking("coordinator.await_epoch", "epoch", "until", "is_gone", gives="epoch"),
 }

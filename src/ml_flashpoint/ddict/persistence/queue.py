@@ -41,22 +41,13 @@ class Persisting:
     Args:
         changed: the coordinator's lock; notified of what changes here.
         write: has all managers write their parts of a checkpoint, and returns their receipts.
-        complete: makes a checkpoint exist whose parts were written; called with the receipts.
-        remove_above: removes persisted checkpoints above one, which were rolled back.
+        run: that they are of.
     """
 
-    def __init__(
-        self,
-        changed: threading.Condition,
-        *,
-        write: Callable[[int], list[str]],
-        complete: Callable[[int, list[str]], None],
-        remove_above: Callable[[int], None],
-    ) -> None:
+    def __init__(self, changed: threading.Condition, write: Callable[[int], list[str]], run: PersistedRun) -> None:
         self._changed = changed
         self._write = write
-        self._complete = complete
-        self._remove_above = remove_above
+        self._persisted = run
         self._waiting: list[_Wanted] = []
         self._current = -1
         self._called_off = False  # the current one was rolled back
@@ -113,7 +104,7 @@ class Persisting:
             above = self._rolled_back_above
         if above is None:
             return
-        self._remove_above(above)
+        self._persisted.remove_above(above)
         with self._changed:
             if self._rolled_back_above == above:
                 self._rolled_back_above = None
@@ -195,7 +186,7 @@ class Persisting:
             with self._changed:
                 if self._called_off:
                     return None  # its parts may be of before and after
-            self._complete(checkpoint_id, receipts)
+            self._persisted.complete(checkpoint_id, receipts)
         except FlashpointError as error:
             return error
         except Exception as error:  # the thread must go on

@@ -316,44 +316,41 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
 
 # ---- what peers and the coordinator ask for -----------------------------------------------------------------
 
+
+def _flag(fields: Fields, name: str) -> bool:
+    return fields.get(name) is True
+
+
+def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callable[[Any, Fields], Any]]:
+    """Arguments that are the fields of their names."""
+
+    def one(name: str) -> Callable[[Any, Fields], Any]:
+        return lambda session, fields: parse(fields, name, *how)
+
+    return {name: one(name) for name in names.split()}
+
+
 _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    "base": lambda session, fields: integer(fields, "base", -1),
-    "before": lambda session, fields: text(fields, "before"),
+    **_same(integer, "base checkpoint_id committed manager need of oldest port to", -1),
+    **_same(integers, "keep pinned"),
+    **_same(text, "before host incarnation node run unix"),
+    **_same(_flag, "dead frozen if_written onwards"),
     "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),
-    "checkpoint_id": lambda session, fields: integer(fields, "checkpoint_id", -1),
-    "committed": lambda session, fields: integer(fields, "committed", -1),
     "copies": lambda session, fields: [str(each) for each in list_of(fields, "keep")],
-    "dead": lambda session, fields: fields.get("dead") is True,
     "deadline": lambda session, fields: deadline_of(fields),
     "epoch": lambda session, fields: integer(fields, "e"),
-    "frozen": lambda session, fields: fields.get("frozen") is True,
     "handle": lambda session, fields: text(fields, "w"),
-    "host": lambda session, fields: text(fields, "host"),
-    "if_written": lambda session, fields: fields.get("if_written") is True,
-    "incarnation": lambda session, fields: text(fields, "incarnation"),
     "is_gone": lambda session, fields: session.peer.is_gone,
-    "keep": lambda session, fields: integers(fields, "keep"),
-    "manager": lambda session, fields: integer(fields, "manager"),
-    "need": lambda session, fields: integer(fields, "need", -1),
-    "node": lambda session, fields: text(fields, "node"),
     "number": lambda session, fields: integer(fields, "n"),
-    "of": lambda session, fields: integer(fields, "of"),
-    "oldest": lambda session, fields: integer(fields, "oldest"),
-    "onwards": lambda session, fields: fields.get("onwards") is True,
-    "pinned": lambda session, fields: integers(fields, "pinned"),
-    "port": lambda session, fields: integer(fields, "port"),
     "position": lambda session, fields: integer(fields, "c"),
     "restored": lambda session, fields: (
         PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
     ),
-    "run": lambda session, fields: text(fields, "run"),
     "sealed": lambda session, fields: [part_ref(*each) for each in list_of(fields, "sealed")],
     "session": lambda session, fields: session,
     "session_id": lambda session, fields: text(fields, "session"),
     "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
     "timeout_s": lambda session, fields: left_of(fields),
-    "to": lambda session, fields: integer(fields, "to", -1),
-    "unix": lambda session, fields: text(fields, "unix"),
     "until": lambda session, fields: time.monotonic() + integer(fields, "s"),
 }
 

@@ -49,15 +49,14 @@ class BarrierServer:
     """The barrier itself. ``host``: address of this machine that processes on others reach it at; None: there are
     none."""
 
-    def __init__(self, parties: int, host: str | None = None) -> None:
+    def __init__(self, parties: int, secret: bytes, host: str | None = None) -> None:
         self._parties = parties
         self._broken = ""
         self._waiting: list[_Session] = []
         self._is_closed = False
         self._lock = threading.Lock()
-        self.secret = secrets.token_bytes(32)
         self._server = RequestServer(
-            self.secret,
+            secret,
             self,
             BARRIERS,
             # An abstract name: there is no file that could outlive a process.
@@ -142,6 +141,10 @@ class BarrierServer:
             _log.debug("a process could not be told of a barrier: %s", error)
 
 
+def _serve_on_ray(parties: int, secret: bytes) -> BarrierServer:
+    return BarrierServer(parties, secret, native_ray.own_host())
+
+
 class Barrier:
     """Lets processes, or threads, wait for each other; reusable.
 
@@ -162,15 +165,14 @@ class Barrier:
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
             raise InvalidArgumentError("must be a positive number of processes", argument="parties", value=parties)
         _check_timeout(timeout)
-        self._server: BarrierServer | None = None
-        self._actor: Any = None
+        secret = secrets.token_bytes(32)
+        self._server: BarrierServer | native_ray.Hosted | None
         if native_ray.is_client():
-            self._actor, (address, secret) = native_ray.make_barrier(parties)
+            self._server = native_ray.Hosted(_serve_on_ray, parties, secret)
         else:
-            self._server = server = BarrierServer(parties, native_ray.own_host() if native_ray.is_on_ray() else None)
-            address, secret = server.address, server.secret
-            weakref.finalize(self, server.close)
-        self._set_up(address, secret, parties, timeout)
+            self._server = _serve_on_ray(parties, secret) if native_ray.is_on_ray() else BarrierServer(parties, secret)
+        weakref.finalize(self, self._server.close)
+        self._set_up(self._server.address, secret, parties, timeout)
 
     def _set_up(self, address: Address, secret: bytes, parties: int, timeout: float | None) -> None:
         self._address, self._secret, self._parties, self._timeout = address, secret, parties, timeout
@@ -232,8 +234,6 @@ class Barrier:
         """In the process that made it: end it for all. Elsewhere: let go of it."""
         if self._server is not None:
             self._server.close()
-        if self._actor is not None:
-            native_ray.end_barrier(self._actor)
         _leave(self._idle)
 
     def _line(self) -> Connection:
@@ -261,7 +261,7 @@ _handles: weakref.WeakSet[Barrier] = weakref.WeakSet()
 
 def _handle(address: Address, secret: bytes, parties: int, timeout: float | None) -> Barrier:
     barrier = object.__new__(Barrier)
-    barrier._actor = barrier._server = None
+    barrier._server = None
     barrier._set_up(address, secret, parties, timeout)
     return barrier
 

@@ -1,4 +1,4 @@
-"""Processes and barriers on a Ray cluster, and free ports.
+"""Processes on a Ray cluster, what listens there for programs outside of it, and free ports.
 
 Owns the actors behind them. Each member of a group is an actor, which Ray places, watches, and ends with the program
 that made it; what a group does with its members is `processes`'.
@@ -11,7 +11,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate, run_work
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.net.client import Address, check_address
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20_000  # `ray start` gives its workers 10002 to 19999
 _TRIES = 20
 
 _START_TIMEOUT_S = 120.0
+_CLOSE_S = 5.0
 _LOOK_EVERY_S = 1.0
 DIED = 255  # exit code of a member whose end Ray tells, but not how it came
 
@@ -186,7 +188,7 @@ def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[Ra
     ]
 
 
-# -- barriers ---------------------------------------------------------------------------------------------------
+# -- what listens -----------------------------------------------------------------------------------------------
 
 
 def own_host() -> str:
@@ -199,25 +201,34 @@ def is_client() -> bool:
     return is_on_ray() and bool(_ray().util.client.ray.is_connected())
 
 
-class _BarrierActor:
-    """Where a barrier lives that no process of the cluster has made."""
+class _Host:
+    def __init__(self, make: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._hosted = make(*args)
 
-    def __init__(self, parties: int) -> None:
-        from ml_flashpoint.ddict.native.barrier import BarrierServer
+    def address(self) -> Any:
+        return self._hosted.address
 
-        self._server = BarrierServer(parties, own_host())
-
-    def where(self) -> tuple[Any, bytes]:
-        return self._server.address, self._server.secret
-
-
-def make_barrier(parties: int) -> tuple[Any, tuple[Any, bytes]]:
-    """An actor that is a barrier, and its address and secret. It lives as long as the program that made it."""
-    actor = _ray().remote(_BarrierActor).options(num_cpus=0).remote(parties)
-    return actor, _ray().get(actor.where.remote(), timeout=_START_TIMEOUT_S)
+    def close(self) -> None:
+        self._hosted.close()
 
 
-def end_barrier(actor: Any) -> None:
-    """End a barrier."""
-    with contextlib.suppress(Exception):
-        _ray().kill(actor)
+class Hosted:
+    """Something that listens, in an actor, for a client that no process of the cluster can reach. It ends with the
+    program that made it. ``make``: makes it there of the rest; it has an `address`, and `close`. Raises `DDictError`:
+    it did not start."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        ray = _ray()
+        self._actor = ray.remote(_Host).options(num_cpus=0).remote(make, args)
+        try:
+            self.address: Address = check_address(ray.get(self._actor.address.remote(), timeout=_START_TIMEOUT_S))
+        except Exception as error:
+            self.close()
+            raise DDictError(f"an actor did not start: {error}") from error
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
+            _ray().get(self._actor.close.remote(), timeout=_CLOSE_S)
+        with contextlib.suppress(Exception):
+            _ray().kill(self._actor)

@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import ray
@@ -34,6 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.native.ray import Hosted, is_client, own_host
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -46,7 +47,6 @@ MANAGER_BYTES: Final = 384 << 20  # memory that Ray reserves for a manager's pro
 START_TIMEOUT_S: Final = 120.0
 
 _BEGIN_AGAIN_S: Final = 1.0
-_COORDINATOR_STOP_S: Final = 5.0
 _STOP_S: Final = 20.0
 
 
@@ -71,7 +71,7 @@ class RayNode:
             self._runtime = EmbeddedRuntime()
             here = {
                 "configuration": {**configuration, "base": str(self._runtime.base)},
-                "host": str(ray.util.get_node_ip_address()),
+                "host": own_host(),
                 "place": str(ray.get_runtime_context().get_node_id()),
             }
             self._runtime.start([{**here, "manager": number} for number in managers], restarted=restarted)
@@ -93,43 +93,9 @@ class RayNode:
         self._runtime.stop(timeout_s)
 
 
-class RayCoordinator:
-    """An actor with the coordinator. It ends with the process that made it, and is not restarted."""
-
-    def __init__(self, configuration: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        self._server = CoordinatorServer(Configuration.from_json(configuration), str(ray.util.get_node_ip_address()))
-
-    def address(self) -> list[Any]:
-        """Where it listens."""
-        return list(self._server.address)
-
-    def stop(self) -> None:
-        """End it."""
-        self._server.close()
-
-
-def start_coordinator(
-    configuration: Configuration, environment: Mapping[str, str]
-) -> tuple[list[Any], Callable[[], None]]:
-    """Start the coordinator of a new dictionary. Returns its address, and what ends it. Raises `DDictError`: it did not
-    start."""
-    if not ray.util.client.ray.is_connected():
-        server = CoordinatorServer(configuration, str(ray.util.get_node_ip_address()))
-        return list(server.address), server.close
-    # This process is no part of the cluster, which may not reach it.
-    actor = ray.remote(RayCoordinator).options(num_cpus=0).remote(configuration.to_json(), dict(environment))
-
-    def stop() -> None:
-        with contextlib.suppress(RayError):
-            ray.get(actor.stop.remote(), timeout=_COORDINATOR_STOP_S)
-        ray.kill(actor, no_restart=True)
-
-    try:
-        return list(ray.get(actor.address.remote(), timeout=START_TIMEOUT_S)), stop
-    except RayError as error:
-        stop()
-        raise DDictError(f"the coordinator did not start: {error}") from error
+def _coordinator(configuration: Mapping[str, Any], environment: Mapping[str, str]) -> CoordinatorServer:
+    os.environ.update(environment)
+    return CoordinatorServer(Configuration.from_json(configuration), own_host())
 
 
 class RayRuntime:
@@ -143,9 +109,11 @@ class RayRuntime:
                 "needs a Ray cluster", argument="runtime", value="ray", hint="call ray.init() before"
             )
         environment = _environment()
-        address, self._stop_coordinator = start_coordinator(configuration, environment)
+        # A client of the cluster is no part of it, and its processes may not reach this one.
+        told = configuration.to_json(), environment
+        self._coordinator = Hosted(_coordinator, *told) if is_client() else _coordinator(*told)
         self.configuration = configuration = dataclasses.replace(
-            configuration, runtime={**configuration.runtime, "coordinator": address}
+            configuration, runtime={**configuration.runtime, "coordinator": list(self._coordinator.address)}
         )
         """With what clients need to find the coordinator, which knows where the managers are."""
         self._lock = threading.Lock()
@@ -184,7 +152,7 @@ class RayRuntime:
             self._stopped = True
         _runtimes.discard(self)
         with contextlib.suppress(Exception):  # whatever it says, there is nothing else to be done
-            self._stop_coordinator()
+            self._coordinator.close()
         if not ray.is_initialized():
             return  # they ended with this process's connection to Ray
         with contextlib.suppress(RayError):

@@ -81,9 +81,10 @@ class CoordinatorServer:
         """Who this is."""
         return {"manager": COORDINATOR}
 
-    def here(self, manager: int, *place: Any) -> None:
-        """A manager has begun, and says where it is."""
-        self.places[manager] = Place(*place)
+    def here(self, manager: int, node: str, addresses: list[Any]) -> None:
+        """A manager has begun, and says where it is: by Unix socket, and by TCP."""
+        (_, unix), (_, host, port) = addresses
+        self.places[manager] = Place(node, unix, host, port)
 
     def where(self) -> list[tuple[int, Place]]:
         """Where all managers are that have said so."""
@@ -99,7 +100,7 @@ _OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] =
     "freeze": asking("coordinator.freeze", "frozen", "timeout_s"),
     "go_back": asking("coordinator.rollback", "handle", "session_if_any", "position", "epoch", "timeout_s"),
     "hello": asking("hello"),
-    "here": asking("here", "manager", "node", "unix", "host", "port"),
+    "here": asking("here", "manager", "node", "addresses"),
     "join": asking("coordinator.join", "handle", "session_id", "position", "epoch"),
     "leave": asking("coordinator.leave", "handle", "need", "epoch"),
     "move": asking("coordinator.move", "handle", "session_id", "position", "epoch", "timeout_s", "onwards"),

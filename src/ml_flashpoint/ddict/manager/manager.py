@@ -125,10 +125,9 @@ class Manager:
 
     def _say_where(self, deadline: float) -> None:
         """Where managers can be anywhere, the coordinator tells all others."""
-        unix, *others = self.server.addresses
-        for _, *tcp in others:
-            place = {"node": self.place, "unix": unix[1], "host": tcp[0], "port": tcp[1]}
-            self.links.call(COORDINATOR, "here", {"manager": self.number, **place}, deadline=deadline)
+        if len(self.server.addresses) > 1:
+            here = {"manager": self.number, "node": self.place, "addresses": self.server.addresses}
+            self.links.call(COORDINATOR, "here", here, deadline=deadline)
 
     def _return(self) -> None:
         """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death

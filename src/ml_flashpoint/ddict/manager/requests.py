@@ -32,6 +32,7 @@ from ml_flashpoint.ddict.manager.arenas import inline_number, number_to_inline
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
+from ml_flashpoint.net.client import check_address
 from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
 
 if TYPE_CHECKING:
@@ -331,10 +332,11 @@ def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callabl
 
 
 _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    **_same(integer, "base checkpoint_id committed manager need of oldest port to", -1),
+    **_same(integer, "base checkpoint_id committed manager need of oldest to", -1),
     **_same(integers, "keep pinned"),
-    **_same(text, "before host incarnation node run unix"),
+    **_same(text, "before incarnation node run"),
     **_same(_flag, "dead frozen if_written onwards"),
+    "addresses": lambda session, fields: list(map(check_address, list_of(fields, "addresses"))),
     "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),
     "copies": lambda session, fields: [str(each) for each in list_of(fields, "keep")],
     "deadline": lambda session, fields: deadline_of(fields),

@@ -3,8 +3,9 @@
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
 #   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
-#   make soak    the long campaigns that `make test` only samples: random faults, random states; and its jobs again with
-#                every process started cold, where `make test` forks most of them. Before each release: it takes hours
+#   make soak    the long campaigns that `make test` only samples: random faults, random states, every combination of
+#                parameters, more seeds; and its jobs again with every process started cold, where `make test` forks most
+#                of them. Before each release: it takes hours
 #   make matrix  the quick tests with other releases of Python and torch, each pair in an environment of its own: hours
 #                (MATRIX_ARGS="--python 3.12 --torch 2.6 tests/core" for a part); writes docs/compatibility.md
 #   make demo    a training job that loses a machine and goes on from memory

@@ -122,7 +122,7 @@ def test_nothing_sealed_is_lost_by_kills(duo: Duo) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(more, marks=pytest.mark.soak) for more in range(1, 5))])
 def test_nothing_sealed_is_lost_by_many_kills(duo: Duo, seed: int) -> None:
     kill_again_and_again(duo, 20, seed=100 + seed)
 

@@ -22,8 +22,15 @@ _LONGEST_S = 8.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "count", "longest_s"), [("small", 24, 0.3), ("mid", 12, 0.8)])
-@pytest.mark.parametrize("lose_memory", [False, True])
+@pytest.mark.parametrize(
+    ("size", "count", "longest_s", "lose_memory"),
+    [
+        ("small", 24, 0.3, True),
+        ("mid", 12, 0.8, False),
+        pytest.param("small", 24, 0.3, False, marks=pytest.mark.soak),
+        pytest.param("mid", 12, 0.8, True, marks=pytest.mark.soak),
+    ],
+)
 def test_kill_a_rank(
     tmpfs: Path, rng: random.Random, size: str, count: int, longest_s: float, lose_memory: bool
 ) -> None:

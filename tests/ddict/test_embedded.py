@@ -133,7 +133,7 @@ def test_a_manager_that_does_not_end_is_killed(tmpfs: Path) -> None:
 def test_managers_import_neither_torch_nor_numpy() -> None:
     """They start in a tenth of the time: each killed one is started again while users wait for it."""
     program = (
-        "import sys, ml_flashpoint.ddict.manager.served, ml_flashpoint.ddict.native; "
+        "import sys, ml_flashpoint.ddict.manager.manager, ml_flashpoint.ddict.native; "
         "sys.exit(' '.join({'torch', 'numpy', 'ray'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=child_environment())

@@ -6,8 +6,7 @@ Owns their names, what they mean, their checks, and how they travel to managers 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import operator
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -37,11 +36,6 @@ _STRATEGIES: dict[str, Any] = {
 
 COORDINATOR = -1
 """In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
-
-
-def _load(name: str) -> Any:
-    module, _, qualified = name.partition(":")
-    return operator.attrgetter(qualified)(importlib.import_module(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +187,9 @@ class Options:
         if not self.persists:
             return None
         found = self.persister_class
-        made: type[CheckpointPersister] = _load(found) if isinstance(found, str) else found  # type: ignore[assignment]
-        return made(self.persist_path, name=self.name, managers=self.managers)
+        made: Any = pkgutil.resolve_name(found) if isinstance(found, str) else found
+        persister: CheckpointPersister = made(self.persist_path, name=self.name, managers=self.managers)
+        return persister
 
     def make_strategy(self) -> ReplicationStrategy:
         """Who holds copies of whom."""
@@ -225,11 +220,11 @@ class Options:
         given = self.persister_class
         try:
             name = given if isinstance(given, str) else f"{given.__module__}:{given.__qualname__}"  # type: ignore[union-attr]
-            found = _load(name)
+            found = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError):
             found = None
         is_persister = isinstance(found, type) and issubclass(found, CheckpointPersister)
-        if not is_persister or given not in (name, found) or name.startswith("__main__:"):
+        if not is_persister or given not in (name, found) or found.__module__ == "__main__":
             raise InvalidArgumentError(
                 "must be a persister's class that managers can import",
                 argument="persister_class",

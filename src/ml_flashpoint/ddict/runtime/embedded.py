@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import psutil
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.native.ray import is_on_ray
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.runtime.folder import make_folder, remove_unused, runtime_root, sweep
@@ -186,7 +186,7 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
     Raises `InvalidArgumentError`: the options do not go together; `DDictError`: a manager did not start."""
     if options.replicated and options.n_nodes == 1:
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
-    kind = options.runtime or _default_runtime()
+    kind = options.runtime or ("ray" if is_on_ray() else "embedded")
     dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
     its = {"kind": kind}
     configuration = Configuration(dictionary, options.named(), "", new_run_id(), its, options.holders(), secret)
@@ -218,8 +218,3 @@ def _check_memory(total_mem: int, folder: Path) -> None:
         raise InvalidArgumentError(
             f"must not be more than this machine has, {most:,} bytes", argument="total_mem", value=total_mem
         )
-
-
-def _default_runtime() -> str:
-    ray = sys.modules.get("ray")  # not imported for this: where it is not, it is not initialized
-    return "ray" if ray is not None and ray.is_initialized() else "embedded"

@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -34,7 +35,7 @@ Entry: TypeAlias = "Callable[[dict[str, Any], Callable[[], None], threading.Even
 """What a manager process runs: ``run(config, ready, stop)``. It calls ``ready()`` once it serves, and returns soon
 after ``stop`` is set."""
 
-MANAGER_ENTRY = "ml_flashpoint.ddict.manager.served:run"
+MANAGER_ENTRY = "ml_flashpoint.ddict.runtime.fork_server:run_manager"
 END_GRACE_S = 10.0
 """Seconds that managers get to end by themselves when their creator is gone, or stops them."""
 
@@ -53,7 +54,7 @@ def main(descriptor: int) -> None:
     creator = socket.socket(fileno=descriptor)
     creator.set_inheritable(False)
     with contextlib.suppress(Exception):  # told by the manager that needs it
-        _load(MANAGER_ENTRY)
+        importlib.import_module("ml_flashpoint.ddict.manager.manager")
     gc.collect()
     gc.freeze()  # a collection in a manager would copy all pages of what was imported here
     while True:
@@ -83,12 +84,6 @@ def _fork(creator: socket.socket, control: socket.socket) -> None:
 
 def _say(control: socket.socket, **said: Any) -> None:
     control.sendall(json.dumps(said).encode() + b"\n")
-
-
-def _load(entry: str) -> Entry:
-    module, _, name = entry.partition(":")
-    loaded: Entry = getattr(importlib.import_module(module), name)
-    return loaded
 
 
 # ---- a manager ------------------------------------------------------------------------------------------------------
@@ -135,7 +130,8 @@ def _run(control: socket.socket) -> int:
     ).start()
     code = 1
     try:
-        _load(told["entry"])(told["config"], lambda: _say(control, ready=True), stop)
+        entry: Entry = pkgutil.resolve_name(told["entry"])
+        entry(told["config"], lambda: _say(control, ready=True), stop)
         code = 0
     except BaseException:
         error = traceback.format_exc()
@@ -145,6 +141,15 @@ def _run(control: socket.socket) -> int:
     if orphaned.is_set():
         _leave(hold)
     return code
+
+
+def run_manager(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:
+    """Be a manager until told to stop; see `Entry`."""
+    from ml_flashpoint.ddict.manager.manager import Manager  # not where only the names of entries are needed
+
+    with contextlib.closing(Manager(config)):
+        ready()
+        stop.wait()
 
 
 def _watch(control: socket.socket, stop: threading.Event, orphaned: threading.Event, hold: FolderHold) -> None:

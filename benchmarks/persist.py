@@ -1,8 +1,10 @@
 """What persisting adds to a loop that saves at each step: to the time that a save holds it, and to its steps.
 
-One loop, whose `Flashpoint` persists in every other turn: so both sides have the same model, the same memory, and the
-same way of copying, which two would each choose for themselves. Turns come in pairs, in changing order, and what is
-compared is the two turns of a pair, so that a machine that drifts does so for both; of the pairs, the median counts.
+One loop, whose `Flashpoint` persists in every third turn: so all have the same model, the same memory, and the same way
+of copying, which several would each choose for themselves. In another turn, a thread writes as many bytes a second to
+a file of the same filesystem, and does nothing else: the least that a store there costs. Turns come in rounds, in
+changing order, and what is compared is the turns of a round, so that a machine that drifts does so for all; of the
+rounds, the median counts.
 
 A version is under way to the store all the time, which is the worst case, with a limit of a tenth of what a memcpy
 moves in a second. The store is a folder in memory, so what it takes of a core to take in bytes is in this, too.
@@ -10,9 +12,12 @@ moves in a second. The store is a folder in memory, so what it takes of a core t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +27,16 @@ from benchmarks.timing import RUNS, Memcpy, Result
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core import staging_trial
 
-PAIRS = 7
+ROUNDS = 7
 TURN_S, LEAST_STEPS = 3.0, 6
 """A turn takes about so long, and has so many steps at least besides its first one, which does not count."""
 SHARE = 0.1
+ALONE, WRITING, PERSISTING = "saves", "saves, and a thread that only writes", "saves, persisting"
 _NEVER = 2**62
+_WRITE_BYTES = 4 << 20
 
-_Times = dict[bool, list[list[float]]]
-"""Seconds by step, by turn, without persisting and with it."""
+_Times = dict[str, list[list[float]]]
+"""Seconds by step, by turn, of each kind of turns."""
 
 
 class _Loops:
@@ -37,24 +44,26 @@ class _Loops:
 
     def __init__(self, folder: Path, loop: _Loop, rate: float) -> None:
         self.loop = loop
-        store = str(folder / "store")
+        self._file, self._rate = folder / "written", rate
         self.fp = Flashpoint(
-            folder / "job", strict=True, persist=store, persist_every=1, persist_keep=1, persist_bytes_per_s=rate
-        )
+            folder / "job", strict=True, persist=str(folder / "store"), persist_every=1, persist_keep=1,
+            persist_bytes_per_s=rate,
+        )  # fmt: skip
         self.fp.track(model=self.loop.model, optimizer=self.loop.optimizer).resume()
-        self.steps: _Times = {False: [], True: []}
-        self.held: _Times = {False: [], True: []}
+        self.steps: _Times = {ALONE: [], WRITING: [], PERSISTING: []}
+        self.held: _Times = {ALONE: [], WRITING: [], PERSISTING: []}
         self.versions = 0
         self._persists(True)  # from the first one on, it has the memory for what is lent
         times = self._run(SETTLED)[0]
         self._count = max(LEAST_STEPS, round(TURN_S / statistics.median(times[-LEAST_STEPS:])))
 
-    def turn(self, persists: bool) -> None:
+    def turn(self, kind: str) -> None:
         """Some steps, each with its save."""
-        self._persists(persists)
-        steps, held = self._run(1 + self._count)
-        self.steps[persists].append(steps[1:])
-        self.held[persists].append(held[1:])
+        self._persists(kind == PERSISTING)
+        with _writing(self._file, self._rate) if kind == WRITING else contextlib.nullcontext():
+            steps, held = self._run(1 + self._count)
+        self.steps[kind].append(steps[1:])
+        self.held[kind].append(held[1:])
 
     def _persists(self, persists: bool) -> None:
         persisting = self.fp._engine.persisting
@@ -84,18 +93,40 @@ class _Loops:
         assert idle, f"a version takes longer than a minute: {self.fp.health}"
 
 
-def added(times: _Times) -> list[float]:
-    """By how much the median step of each pair's turn is longer with persisting, as a share, sorted."""
-    pairs = zip(times[False], times[True], strict=True)
-    return sorted(statistics.median(with_it) / statistics.median(without) - 1 for without, with_it in pairs)
+@contextlib.contextmanager
+def _writing(path: Path, rate: float) -> Iterator[None]:
+    """A thread that writes so many bytes a second to a new file."""
+    over, data = threading.Event(), bytes(_WRITE_BYTES)
+
+    def write() -> None:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as file:
+            due = time.monotonic()
+            while not over.wait(max(0.0, due - time.monotonic())):
+                file.write(data)
+                due += len(data) / rate
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        path.unlink()
+
+
+def added(times: _Times, kind: str) -> list[float]:
+    """By how much the median step of a kind is longer than alone, as a share, for each round, sorted."""
+    rounds = zip(times[ALONE], times[kind], strict=True)
+    return sorted(statistics.median(with_it) / statistics.median(without) - 1 for without, with_it in rounds)
 
 
 def results(folder: Path, scale: float) -> Iterator[Result]:
-    """Rows: seconds held by a save, and of a step with its save, without persisting and with it."""
+    """Rows: seconds held by a save, and of a step with its save, of each kind of turns."""
     every, staging_trial._EVERY = staging_trial._EVERY, _NEVER  # what is chosen at the start stays
     try:
-        for name, batch in (("long steps", 512), ("short steps", 16)):
-            yield from _compared(f"{name}, saving at each", folder, batch, max(16, int(WIDTH * scale**0.5)))
+        for name, batch in (("long", 512), ("short", 16)):
+            yield from _compared(f"persisting, {name} steps", folder, batch, max(16, int(WIDTH * scale**0.5)))
     finally:
         staging_trial._EVERY = every
 
@@ -105,19 +136,18 @@ def _compared(state: str, folder: Path, batch: int, width: int) -> Iterator[Resu
     memcpy = Memcpy(loop.tensors())
     rate = SHARE * memcpy.nbytes / statistics.median(memcpy.run() for _ in range(RUNS))
     loops = _Loops(folder, loop, rate)
-    for pair in range(PAIRS):
-        for persists in (False, True) if pair % 2 else (True, False):
-            loops.turn(persists)
+    kinds = [ALONE, WRITING, PERSISTING]
+    for _ in range(ROUNDS):
+        for kind in kinds:
+            loops.turn(kind)
+        kinds = kinds[1:] + kinds[:1]
     loops.fp.close()
     shutil.rmtree(folder)
     for what, times in (("held", loops.held), ("step", loops.steps)):
-        shares = added(times)
-        median = statistics.median(shares)
-        spread = f"{100 * shares[0]:+.1f} to {100 * shares[-1]:+.1f} in {PAIRS} pairs"
-        for persists, turns in times.items():
-            all_times = [each for turn in turns for each in turn]
-            note = f"{100 * median:+.1f} % ({spread}), {loops.versions} versions" if persists else ""
-            case = f"ours: saves, persisting: {what}" if persists else f"ours: saves: {what}"
-            yield Result(
-                state, case, statistics.median(all_times), min(all_times), max(all_times), None, len(all_times), note
-            )
+        for kind, turns in times.items():
+            shares = added(times, kind)
+            share, spread = statistics.median(shares), f"{100 * shares[0]:+.1f} to {100 * shares[-1]:+.1f}"
+            note = "" if kind == ALONE else f"{100 * share:+.1f} % ({spread})"
+            seconds = [each for turn in turns for each in turn]
+            median, low, high = statistics.median(seconds), min(seconds), max(seconds)
+            yield Result(state, f"ours: {kind}: {what}", median, low, high, None, len(seconds), note)

@@ -135,6 +135,26 @@ def _many(found: Found, used: list[int]) -> list[list[str]]:
     return [*lines, ["a step without saves", "", f"{ms(alone)} ms"]]
 
 
+_PERSISTING = {
+    "saves alone": "saves",
+    "and a thread that only writes": "saves, and a thread that only writes",
+    "and persisting": "saves, persisting",
+}
+
+
+def _persist(found: Found, used: list[int]) -> list[list[str]]:
+    """`benchmarks.persist`: medians, and what a round's turns differ by."""
+    lines = []
+    for label, kind in _PERSISTING.items():
+        rows = [
+            found.row(f"persisting, {steps} steps", f"ours: {kind}: {what}", used)
+            for steps in ("long", "short")
+            for what in ("held", "step")
+        ]
+        lines.append([label, *(f"{ms(row)} {note(row)}".strip() for row in rows)])
+    return lines
+
+
 def _rivals(loop: str) -> Table:
     """`benchmarks.rivals`: all kinds in one loop."""
 
@@ -179,6 +199,7 @@ TABLES = {
             "ours: load, from a mapping that is held": "ours: load, held mapping",
             "ours: new process: recover and verify every block": "ours: fresh process, recover + verify",
             "ours: new process: load after that": "ours: fresh process, load after that",
+            "ours: new process: both": "ours: fresh process, both",
             "`torch.save`": "torch.save",
             "`torch.load`": "torch.load(mmap=False)",
             "safetensors `save_file`": "safetensors save_file",
@@ -197,6 +218,7 @@ TABLES = {
     ),
     "many": Table(("", "held, ms", "step, × that without saves"), _many),
     "loops": Table(("", "held, ms", "long step, ×", "held, ms", "short step, ×"), _loops),
+    "persist": Table(("", "held, ms", "long step, ms", "held, ms", "short step, ms"), _persist),
     "rivals-long": _rivals("long"),
     "rivals-short": _rivals("short"),
     "dictionary-small": table(

@@ -311,11 +311,18 @@ def adapted(program: str, adaptations: tuple[tuple[str, str], ...]) -> str:
     return program
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+PLAIN = adapted(PROGRAM, FIRST_ADAPTATIONS)
+WITH_CACHED_STAGING = adapted(PROGRAM_WITH_CACHED_STAGING, SECOND_ADAPTATIONS)
+
+
 @pytest.mark.parametrize(
-    "program",
-    [adapted(PROGRAM, FIRST_ADAPTATIONS), adapted(PROGRAM_WITH_CACHED_STAGING, SECOND_ADAPTATIONS)],
-    ids=["plain", "cached staging"],
+    ("program", "world_size"),
+    [
+        pytest.param(PLAIN, 1, id="plain-1"),
+        pytest.param(WITH_CACHED_STAGING, 2, id="cached staging-2"),
+        pytest.param(PLAIN, 2, id="plain-2", marks=pytest.mark.soak),
+        pytest.param(WITH_CACHED_STAGING, 1, id="cached staging-1", marks=pytest.mark.soak),
+    ],
 )
 def test_the_tutorial_runs_and_what_it_saved_is_loaded(
     tmpfs: Path, tmp_path: Path, program: str, world_size: int

@@ -51,7 +51,7 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("model_parallel", marks=pytest.mark.soak)])
 def test_all_memory_is_lost_again_and_again(tmpfs: Path, tmp_path: Path, kind: str) -> None:
     """Once after SIGTERM, which Lightning ends the job by, and once after SIGKILL."""
     store = tmpfs / "store"

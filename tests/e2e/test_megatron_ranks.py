@@ -42,24 +42,31 @@ CASES = [
     "objects_that_could_run_code_are_refused",
     "cut_connections",
 ]
+SOAK = ["every_layout_in_more_others"]
 # On two nodes; four ranks under torchrun, as megatron-core is started.
 RUNS = {2: CASES + ON_TWO, 4: CASES + ON_FOUR}
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in RUNS.items() for name in names])
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [(size, name) for size, names in RUNS.items() for name in names]
+    + [pytest.param(size, name, marks=pytest.mark.soak) for size in RUNS for name in SOAK],
+)
 def test_on_several_ranks(case_runs: CaseRuns, world_size: int, name: str) -> None:
+    names = SOAK if name in SOAK else RUNS[world_size]
+
     def make(root: Path) -> Cluster:
         return Cluster(
             root,
             "megatron_cases",
             nodes=2,
             ranks_per_node=world_size // 2,
-            args=RUNS[world_size],
+            args=names,
             torchrun=world_size == 4,
             preload=warm.MEGATRON,
         )
 
-    case_runs.of(world_size, make).check(name)
+    case_runs.of((world_size, name in SOAK), make).check(name)
 
 
 def run(tmpfs: Path, placement: tuple[int, ...], name: str) -> None:

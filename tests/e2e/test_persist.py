@@ -67,7 +67,7 @@ def test_both_nodes_of_a_pair_are_lost(tmpfs: Path, kind: str) -> None:
     assert [each["all"] for each in after] == [each["all"] for each in whole]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_four_ranks_go_on_as_others(tmpfs: Path, world_size: int) -> None:
     before = train(tmpfs, 4, 6, "fsdp2")
     lose_all_nodes(tmpfs)
@@ -139,7 +139,17 @@ def test_a_door_whose_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, 
     assert persisted_steps(store)[0] == until
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(
+    ("door", "leaves"),
+    [
+        ("dcp", False),
+        ("dcp", True),
+        ("local", True),
+        pytest.param("megatron", False, marks=_HAS_MEGATRON),
+        pytest.param("local", False, marks=pytest.mark.soak),
+        pytest.param("megatron", True, marks=[_HAS_MEGATRON, pytest.mark.soak]),
+    ],
+)
 def test_a_door_persists_the_last_version_at_the_end(tmpfs: Path, door: str, leaves: bool) -> None:
     first = live(tmpfs, door, 2, 4, leaves=leaves, persist_every=1000)
     assert began(first) == [("nothing", 0)] * 2

@@ -41,13 +41,23 @@ from tests.support.worker import base_path, leave, rank, world_size
 
 @case
 def every_layout(door: Door, other: TorchDist) -> None:
-    """Saved in each layout, loaded in it and in others: as megatron-core does, and as it must be."""
+    """Saved in each layout, loaded in it and in another: as megatron-core does, and as it must be."""
+    _load_in_layouts(door, other, (0, 5))
+
+
+@case
+def every_layout_in_more_others(door: Door, other: TorchDist) -> None:
+    """The same, in others again."""
+    _load_in_layouts(door, other, (-1, 2))
+
+
+def _load_in_layouts(door: Door, other: TorchDist, shifts: tuple[int, ...]) -> None:
     layouts = LAYOUTS[world_size()]
     for step, saved_by in enumerate(layouts, 1):
         door.save_megatron(sharded_state(saved_by, step), step, asynchronous=step % 2 == 0)
         assert door.save_strategy.last_error is None
         other.save(sharded_state(saved_by, step))
-        for layout in {layouts[(step + shift) % len(layouts)]: None for shift in (-1, 0, 2, 5)}:
+        for layout in {layouts[(step + shift) % len(layouts)]: None for shift in shifts}:
             same = layout == saved_by
             theirs = other.load(sharded_state(layout, 0, blank=True, own_objects=same))
             ours = door.load_megatron(sharded_state(layout, 0, blank=True, own_objects=same), step)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.common import SCALE, files_of, iterations, last
+from tests.faults.common import SAMPLE, files_of, iterations, last
 from tests.support.forked import Child, call
 from tests.workers import fault_engine as engine
 
@@ -30,8 +30,8 @@ def test_kill_while_saving(tmpfs: Path, rng: random.Random, size: str, count: in
             child.kill()
             committed, begun = max(loaded, last(child, "committed")), max(begun, last(child, "begins"))
             if committed <= life / 2:
-                longest_s = min(longest_s * 1.5, 4.0)  # a busy machine gets too little done in so short a life
-    assert committed > count * SCALE / 3
+                longest_s = min(longest_s * 2, 4.0)  # a busy machine gets too little done in so short a life
+    assert committed > len(iterations(count)) / 3
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_kill_while_saving_one_step_again_and_again(tmpfs: Path, rng: random.Ran
             child.kill()
             committed, begun = max(life, last(child, "committed")), max(begun, last(child, "begins"))
             if committed <= nth / 2:
-                longest_s = min(longest_s * 1.5, 4.0)  # see above
-    assert committed > 12 * SCALE
+                longest_s = min(longest_s * 2, 4.0)  # see above
+    assert committed > 12 * SAMPLE
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from ml_flashpoint.ranks.strategies import (
     Topology,
 )
 from ml_flashpoint.replication.store_backend import IncomingCopy
-from tests.faults.common import SCALE
+from tests.faults.common import SAMPLE
 from tests.support.stepwise import Operation
 from tests.support.tmpfs import has_tmpfs, make_folder
 
@@ -495,5 +495,5 @@ class Job(RuleBasedStateMachine):
 @pytest.mark.skipif(not has_tmpfs(), reason="needs a tmpfs")
 class TestPromiseOne(Job.TestCase):
     settings = settings(
-        max_examples=round(20 * SCALE), stateful_step_count=40, deadline=None, report_multiple_bugs=False
+        max_examples=round(20 * SAMPLE), stateful_step_count=40, deadline=None, report_multiple_bugs=False
     )

@@ -77,7 +77,14 @@ def job(root: Path, sizes: list[int], states: int, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "states", "ranks"),
-    [(constant, 4, 1), (constant, 5, 1), (changing, 4, 1), (changing, 6, 1), (growing, 5, 1), (changing, 5, 2)],
+    [
+        (constant, 4, 1),
+        (growing, 5, 1),
+        (changing, 6, 1),
+        (changing, 5, 2),
+        pytest.param(constant, 5, 1, marks=pytest.mark.soak),
+        pytest.param(changing, 4, 1, marks=pytest.mark.soak),
+    ],
 )
 def test_versions_are_verified_for_ever(
     tmp_path: Path, sizes: Callable[[int], list[int]], states: int, ranks: int

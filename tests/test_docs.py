@@ -48,6 +48,7 @@ def test_the_site_has_all_pages() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "package",
     [f"ml_flashpoint{each}" for each in ("", ".adapter.lightning", ".local", ".events", ".ddict", ".ddict.native")],

@@ -41,6 +41,7 @@ def _take(seconds: float) -> None:
     _Clock.now += seconds
 
 
+@pytest.mark.slow
 def test_time_held_is_what_is_spent_in_the_call_and_before_the_next_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from tests.support import forked, megatron
 
+pytestmark = pytest.mark.slow
 megatron.without_cuda()
 # Importing megatron-core takes seconds: once for all children of this session, not once each.
 forked.preload("tests.support.megatron")

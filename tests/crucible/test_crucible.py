@@ -132,6 +132,7 @@ def rounds(folder: Path, seeds: range, seconds: float = float("inf"), at_once: i
     assert not findings, f"{len(findings)} findings in {played.total()} rounds\n" + "\n\n".join(findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", KEPT, ids=range(len(KEPT)))
 def test_kept_scenarios(tmpfs: Path, scenario: Scenario) -> None:
     with Campaign(tmpfs) as campaign:

@@ -416,6 +416,7 @@ def test_without_overlap_optimizers_are_left_alone(base: Path) -> None:
         assert not job.optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.slow
 def test_compiled_steps_wait_too(base: Path, nobody_copies: None) -> None:
     job = Job()
     compiled = torch.compile(job.optimizer.step, backend="eager")
@@ -493,6 +494,7 @@ def test_other_data_given_to_tensors_whose_aliases_are_kept(base: Path, nobody_c
     assert _is_same(state, saved)
 
 
+@pytest.mark.slow
 def test_what_a_save_calls_does_not_grow_with_the_tensors(base: Path) -> None:
     """But for what runs in C, and the samples, of which there are 512 at most, or a few more."""
     counts = list[int]()

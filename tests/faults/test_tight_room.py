@@ -12,7 +12,7 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.arena import PAGE
 from tests.support import tmpfs as tmpfs_folders
-from tests.support.forked import call_team
+from tests.support.forked import DEADLINE_S, call_team
 from tests.workers.tight_room import save_back_to_back
 
 MIB = 1 << 20
@@ -69,7 +69,8 @@ def job(root: Path, sizes: list[int], states: int, ranks: int) -> None:
     with nodes(root, room):
         for life in range(2):
             here = sizes if life == 0 else sizes[: len(sizes) // 2]
-            said = call_team(save_back_to_back, root, 2 * ranks, here, 0, placement=placement)
+            deadline_s = DEADLINE_S * max(1, len(here) // 100)
+            said = call_team(save_back_to_back, root, 2 * ranks, here, 0, placement=placement, timeout_s=deadline_s)
             assert {each["loaded"] for each in said} == {life * len(sizes)}
             check(said, room)
 

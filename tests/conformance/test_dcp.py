@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.conformance.suite import Conformance, Door, State, state_of
 from tests.support import dcp
 
@@ -37,5 +39,6 @@ class TestDcp(Conformance):
     door = DcpDoor
 
 
+@pytest.mark.slow
 class TestAsyncDcp(Conformance):
     door = AsyncDcpDoor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
@@ -45,5 +46,6 @@ class EngineDoor(Door):
         self._objects.close()
 
 
+@pytest.mark.slow
 class TestEngine(Conformance):
     door = EngineDoor

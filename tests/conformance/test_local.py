@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ml_flashpoint.local import AsyncCallsQueue, BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.conformance.suite import Conformance, Door, State
 
@@ -43,5 +45,6 @@ class TestLocal(Conformance):
     door = LocalDoor
 
 
+@pytest.mark.slow
 class TestAsyncLocal(Conformance):
     door = AsyncLocalDoor

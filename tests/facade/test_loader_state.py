@@ -23,8 +23,11 @@ def test_tracking_changes_nothing(tmpfs: Path) -> None:
         assert train(kind, tmpfs / kind.partition(" ")[0])[0] == train(kind, None)[0]
 
 
+QUICK = ("shuffled, augmented", "distributed", "user's sampler", "no batches")
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if "workers" in kind else []) for kind in LOADERS]
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in LOADERS]
 )
 def test_crashes_anywhere_change_nothing(tmpfs: Path, kind: str) -> None:
     undisturbed, _ = train(kind, None)

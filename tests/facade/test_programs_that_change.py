@@ -246,6 +246,7 @@ def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch, ov
     assert torch.equal(model.weight, again.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["parameter", "moment"])
 def test_a_tensor_that_is_given_other_data_meanwhile(base: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """As where averages take the place of parameters for an evaluation. Nothing counts that; only a part of so many

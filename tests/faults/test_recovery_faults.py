@@ -182,6 +182,7 @@ def test_saves_of_one_rank_only_let_a_job_start_where_the_other_is_seen_not_to_h
 # ---- the façade -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peers", [True, False])
 def test_resume_raises_and_does_not_start_at_0(tmpfs: Path, peers: bool) -> None:
     team(faults.facade_saves, tmpfs, 2, 3)

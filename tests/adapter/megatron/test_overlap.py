@@ -70,6 +70,7 @@ def _finalize(door: Door) -> None:
     door.queue.maybe_finalize_async_calls(blocking=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_version_is_the_state_at_the_call(door: Door, nobody_copies: None, kind: str) -> None:
     blank, trained = _gpt(kind, seed=7), _gpt(kind)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.format.errors import UnsafePathError
-from ml_flashpoint.format.private_folders import check_way, open_own
+from ml_flashpoint.format.private_folders import check_way, is_at, open_own
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 """Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""
@@ -127,7 +127,7 @@ def remove_now(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_file(folder / LOCK, descriptor):
+        if not is_at(descriptor, folder / LOCK):
             return not folder.exists()  # it was removed before the lock was free; this one is somebody else's
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
@@ -141,14 +141,6 @@ def remove_now(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-def _is_file(path: Path, descriptor: int) -> bool:
-    """Whether a path still leads to the file that is open."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:

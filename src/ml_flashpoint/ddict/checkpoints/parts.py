@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -65,6 +66,8 @@ from ml_flashpoint.replication.store_backend import IncomingCopy
 from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
 
 _log = logging.getLogger(__name__)
+_Key = TypeVar("_Key")
+_Found = TypeVar("_Found")
 
 _AT_ONCE = 8  # parts that are verified, or fetched, at a time
 
@@ -76,8 +79,8 @@ class BuiltSnapshot:
     ref: PartRef  # its part
     # parts with the indices that it consists of, a full one first. Its own is not among them where nothing has changed
     chain: tuple[PartRef, ...]
-    entries: dict[int, Entry]  # all of them, by identity
-    stored: dict[int, PartRef]  # of those with large values, the parts that these are
+    entries: frozenset[Entry]  # all of them; no two are equal
+    stored: dict[Entry, PartRef]  # of those with large values, the parts that these are
     chain_bytes: int  # of the indices of the chain and the segments beside them, about
     live_bytes: int  # those that a full one would take
 
@@ -116,17 +119,15 @@ class PartBuilder:
         Raises:
             FlashpointError: the store refuses. There is no snapshot then, but values may have been committed.
         """
-        current = dict(zip(map(id, entries), entries, strict=True))
-        known = {} if before is None else before.entries
-        lost = [known[key] for key in known.keys() - current.keys()]
-        fresh = [current[key] for key in current.keys() - known.keys()]
+        current, known = frozenset(entries), frozenset() if before is None else before.entries
+        lost, fresh = list(known - current), list(current - known)
         stored = {} if before is None else dict(before.stored)
         for entry in lost:
-            stored.pop(id(entry), None)
+            stored.pop(entry, None)
         for entry in fresh:
             if isinstance(entry.value, StoredValue):
                 check()
-                stored[id(entry)] = self._seal_value(own.step, entry.value)
+                stored[entry] = self._seal_value(own.step, entry.value)
         check()
         new_keys = {entry.key for entry in fresh}
         missing = [entry.key for entry in lost if entry.key not in new_keys]
@@ -258,13 +259,13 @@ class Recoverer:
         told = fold(indices)
         bring([each.part for each in told if each.kind == STORED])
         entries = [self._entry(each) for each in told]
-        stored = {id(entry): its.part for entry, its in zip(entries, told, strict=True) if its.kind == STORED}
+        stored = {entry: its.part for entry, its in zip(entries, told, strict=True) if its.kind == STORED}
         if not indices[-1].entries and len(chain) > 1:
             chain.pop()
         chain_bytes = sum(self._index(each)[1].nbytes for each in chain) + sum(len(each.entries) for each in indices)
-        by_identity = {id(entry): entry for entry in entries}
         self.entries[ref.step] = entries
-        self.built[ref.step] = BuiltSnapshot(ref, tuple(chain), by_identity, stored, chain_bytes, _bytes_of(entries))
+        live_bytes = _bytes_of(entries)
+        self.built[ref.step] = BuiltSnapshot(ref, tuple(chain), frozenset(entries), stored, chain_bytes, live_bytes)
 
     def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
         if ref not in self._indices:
@@ -292,18 +293,7 @@ class Recoverer:
 
     def _part(self, ref: PartRef) -> HeldPart:
         """A part of this manager, verified; fetched if need be. No two threads ask for the same one."""
-        found = self._parts.get(ref)
-        if found is None:
-            try:
-                found = self._own(ref) or self._fetch(ref)
-            except TransferCancelledError:
-                raise
-            except FlashpointError as error:
-                found = error
-            self._parts[ref] = found
-        if isinstance(found, FlashpointError):
-            raise found
-        return found
+        return _once(self._parts, ref, lambda: self._own(ref) or self._fetch(ref))
 
     def _own(self, ref: PartRef) -> HeldPart | None:
         part = self._store.find(ref.attempt, self._rank)
@@ -335,15 +325,7 @@ class Recoverer:
     def _find(self, number: int, again: bool) -> Holder:
         """Where a holder is. Looked up once, and once ``again``, for all parts: one that is away takes its time."""
         with self._looking:
-            if (number, again) not in self._found:
-                try:
-                    self._found[number, again] = self._peers.find(number)
-                except FlashpointError as error:
-                    self._found[number, again] = error
-            found = self._found[number, again]
-        if isinstance(found, FlashpointError):
-            raise found
-        return found
+            return _once(self._found, (number, again), lambda: self._peers.find(number))
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
         secret, deadline_s = self._peers.secret, transfer_deadline_s()
@@ -368,6 +350,21 @@ class Recoverer:
         part = self._store.find(ref.attempt, self._rank)
         assert part is not None  # it was committed
         return part
+
+
+def _once(known: dict[_Key, _Found | FlashpointError], key: _Key, find: Callable[[], _Found]) -> _Found:
+    """What was found for a key, or why it could not be, now or before."""
+    if key not in known:
+        try:
+            known[key] = find()
+        except TransferCancelledError:
+            raise
+        except FlashpointError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, FlashpointError):
+        raise found
+    return found
 
 
 def _record(part: HeldPart) -> ObjectRecord:

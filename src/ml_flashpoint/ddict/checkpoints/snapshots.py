@@ -173,7 +173,7 @@ class Snapshots:
                 value=checkpoint_id,
                 hint="seal in ascending order, or call forget_after() first",
             )
-        if before is not None and checkpoint_id == newest and before.entries.keys() == set(map(id, entries)):
+        if before is not None and checkpoint_id == newest and before.entries == set(entries):
             return before
 
         def check() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,7 @@ def save_back_to_back(
 
     Returns:
         ``loaded``: the step; ``errors``: saves that raised; ``verified``: the last verified step seen after each save;
+        ``at``: when that was, in seconds;
         ``used``: the most bytes used on the filesystem; and the saver's counters.
     """
     base = Path(base_here())
@@ -56,6 +58,7 @@ def save_back_to_back(
     loaded = 0 if found is None else found.step or 0
     state = torch.arange(max(sizes) // 8, dtype=torch.int64) + rank
     verified: list[int] = []
+    at: list[float] = []
     errors: list[str] = []
     used = 0
     for step, size in enumerate(sizes, loaded + 1):
@@ -71,11 +74,12 @@ def save_back_to_back(
         if lag and step % lag == 0:
             engine.saver.wait(30)
         verified.append(engine.saver.stats.last_verified or 0)
+        at.append(time.monotonic())
         used = max(used, _used(base))
     settled = engine.saver.wait(60)
     used = max(used, _used(base))
     dist.barrier()
-    result = {"loaded": loaded, "errors": errors, "verified": verified, "used": used, "settled": settled}
+    result = {"loaded": loaded, "errors": errors, "verified": verified, "at": at, "used": used, "settled": settled}
     result |= asdict(engine.saver.stats)
     engine.close()
     return result

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, Options
-from ml_flashpoint.net.client import Address
+from ml_flashpoint.format.errors import ProtocolError
+from ml_flashpoint.net.client import Address, Connection
 from ml_flashpoint.net.server import Peer, RequestServer
 
 SECRET = b"a secret of the test"
@@ -182,3 +184,26 @@ def test_without_its_coordinator_a_dictionary_is_gone(who: int) -> None:
         ask(links, who)
     assert time.monotonic() - began < TIMEOUT_S / 2
     links.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"manager": 2, "addresses": [["unix", "/m"], ["tcp", "127.0.0.1", 1]]},
+        {"manager": 0, "addresses": [["unix", "/m"]]},
+        {"manager": 0, "addresses": [["tcp", "127.0.0.1", 1], ["unix", "/m"]]},
+    ],
+)
+def test_nobody_is_told_of_a_manager_that_says_nonsense(said: dict[str, Any]) -> None:
+    configuration = configuration_of(("tcp", "127.0.0.1", 1))
+    server = CoordinatorServer(configuration, "127.0.0.1")
+    try:
+        with Connection(server.address, SECRET, REQUESTS, connect_timeout_s=TIMEOUT_S) as line:
+            with pytest.raises(ProtocolError):
+                line.request("here", {**said, "node": "here"}, timeout_s=TIMEOUT_S)
+            good = {"manager": 1, "node": "there", "addresses": [["unix", "/m"], ["tcp", "127.0.0.1", 1]]}
+            line.request("here", good, timeout_s=TIMEOUT_S)
+            told = line.request("places", {}, timeout_s=TIMEOUT_S).fields["places"]
+            assert told == [[1, ["there", "/m", "127.0.0.1", 1]]]
+    finally:
+        server.close()

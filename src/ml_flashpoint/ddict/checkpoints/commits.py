@@ -155,7 +155,7 @@ class Committer:
 
     def returned(self, manager: int, incarnation: str) -> None:
         """A manager was lost, and is back: it has found what it can go on from, and waits for an epoch to begin."""
-        self._check_manager(manager)
+        self.check_manager(manager)
         with self._changed:
             if self._epochs.has_begun(manager, incarnation):
                 return
@@ -166,11 +166,12 @@ class Committer:
 
     def sealed_by(self, manager: int) -> list[tuple[str, int]]:
         """The snapshots that a manager has of what is committed, each with its checkpoint."""
-        self._check_manager(manager)
+        self.check_manager(manager)
         with self._changed:
             return [(its[manager], each) for each, its in self._sealed.items() if its]
 
-    def _check_manager(self, manager: int) -> None:
+    def check_manager(self, manager: int) -> None:
+        """Raises `ProtocolError`: there is no such manager."""
         if not 0 <= manager < self._rules.managers:
             raise ProtocolError(f"there is no manager {manager}")
 

@@ -83,6 +83,9 @@ class CoordinatorServer:
 
     def here(self, manager: int, node: str, addresses: list[Any]) -> None:
         """A manager has begun, and says where it is: by Unix socket, and by TCP."""
+        self.coordinator.check_manager(manager)
+        if [kind for kind, *_ in addresses] != ["unix", "tcp"]:
+            raise ProtocolError(f"these are not the addresses of a manager: {addresses!a}")
         (_, unix), (_, host, port) = addresses
         self.places[manager] = Place(node, unix, host, port)
 

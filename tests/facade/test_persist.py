@@ -106,9 +106,9 @@ def test_older_versions_go_and_the_last_one_is_persisted_at_the_end(base: Path, 
     with Flashpoint(base, persist=str(store), persist_every=2, persist_keep=2) as fp:
         fp.track(value=Value()).resume()
         write_steps(fp, 9, wait_for=2)
-        assert persisted_steps(store) == [8, 6]
+        wait_until(lambda: persisted_steps(store) == [8, 6], "older ones go once a newer one is persisted")
         assert fp.health.persist_lag == 1
-    assert persisted_steps(store) == [9, 8]
+    wait_until(lambda: persisted_steps(store) == [9, 8], "the last one is persisted, and an older one goes")
     assert fp.health.persisted == 9
     assert not fp.health.degraded
 
@@ -260,7 +260,7 @@ def test_what_was_gone_back_from_is_no_reason_to_start_anew(base: Path, store: P
         fp.track(value=value).resume()
         write_steps(fp, 3)
         assert fp.resume(step=2) == 2
-    assert persisted_steps(store) == [3]
+    wait_until(lambda: persisted_steps(store) == [3], "older ones go")
     for version in base.glob("step-*"):
         shutil.rmtree(version)
     with pytest.raises(NothingLoadableError, match=r"step-3_ckpt.*gone back"):

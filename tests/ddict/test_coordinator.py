@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     StaleEpochError,
 )
+from ml_flashpoint.ddict.manager.requests import asking
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, within
 from tests.support.dictionaries import await_that
@@ -396,6 +398,13 @@ def test_managers_that_cannot_be_asked_as_the_program_ends_are_an_error_that_com
 
     with pytest.raises(FlashpointError, match="cannot be asked to prepare"):
         managers.ask("prepare", {})
+
+
+@pytest.mark.parametrize("field", ["manager", "of", "oldest"])
+def test_a_number_below_zero_is_refused_where_none_means_anything(field: str) -> None:
+    asked = asking("play", field)
+    with pytest.raises(ProtocolError, match=field):
+        asked(SimpleNamespace(play=lambda given: None), None, {field: -1})
 
 
 @pytest.mark.parametrize("manager", [2, 10**9])

@@ -332,7 +332,8 @@ def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callabl
 
 
 _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    **_same(integer, "base checkpoint_id committed manager need of oldest to", -1),
+    **_same(integer, "base checkpoint_id committed need to", -1),
+    **_same(integer, "manager of oldest"),
     **_same(integers, "keep pinned"),
     **_same(text, "before incarnation node run"),
     **_same(_flag, "dead frozen if_written onwards"),

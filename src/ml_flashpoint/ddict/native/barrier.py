@@ -168,10 +168,12 @@ class Barrier:
         secret = secrets.token_bytes(32)
         self._server: BarrierServer | native_ray.Hosted | None
         if native_ray.is_client():
+            # Ray ends it with its last handle: to ask for that from a finalizer, on whatever thread, could block.
             self._server = native_ray.Hosted(_serve_on_ray, parties, secret)
         else:
-            self._server = _serve_on_ray(parties, secret) if native_ray.is_on_ray() else BarrierServer(parties, secret)
-        weakref.finalize(self, self._server.close)
+            on_ray = native_ray.is_on_ray()
+            self._server = server = _serve_on_ray(parties, secret) if on_ray else BarrierServer(parties, secret)
+            weakref.finalize(self, server.close)
         self._set_up(self._server.address, secret, parties, timeout)
 
     def _set_up(self, address: Address, secret: bytes, parties: int, timeout: float | None) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.support.forked import Child
+from tests.support.forked import Child, wait_until
 
 SCALE = float(os.environ.get("FLASHPOINT_TEST_FAULTS", "1"))
 """How many iterations the tests of faults make, relative to the default."""
@@ -21,6 +22,24 @@ def iterations(default: int) -> range:
 def last(child: Child, what: str) -> int:
     """The highest value that a child reported under a name, 0 if none."""
     return max((report[1] for report in child.reports if report[0] == what), default=0)
+
+
+def lives(default: int) -> Iterator[tuple[int, bool]]:
+    """Lives that end at random. True with every second one, which is to get something done before it ends: else a
+    busy machine, or bad luck, leaves a test in which nothing was ever there to be lost."""
+    return ((life, life % 2 == 1) for life in iterations(default))
+
+
+def await_more(what: str, least: int, children: Sequence[Child], of_all: bool = True) -> None:
+    """Wait until all of these children, or one, have reported a higher value under a name."""
+
+    def there() -> bool:
+        for child in children:
+            assert child.alive, child.failure(f"it ended before it reported {what} beyond {least}")
+            child.look()
+        return (min if of_all else max)(last(child, what) for child in children) > least
+
+    wait_until(there, f"{what} beyond {least}")
 
 
 def files_of(base: Path) -> set[str]:

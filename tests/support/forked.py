@@ -144,7 +144,7 @@ class Child:
         if self._process.is_alive():
             self._process.kill()
         self._process.join(DEADLINE_S)
-        self._drain()
+        self.look()
 
     def stop(self) -> None:
         """SIGSTOP: it hangs, with its sockets open."""
@@ -154,7 +154,8 @@ class Child:
         """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
-    def _drain(self) -> None:
+    def look(self) -> None:
+        """Have in ``reports`` what it has said until now; nothing of it is taken."""
         with contextlib.suppress(EOFError, OSError):
             while self._pipe.poll():
                 self.reports.append(self._pipe.recv())
@@ -195,12 +196,12 @@ class Child:
         if self._process.exitcode != 0:
             state = "did not end" if self._process.exitcode is None else f"ended with {self._process.exitcode}"
             raise self.failure(f"it {state} within {timeout_s} s")
-        self._drain()
+        self.look()
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int | None:
         """Wait for it to end somehow; the exit code, negative for signals, None if it goes on."""
         self._process.join(timeout_s)
-        self._drain()
+        self.look()
         code: int | None = self._process.exitcode
         return code
 

@@ -287,7 +287,7 @@ def test_size_decides_about_the_form() -> None:
     assert encode(torch.zeros(INLINE_LIMIT - 1, dtype=torch.uint8)).inline
     assert not encode(torch.zeros(INLINE_LIMIT, dtype=torch.uint8)).inline
     assert not encode(bytes(INLINE_LIMIT)).inline
-    assert encode([1]).nbytes == len(pickle.dumps([1], 5))
+    assert encode([1]).pickled == pickle.dumps([1], 5)
 
 
 def test_a_manager_reads_numbers_without_unpickling() -> None:

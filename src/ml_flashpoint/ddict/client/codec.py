@@ -29,7 +29,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
 
 import cloudpickle
 import numpy as np
@@ -38,7 +38,7 @@ import torch
 from ml_flashpoint.ddict.manager.arenas import decode_number, encode_number
 from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
-from ml_flashpoint.staging.copy import cpu_clone
+from ml_flashpoint.staging.copy import cpu_clone, view_identity
 from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, bytes_of, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
@@ -61,12 +61,11 @@ class Encoded:
     # of each tensor: None, or dtype and shape of the array that it stands for, like ``<f4 2,3``
     arrays: list[str | None]
     pickled: bytes  # the rest, or a number; empty if there is none
-    nbytes: int  # bytes of all that
 
     @property
     def inline(self) -> bool:
         """Whether it is small enough to be kept in the manager's memory."""
-        return self.nbytes < INLINE_LIMIT
+        return len(self.pickled) + sum(tensor.nbytes for tensor in self.tensors) < INLINE_LIMIT
 
 
 # ---- taking apart -----------------------------------------------------------------------------------------------
@@ -77,17 +76,15 @@ def encode(value: object) -> Encoded:
     kind = type(value)
     if kind in _PLAIN:
         if kind is bytes and len(value) >= INLINE_LIMIT:  # type: ignore[arg-type]
-            array = np.frombuffer(value, np.uint8)  # type: ignore[call-overload]
-            return Encoded("bytes", [_tensor_over(array)], [None], b"", array.nbytes)
+            return Encoded("bytes", [_tensor_over(np.frombuffer(value, np.uint8))], [None], b"")  # type: ignore[call-overload]
         if kind in (int, float) and (number := encode_number(value)) is not None:  # type: ignore[arg-type]
-            return Encoded("number", [], [], number, len(number))
-        pickled = pickle.dumps(value, 5)
-        return Encoded("plain", [], [], pickled, len(pickled))
-    if kind is torch.Tensor and _is_plain_tensor(value):  # type: ignore[arg-type]
-        return Encoded("tensor", [value.detach()], [None], b"", value.nbytes)  # type: ignore[attr-defined]
-    if kind is np.ndarray and _is_plain_dtype(value.dtype):  # type: ignore[attr-defined]
-        tensor, described = _array_as_tensor(value)  # type: ignore[arg-type]
-        return Encoded("array", [tensor], [described], b"", tensor.nbytes)
+            return Encoded("number", [], [], number)
+        return Encoded("plain", [], [], pickle.dumps(value, 5))
+    if _is_plain_tensor(value):
+        return Encoded("tensor", [value.detach()], [None], b"")
+    if _is_plain_array(value):
+        tensor, described = _array_as_tensor(value)
+        return Encoded("array", [tensor], [described], b"")
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -98,14 +95,7 @@ def encode(value: object) -> Encoded:
         raise InvalidArgumentError(
             f"a value that cannot be pickled: {type(error).__name__}: {error}", argument="value", value=type(value)
         ) from error
-    pickled = file.getvalue()
-    return Encoded(
-        "pickle",
-        pickler.tensors,
-        pickler.arrays,
-        pickled,
-        len(pickled) + sum(tensor.nbytes for tensor in pickler.tensors),
-    )
+    return Encoded("pickle", pickler.tensors, pickler.arrays, file.getvalue())
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -119,43 +109,35 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._alive: list[object] = []
 
     def persistent_id(self, obj: object) -> int | None:
-        kind = type(obj)
-        if kind is torch.Tensor:
-            assert isinstance(obj, torch.Tensor)
-            if not _is_plain_tensor(obj):
-                return None
-            tensor = obj.detach()
-            view = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
-            return self._take(obj, tensor, None, (*view, tensor.is_neg()) if tensor.nbytes else (id(obj),))
-        if kind is np.ndarray:
-            assert isinstance(obj, np.ndarray)
-            if not _is_plain_dtype(obj.dtype):
-                return None
-            place = (obj.__array_interface__["data"][0], obj.dtype.str, obj.shape, obj.strides)
-            key = place if obj.nbytes else (id(obj),)
-            if (known := self._found.get(key)) is not None:
-                return known
-            tensor, described = _array_as_tensor(obj)
-            return self._take(obj, tensor, described, key)
-        return None
-
-    def _take(self, obj: object, tensor: torch.Tensor, described: str | None, key: tuple[Any, ...]) -> int:
+        if _is_plain_tensor(obj):
+            view: tuple[Any, ...] = view_identity(obj)
+        elif _is_plain_array(obj):
+            view = (obj.__array_interface__["data"][0], obj.dtype.str, obj.shape, obj.strides)
+        else:
+            return None
+        key = view if obj.nbytes else (id(obj),)
         index = self._found.setdefault(key, len(self.tensors))
         if index == len(self.tensors):
+            tensor, described = (obj.detach(), None) if isinstance(obj, torch.Tensor) else _array_as_tensor(obj)
             self.tensors.append(tensor)
             self.arrays.append(described)
             self._alive.append(obj)  # or its address could be another's before this is over
         return index
 
 
-def _is_plain_tensor(tensor: torch.Tensor) -> bool:
+def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and not tensor.is_quantized
-        and tensor.dtype in STORABLE_DTYPES
-        and not tensor.is_nested
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type in ("cpu", "cuda")
+        and not value.is_quantized
+        and value.dtype in STORABLE_DTYPES
+        and not value.is_nested
     )
+
+
+def _is_plain_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    return type(value) is np.ndarray and _is_plain_dtype(value.dtype)
 
 
 @lru_cache(maxsize=256)
@@ -163,25 +145,16 @@ def _is_plain_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biufcSUmM" and dtype.itemsize > 0 and np.dtype(dtype.str) == dtype
 
 
-@lru_cache(maxsize=256)
-def _is_known_to_torch(dtype: np.dtype[Any]) -> bool:
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _array_as_tensor(array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, str]:
     """A tensor over the array's memory, and the array's dtype and shape."""
-    described = _describe(array.dtype, array.shape)
-    if not _is_known_to_torch(array.dtype):
-        # Its bytes. In C order, since only then are they those of an array of this shape.
-        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return _tensor_over(octets), described
+    described = _describe(array.dtype.str, array.shape)
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy(order="C")
-    return _tensor_over(array), described
+    try:
+        return _tensor_over(array), described
+    except (TypeError, ValueError):  # torch has no such dtype
+        # Its bytes. In C order, since only then are they those of an array of this shape.
+        return _tensor_over(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), described
 
 
 class _Alias:
@@ -199,12 +172,12 @@ def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _describe(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    return f"{dtype.str} {','.join(map(str, shape))}"
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {','.join(map(str, shape))}"
 
 
 @lru_cache(maxsize=4096)
-def parse_array_type(text: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def _parse_array_type(text: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
     name, _, dimensions = text.partition(" ")
     sizes = dimensions.split(",") if dimensions else []
@@ -232,6 +205,28 @@ class _Unpickler(pickle.Unpickler):
         return self._parts[pid]
 
 
+def array_at(buffer: Any, begin: int, nbytes: int, described: str, copy: bool) -> np.ndarray[Any, Any]:
+    """The array whose bytes lie there: a read-only view, or a copy. Raises ValueError: there can be none."""
+    dtype, shape, its_bytes = _parse_array_type(described)
+    if its_bytes != nbytes:
+        raise ValueError("an array of the wrong length")
+    array: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape)
+    if copy:
+        return array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def tensor_at(buffer: Buffer, begin: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose bytes lie there, in memory that may be written to: a view."""
+    its = torch_dtype(dtype)
+    if not nbytes:
+        return torch.empty(shape, dtype=its)
+    # From the buffer each, so that its storage is no larger than itself: whoever saves or sends it, saves only that.
+    tensor = torch.frombuffer(buffer, dtype=its, count=nbytes // its.itemsize, offset=begin)
+    return tensor if len(shape) == 1 else tensor.view(shape)
+
+
 def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
     """The value of these parts. For clients only: it may unpickle."""
     if kind == "number":
@@ -248,27 +243,13 @@ def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
 
 
 @lru_cache(maxsize=4096)
-def _torch_type(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return f"{dtype_name(dtype)} {','.join(map(str, shape))}".encode()
-
-
-@lru_cache(maxsize=4096)
-def _parse_torch_type(text: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """``(dtype, shape, bytes)`` of what `_torch_type` made. Raises ValueError."""
-    found = parse_true_type(text.decode("ascii"))
+def _parse_tensor_type(text: str) -> tuple[str, tuple[int, ...], int]:
+    """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
+    found = parse_true_type(text)
     nbytes = None if found is None else tensor_nbytes(*found)
     if found is None or nbytes is None:
         raise ValueError("there is no such tensor")
-    return torch_dtype(found[0]), found[1], nbytes
-
-
-@lru_cache(maxsize=64)
-def _has_numpy_dtype(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except (TypeError, RuntimeError):
-        return False
-    return True
+    return *found, nbytes
 
 
 def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -281,15 +262,16 @@ def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    if tensor.device.type == "cpu" and _has_numpy_dtype(tensor.dtype) and not (tensor.is_conj() or tensor.is_neg()):
+    try:
         return tensor.numpy().tobytes()
-    return tensor_octets(tensor).tobytes()
+    except (TypeError, RuntimeError):  # of a dtype or on a device that numpy has not, or read lazily
+        return tensor_octets(tensor).tobytes()
 
 
-def _type_of(encoded: Encoded, index: int) -> tuple[bytes, bytes]:
-    described = encoded.arrays[index]
-    tensor = encoded.tensors[index]
-    return (b"T", _torch_type(tensor.dtype, tensor.shape)) if described is None else (b"A", described.encode())
+def _type_of(tensor: torch.Tensor, described: str | None) -> tuple[bytes, bytes]:
+    if described is None:
+        return b"T", _describe(dtype_name(tensor.dtype), tensor.shape).encode()
+    return b"A", described.encode()
 
 
 def to_inline(encoded: Encoded) -> bytes:
@@ -301,7 +283,7 @@ def to_inline(encoded: Encoded) -> bytes:
         return b"p" + encoded.pickled
     if encoded.kind == "bytes":
         return b"p" + pickle.dumps(_raw(tensors[0]), 5)
-    types = [_type_of(encoded, index) for index in range(len(tensors))]
+    types = list(map(_type_of, tensors, encoded.arrays))
     head = [_PART.pack(tag, tensor.nbytes, len(text)) for (tag, text), tensor in zip(types, tensors, strict=True)]
     return b"".join(
         (
@@ -332,41 +314,23 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         raise DamagedError(f"not an encoded value: {error}") from error
 
 
-def _part(tag: bytes, text: bytes, raw: bytes, copy: bool) -> object:
-    if tag == b"T":
-        dtype, shape, nbytes = _parse_torch_type(text)
-        if len(raw) != nbytes:
-            raise ValueError("a tensor of the wrong length")
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape)
-    if tag != b"A":
-        raise ValueError(f"there is no tag {tag!r}")
-    array_dtype, shape, nbytes = parse_array_type(text.decode("ascii"))
-    if len(raw) != nbytes:
-        raise ValueError("an array of the wrong length")
-    array = np.frombuffer(bytearray(raw) if copy else raw, array_dtype).reshape(shape)
-    array.flags.writeable = copy
-    return array
+def _part(tag: bytes, text: str, raw: bytes, copy: bool) -> object:
+    if tag == b"A":
+        return array_at(bytearray(raw), 0, len(raw), text, copy)
+    dtype, shape, nbytes = _parse_tensor_type(text)
+    if tag != b"T" or nbytes != len(raw):
+        raise ValueError(f"neither an array nor a tensor of {nbytes} bytes: {tag!r}")
+    return tensor_at(bytearray(raw), 0, nbytes, dtype, shape)
 
 
 def _from_many(octets: bytes, copy: bool) -> object:
-    count, pickled_bytes = _MANY.unpack_from(octets, 1)
-    at = 1 + _MANY.size
-    if count * _PART.size > len(octets):
-        raise ValueError("truncated")
-    heads = [_PART.unpack_from(octets, at + index * _PART.size) for index in range(count)]
-    at += count * _PART.size
-    texts = []
-    for _, _, length in heads:
-        texts.append(octets[at : at + length])
-        at += length
-    pickled = octets[at : at + pickled_bytes]
-    at += pickled_bytes
-    parts = []
-    for (tag, nbytes, _), text in zip(heads, texts, strict=True):
-        parts.append(_part(tag, text, octets[at : at + nbytes], copy))
-        at += nbytes
-    if at != len(octets) or not (pickled or count == 1):
+    file = io.BytesIO(octets)
+    file.seek(1)
+    count, pickled_bytes = _MANY.unpack(file.read(_MANY.size))
+    heads = list(_PART.iter_unpack(file.read(count * _PART.size)))
+    texts = [file.read(length).decode("ascii") for _, _, length in heads]
+    pickled = file.read(pickled_bytes)
+    parts = [_part(tag, text, file.read(nbytes), copy) for (tag, nbytes, _), text in zip(heads, texts, strict=True)]
+    if len(heads) != count or len(pickled) != pickled_bytes or file.read(1) or not (pickled or count == 1):
         raise ValueError("of the wrong length")
     return assemble("pickle" if pickled else "tensor", parts, pickled)

@@ -19,21 +19,19 @@ import errno
 import fcntl
 import itertools
 import json
-import math
 import mmap
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.ddict.client.codec import Encoded, assemble, parse_array_type, tensor_octets
+from ml_flashpoint.ddict.client.codec import Encoded, array_at, assemble, tensor_at, tensor_octets
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.manager.arenas import allow_many_files, check_header, has_token
 from ml_flashpoint.format.dtypes import ITEMSIZES
@@ -81,10 +79,6 @@ def _layout(encoded: Encoded) -> tuple[Layout, dict[str, bytes]]:
     return _tensor_layout(signature, tuple((key, len(data)) for key, data in items.items())), items
 
 
-def _metadata(encoded: Encoded, value_id: str) -> dict[str, str]:
-    return {"value": value_id, "kind": encoded.kind}
-
-
 def object_size(encoded: Encoded) -> int:
     """Bytes that an arena must have to take this value."""
     return _layout(encoded)[0].size
@@ -95,7 +89,7 @@ def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
     of the object; the rest of the file is unused. Raises `CapacityError`, `InvalidArgumentError`: the arena is smaller
     than `object_size`."""
     layout, items = _layout(encoded)
-    header = encode_header(layout, arena.numel(), _metadata(encoded, value_id))
+    header = encode_header(layout, arena.numel(), {"value": value_id, "kind": encoded.kind})
     octets = arena.numpy()
     octets[:8] = 0
     if layout.tensors:
@@ -126,7 +120,7 @@ def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memory
     The first one is the header, to be written last; see `arenas.ValueArenas.fill`.
     """
     layout, items = _layout(encoded)
-    header = encode_header(layout, file_size, _metadata(encoded, value_id))
+    header = encode_header(layout, file_size, {"value": value_id, "kind": encoded.kind})
     tensors = [tensor_octets(encoded.tensors[int(entry.key[1:])]) for entry in layout.tensors]
     rest = tensors + [np.frombuffer(items[entry.key], np.uint8) for entry in layout.byte_items]
     if len(rest) > 256:
@@ -162,31 +156,14 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
         parts: list[object] = [None] * len(arrays)
         for entry in layout.tensors:
             index = int(entry.key[1:])
-            parts[index] = _view(buffer, entry, arrays[index], copy)
+            if (described := arrays[index]) is not None:
+                parts[index] = array_at(buffer, entry.begin, entry.nbytes, described, copy)
+                continue
+            tensor = tensor_at(buffer, entry.begin, entry.nbytes, entry.dtype, entry.shape)
+            parts[index] = cpu_clone(tensor) if copy else tensor
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise ObjectFormatError(f"the object holds no value: {error}") from error
     return assemble(kind, parts, items.get(_PICKLE_ITEM, b""))
-
-
-def _view(buffer: Any, entry: Entry, described: str | None, copy: bool) -> object:
-    begin, shape, nbytes, dtype = entry.begin, entry.shape, entry.nbytes, torch_dtype(entry.dtype)
-    if described is not None:
-        array_dtype, array_shape, array_bytes = parse_array_type(described)
-        if array_bytes != nbytes:
-            raise ValueError("an array of the wrong length")
-        count = math.prod(array_shape)
-        array = np.frombuffer(buffer, array_dtype, count, begin).reshape(array_shape)
-        if copy:
-            return array.copy()
-        array.flags.writeable = False
-        return array
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    # From the buffer each, so that its storage is no larger than itself: whoever saves or sends it, saves only that.
-    tensor = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=begin)
-    if len(shape) != 1:
-        tensor = tensor.view(shape)
-    return cpu_clone(tensor) if copy else tensor
 
 
 class ValueWriter:
@@ -195,15 +172,16 @@ class ValueWriter:
     def __init__(self, mappings: int = MAX_MAPPINGS) -> None:
         self._most = mappings
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Arena] = OrderedDict()
+        self._kept: dict[str, Arena] = {}
 
     @contextlib.contextmanager
     def writing(self, path: str, value_id: str) -> Iterator[Callable[[Encoded], int]]:
         """A function that copies a value into the arena that was allocated to it, and returns the bytes of the object.
         The arena is locked until the end of the block, which is for when the manager has acknowledged the value. Raises
         `StaleValueError`: the arena is gone, or not kept for this value any more."""
-        arena = self._take(path)
-        locked = False
+        with self._lock:  # taken out while in use, so that no other thread forgets it meanwhile
+            arena = self._kept.pop(path, None)
+        is_good = False
         try:
             fd = _with_many_files(lambda: _lock_shared(path, os.O_RDWR, value_id))
             try:
@@ -212,46 +190,37 @@ class ValueWriter:
                     arena.close()
                     arena = None
                 if arena is None:
-                    self._forget_removed()
+                    # Now and not later: memory of files that are gone is only given back with their mappings.
+                    self._forget(lambda path, arena: not _is_at(path, arena))
                     arena = _with_many_files(lambda: _map(path, stat, value_id))
                 if not has_token(arena, value_id):
                     raise StaleValueError(f"the arena is not kept for value {value_id} any more", path=path)
-                locked = True
+                is_good = True
                 yield partial(_write, arena, value_id)
             finally:
                 os.close(fd)
         finally:
             if arena is not None:
-                self._keep(path, arena) if locked else arena.close()
-
-    def _take(self, path: str) -> Arena | None:
-        # Taken out while in use, so that no other thread forgets it meanwhile.
-        with self._lock:
-            return self._kept.pop(path, None)
+                self._keep(path, arena) if is_good else arena.close()
 
     def _keep(self, path: str, arena: Arena) -> None:
         with self._lock:
-            forgotten = [] if (other := self._kept.pop(path, None)) is None else [other]
+            before = self._kept.pop(path, None)
             self._kept[path] = arena
-            while len(self._kept) > self._most:
-                forgotten.append(self._kept.popitem(last=False)[1])
-        for old in forgotten:
-            old.close()
+            surplus = list(self._kept)[: -self._most]
+        if before is not None:
+            before.close()
+        self._forget(lambda other, _: other in surplus)
 
-    def _forget_removed(self) -> None:
-        # Now and not later: memory of files that are gone is only given back with their mappings.
+    def _forget(self, is_over: Callable[[str, Arena], bool]) -> None:
         with self._lock:
-            removed = [path for path, arena in self._kept.items() if not _is_at(path, arena)]
-            forgotten = [self._kept.pop(path) for path in removed]
-        for old in forgotten:
-            old.close()
+            over = [self._kept.pop(path) for path, arena in list(self._kept.items()) if is_over(path, arena)]
+        for arena in over:
+            arena.close()
 
     def close(self) -> None:
         """Forget all mappings. It can be used again."""
-        with self._lock:
-            kept, self._kept = list(self._kept.values()), OrderedDict()
-        for arena in kept:
-            arena.close()
+        self._forget(lambda path, arena: True)
 
 
 def _write(arena: Arena, value_id: str, encoded: Encoded) -> int:
@@ -294,20 +263,19 @@ def _map_private(path: str, value_id: str) -> mmap.mmap:
         os.close(fd)
 
 
-def _with_many_files(function: Callable[[], _Result]) -> _Result:
-    for last in (False, True):
-        try:
-            return function()
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            if last:
-                raise DDictError(
-                    "too many files are open",
-                    hint="let go of tensors and arrays that were got, get them with copy=True, or raise `ulimit -n`",
-                ) from error
+def _with_many_files(function: Callable[[], _Result], *, again: bool = True) -> _Result:
+    try:
+        return function()
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        if again:
             allow_many_files()
-    raise AssertionError("unreachable")
+            return _with_many_files(function, again=False)
+        raise DDictError(
+            "too many files are open",
+            hint="let go of tensors and arrays that were got, get them with copy=True, or raise `ulimit -n`",
+        ) from error
 
 
 def _lock_shared(path: str, flags: int, value_id: str) -> int:

@@ -71,7 +71,7 @@ def test_a_call_has_one_deadline(name: str, tmp_path: Path, monkeypatch: pytest.
     attempt = Links.attempt
 
     def noting(links: Links, *args: Any, deadline: float, **named: Any) -> Any:
-        if links is not handle._handle.client.links:
+        if links is not handle._access.client.links:
             return attempt(links, *args, deadline=deadline, **named)  # the coordinator's
         if deadline > time.monotonic() + timeout_s / 2:  # not those of this process's own threads
             deadlines.append(deadline)

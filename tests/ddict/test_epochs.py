@@ -234,11 +234,11 @@ def test_a_stuck_writer_holds_up_others_until_the_timeout_and_is_named(make: Cal
     d["a"] = stuck["b"] = 0
     d.checkpoint()
 
-    with pytest.raises(DDictTimeoutError, match=f"{stuck._handle.id} of process {os.getpid()} is at 0"):
+    with pytest.raises(DDictTimeoutError, match=f"{stuck._access.standing.handle} of process {os.getpid()} is at 0"):
         d.checkpoint()
 
     assert d.checkpoint_id == 1
-    with pytest.raises(DDictTimeoutError, match=f"{stuck._handle.id} of process {os.getpid()} is at 0"):
+    with pytest.raises(DDictTimeoutError, match=f"{stuck._access.standing.handle} of process {os.getpid()} is at 0"):
         d.wait_for_commit()
     stuck.detach()
     assert d.checkpoint() == 2
@@ -269,7 +269,7 @@ def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path, mon
         await_that(lambda: bool(runtime_of(d)._managers[1].down))
         d[key_of(d, 0)] = 2
         d.checkpoint()
-        d._handle.timeout_s = 2.0
+        d._access.timeout_s = 2.0
 
         for call in (d.wait_for_commit, d.sync_to_newest_checkpoint):
             began = time.monotonic()
@@ -305,7 +305,7 @@ def test_a_manager_that_is_stopped_for_a_while_is_waited_for(
 
     monkeypatch.setattr(links, "Connection", Tried)
     monkeypatch.setattr(links, "_CONNECT_S", 0.2)
-    d._handle.client.links._drop_idle(1)
+    d._access.client.links._drop_idle(1)
     with stopped(pid):
         assert d[key] == 1
     assert tries >= 3

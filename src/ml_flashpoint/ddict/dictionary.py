@@ -62,25 +62,21 @@ class ManagerStats:
 
 def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any], options: Options) -> list[ManagerStats]:
     """What all managers, by number, and the coordinator have told."""
-    found = []
-    for number, told in enumerate(answers):
-        its = dict(told)
-        holders, place, copies = its.pop("holders"), its.pop("place"), set(its.pop("copies"))
-        its["sealed"] = tuple(its["sealed"])
-        found.append(
-            ManagerStats(
-                manager=number,
-                node=options.nodes[number],
-                limit_bytes=options.limit_bytes,
-                copies=tuple(each for each in holders if each in copies),
-                missing_copies=tuple(each for each in holders if each not in copies),
-                copies_on_same_node=tuple(each for each in holders if answers[each]["place"] == place),
-                persisted=state["persisted"],
-                persist_error=state["persist_error"],
-                **its,
-            )
+    return [
+        ManagerStats(
+            manager=number,
+            node=options.nodes[number],
+            limit_bytes=options.limit_bytes,
+            sealed=tuple(told["sealed"]),
+            copies=tuple(each for each in told["holders"] if each in told["copies"]),
+            missing_copies=tuple(each for each in told["holders"] if each not in told["copies"]),
+            copies_on_same_node=tuple(each for each in told["holders"] if answers[each]["place"] == told["place"]),
+            persisted=state["persisted"],
+            persist_error=state["persist_error"],
+            **{name: told[name] for name in ("frozen", "keys", "oldest", "used_bytes")},
         )
-    return found
+        for number, told in enumerate(answers)
+    ]
 
 
 _STOP_S = 20.0
@@ -137,13 +133,13 @@ class DDict(Mapped):
     @property
     def checkpoint_id(self) -> int:
         """The checkpoint that this handle reads and writes at; set it to go to another one."""
-        return self._handle.checkpoint_id
+        return self._access.standing.checkpoint_id
 
     @checkpoint_id.setter
     def checkpoint_id(self, checkpoint_id: int) -> None:
         check_checkpoint_id(checkpoint_id)
         deadline = self._begin()
-        self._handle.move(checkpoint_id, deadline)
+        self._access.move(checkpoint_id, deadline)
 
     def checkpoint(self) -> int:
         """Go on to the next checkpoint; returns its id. What was written stays readable there. A handle that began to
@@ -155,7 +151,7 @@ class DDict(Mapped):
             DDictWritesLostError: a manager came back without what this handle wrote since the last commit.
         """
         deadline = self._begin()
-        self._handle.move(self.checkpoint_id + 1, deadline, onwards=True)
+        self._access.move(self.checkpoint_id + 1, deadline, onwards=True)
         return self.checkpoint_id
 
     def rollback(self, to: int | None = None, *, discard: bool = True) -> int:
@@ -174,14 +170,14 @@ class DDict(Mapped):
             )
         if self._batch is not None:
             self._batch.drop()
-        self._handle.rollback(to, discard=discard, deadline=self._handle.deadline())
+        self._access.rollback(to, discard=discard, deadline=self._access.deadline())
         return self.checkpoint_id
 
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
         none)."""
         deadline = self._begin()
-        self._handle.sync(deadline)
+        self._access.sync(deadline)
         return self.checkpoint_id
 
     def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
@@ -202,8 +198,8 @@ class DDict(Mapped):
         wanted = self.checkpoint_id - 1 if checkpoint_id is None else checkpoint_id
         if checkpoint_id is not None:
             check_checkpoint_id(checkpoint_id)
-        deadline = self._handle.deadline(None if timeout is None else checked_timeout(timeout))
-        return self._handle.await_commit(wanted, deadline, if_written=checkpoint_id is None)
+        deadline = self._access.deadline(None if timeout is None else checked_timeout(timeout))
+        return self._access.await_commit(wanted, deadline, if_written=checkpoint_id is None)
 
     @property
     def committed_checkpoint_id(self) -> int:
@@ -223,10 +219,7 @@ class DDict(Mapped):
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
-        return self._persisted_ids(self._handle.deadline())
-
-    def _persisted_ids(self, deadline: float) -> list[int]:
-        return [int(each) for each in self._access.ask_main("persisted_ids", deadline=deadline)["ids"]]
+        return list(self._access.ask_main("persisted_ids")["ids"])
 
     def restore(self, checkpoint_id: int) -> None:
         """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
@@ -240,13 +233,15 @@ class DDict(Mapped):
             DamagedError: it is not what was written.
         """
         check_checkpoint_id(checkpoint_id)
-        self._restore(checkpoint_id, self._handle.deadline())
+        self._restore(checkpoint_id, self._access.deadline())
 
     def _restore(self, checkpoint_id: int, deadline: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        state = self._access.ask_main("restore", deadline=deadline, checkpoint_id=checkpoint_id, w=self._handle.id)
-        self._handle.restored(checkpoint_id, state)
+        state = self._access.ask_main(
+            "restore", deadline=deadline, checkpoint_id=checkpoint_id, w=self._access.standing.handle
+        )
+        self._access.restored(checkpoint_id, state)
 
     def advance(self) -> int:
         """For replaying: restore the persisted checkpoint after this one, for all handles; returns its id.
@@ -254,8 +249,9 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: this is the last.
         """
-        deadline = self._handle.deadline()
-        later = [each for each in self._persisted_ids(deadline) if each > self.checkpoint_id]
+        deadline = self._access.deadline()
+        persisted: list[int] = self._access.ask_main("persisted_ids", deadline=deadline)["ids"]
+        later = [each for each in persisted if each > self.checkpoint_id]
         if not later:
             raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
         self._restore(later[0], deadline)
@@ -279,8 +275,7 @@ class DDict(Mapped):
     @property
     def local_manager(self) -> int | None:
         """Number of one manager on this node, if there is any."""
-        local = self.local_managers
-        return local[0] if local else None
+        return next(iter(self.local_managers), None)
 
     @property
     def main_manager(self) -> int:
@@ -293,32 +288,29 @@ class DDict(Mapped):
 
     def stats(self) -> list[ManagerStats]:
         """What each manager has."""
-        deadline = self._handle.deadline()
+        deadline = self._access.deadline()
         call = self._access.client.links.call
         answers = [call(each, "stats", {}, deadline=deadline).fields for each in range(self._configuration.managers)]
         return stats_of(answers, self._access.ask_main("state", deadline=deadline), self._configuration.options)
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""
-        self._freeze(True)
+        self._access.ask_main("freeze", frozen=True)
 
     def unfreeze(self) -> None:
         """Allow writes again."""
-        self._freeze(False)
+        self._access.ask_main("freeze", frozen=False)
 
     @property
     def is_frozen(self) -> bool:
         """Whether writes are refused."""
         return bool(self._access.ask_main("state")["frozen"])
 
-    def _freeze(self, frozen: bool) -> None:
-        self._access.ask_main("freeze", frozen=frozen)
-
     # ---- handles ------------------------------------------------------------------------------------------
 
     def _clone(self, *, only: int | None) -> DDict:
-        handle = self._handle
-        return _made(self._configuration, self.checkpoint_id, handle.epoch, handle.read_only, only)
+        epoch, read_only = self._access.standing.epoch, self._access.read_only
+        return _made(self._configuration, self.checkpoint_id, epoch, read_only, only)
 
     def __copy__(self) -> DDict:
         return self._clone(only=self._access.only)
@@ -328,9 +320,8 @@ class DDict(Mapped):
 
     def _described(self) -> tuple[Any, ...]:
         """What another handle like this one is made from, as plain JSON: see `_made`."""
-        handle = self._handle
-        at = (handle.checkpoint_id, handle.epoch)
-        return self._configuration.to_json(), *at, handle.read_only, self._access.only
+        access, standing = self._access, self._access.standing
+        return self._configuration.to_json(), standing.checkpoint_id, standing.epoch, access.read_only, access.only
 
     def serialize(self) -> str:
         """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
@@ -358,20 +349,19 @@ class DDict(Mapped):
                 f"is not what serialize() returned: {error}", argument="serialized", value=serialized
             ) from error
         if timeout is not None:
-            made._handle.timeout_s = checked_timeout(timeout)
+            made._access.timeout_s = checked_timeout(timeout)
         made._access.ask_main("state")
         return made
 
     def detach(self) -> None:
         """Let this handle be of no more use; the dictionary stays. Idempotent."""
-        if self._handle.closed:
+        if self._access.closed:
             return
-        deadline = self._handle.deadline()
+        deadline = self._access.deadline()
         try:
-            self._flush(deadline)
+            self._end_batch(deadline)
         finally:
-            self._batch = None
-            self._handle.detach(deadline)
+            self._access.detach(deadline)
 
     def destroy(self) -> None:
         """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.
@@ -382,7 +372,7 @@ class DDict(Mapped):
             DDictError: this is another process.
             DDictPersistError: the last checkpoint could not be persisted; the dictionary has ended all the same.
         """
-        if self._handle.closed:
+        if self._access.closed:
             return
         if not self._is_creator:
             raise DDictError("only the handle that made the dictionary can destroy it", hint="detach() this one")
@@ -400,7 +390,7 @@ class DDict(Mapped):
 
     def _stop(self) -> None:
         runtime, self._runtime = self._runtime, None
-        self._handle.detach(time.monotonic() + 1.0)
+        self._access.detach(time.monotonic() + 1.0)
         self._access.client.close()
         if runtime is not None:
             if self._coordinator is not None:

@@ -38,7 +38,7 @@ def d(shared: DDict) -> Iterator[DDict]:
     handle.detach()
     # A test that fails keeps its handles.
     for each in list(handles_here):
-        if each.configuration == shared._configuration and each is not shared._handle:
+        if each.configuration == shared._configuration and each is not shared._access:
             each.detach(time.monotonic() + DEADLINE_S)
 
 

@@ -153,7 +153,7 @@ def test_a_commit_is_waited_for(d: DDict) -> None:
         colleague.checkpoint()
         assert waiting.result(DEADLINE_S) == start
     assert other(d).wait_for_commit(start) == start
-    assert not d._handle._standing.uncommitted
+    assert not d._access.standing.uncommitted
     colleague.detach()
     for timeout in (-1, "soon", True):
         with pytest.raises(InvalidArgumentError, match="timeout"):
@@ -172,7 +172,7 @@ def test_a_lone_writer_waits_for_its_commits(make: Make, replication: str | None
         assert d.wait_for_commit() == step
     d.checkpoint()  # nothing was written there
     assert d.wait_for_commit() == 3
-    assert not d._handle._standing.uncommitted
+    assert not d._access.standing.uncommitted
 
 
 def test_where_nobody_writes_no_commit_is_waited_for(make: Make) -> None:
@@ -201,7 +201,7 @@ def test_what_was_written_late_is_waited_for_too(d: DDict) -> None:
         d.wait_for_commit(start)
     d.checkpoint()
     assert d.wait_for_commit(start) == start + 1
-    assert not d._handle._standing.uncommitted
+    assert not d._access.standing.uncommitted
 
 
 def test_a_reader_does_not_hold_up_commits(d: DDict) -> None:
@@ -287,6 +287,8 @@ def test_with_wait_for_writers_a_checkpoint_retires_when_all_have_moved_on(
     dictionary = make(working_set_size=1, wait_for_writers=True)
     colleague = other(dictionary)
     dictionary["a"] = colleague["b"] = 0
-    waits_in_vain(dictionary, dictionary.checkpoint, f"handle {colleague._handle.id} of process", monkeypatch)
+    waits_in_vain(
+        dictionary, dictionary.checkpoint, f"handle {colleague._access.standing.handle} of process", monkeypatch
+    )
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(DDict.checkpoint, (dictionary, colleague))) == [1, 1]

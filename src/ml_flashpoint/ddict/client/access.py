@@ -7,20 +7,22 @@ are asked for, and the small writes that are collected and sent together. What a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
-from ml_flashpoint.ddict.client.keepalive import Client
 from ml_flashpoint.ddict.client.keys import decode_key, place, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import REQUESTS, DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
 from ml_flashpoint.ddict.manager.requests import PERSISTENT
-from ml_flashpoint.ddict.options import COORDINATOR
+from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Reply
+
+_Result = TypeVar("_Result")
 
 _AT_ONCE = 256
 _MOST = 1024
@@ -34,23 +36,19 @@ class Found(NamedTuple):
     sequence: int
 
 
-class Access:
-    """See the module. As thread-safe as its handle. ``only``: the one manager to use, whatever the key, if any."""
+class Access(Handle):
+    """See the module. As thread-safe as any handle. ``only``: the one manager to use, whatever the key, if any."""
 
-    def __init__(self, handle: Handle, only: int | None) -> None:
-        self.handle = handle
+    def __init__(
+        self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None
+    ) -> None:
+        super().__init__(configuration, checkpoint_id, epoch, read_only=read_only)
         self.only = only
-        self._count = handle.configuration.managers
-
-    @property
-    def client(self) -> Client:
-        """That of the handle, another one after a fork."""
-        return self.handle.client
 
     @property
     def managers(self) -> list[int]:
         """Managers that have this handle's keys."""
-        return list(range(self._count)) if self.only is None else [self.only]
+        return list(range(self.configuration.managers)) if self.only is None else [self.only]
 
     @property
     def local(self) -> list[int]:
@@ -59,7 +57,7 @@ class Access:
 
     def manager_of(self, key: bytes) -> int:
         """Which manager has an encoded key, or would."""
-        return place(key, self._count) if self.only is None else self.only
+        return place(key, self.configuration.managers) if self.only is None else self.only
 
     # ---- one key ------------------------------------------------------------------------------------------
 
@@ -67,15 +65,14 @@ class Access:
         self, manager: int, key: bytes, *, deadline: float | None = None, copy: bool = False, wait: bool = False
     ) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
-        deadline = self.handle.deadline() if deadline is None else deadline
-        while True:
+        deadline = self.deadline() if deadline is None else deadline
+
+        def get() -> Found:
             answer = self.ask(manager, "get", key, deadline=deadline, wait=wait)
-            try:
-                return _found(answer.fields, answer.blobs, copy)
-            except StaleValueError:
-                # It was written anew between the answer and the look at it.
-                if time.monotonic() >= deadline:
-                    raise DDictTimeoutError("the value changes faster than it can be read", manager=manager) from None
+            return _found(answer.fields, answer.blobs, copy)
+
+        # It can be written anew between the answer and the look at it.
+        return _until_there(get, manager, deadline)
 
     def write(
         self,
@@ -88,43 +85,40 @@ class Access:
         deadline: float,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
-        told: dict[str, Any] = {"f": flags} if flags else {}
+        fields: dict[str, Any] = {"f": flags} if flags else {}
         if sequence is not None:
-            told["x"] = sequence
+            fields["x"] = sequence
+
+        def put(exchange: Exchange, told: dict[str, Any]) -> bool:
+            if encoded.inline:
+                return bool(exchange.request("put", told, (key, codec.to_inline(encoded))).fields["ok"])
+            return self._put_large(exchange, key, encoded, told)
+
         again = sequence is None  # a conditional write that was done would fail the second time
         lasting = bool(flags & PERSISTENT)
-        if encoded.inline:
-            blobs = key, codec.to_inline(encoded)
-            answer = self.change(manager, "put", *blobs, again=again, lasting=lasting, deadline=deadline, **told)
-            return bool(answer["ok"])
-        handle = self.handle
+        # The manager can be replaced after it has given the reservation for a large one.
+        return _until_there(
+            lambda: self._change(manager, put, fields, again=again, lasting=lasting, deadline=deadline),
+            manager,
+            deadline,
+        )
 
-        def send(epoch: int) -> bool:
-            fields = {**told, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-
-            def put(exchange: Exchange) -> bool:
-                return self._put_large(exchange, key, encoded, fields)
-
-            while True:
-                try:
-                    return self.client.links.attempt(manager, put, deadline=deadline, again=again)
-                except StaleValueError:
-                    # The manager was replaced after it had given the reservation.
-                    if time.monotonic() >= deadline:
-                        raise DDictTimeoutError("the manager changes all the time", manager=manager) from None
-
-        return handle.write(send, deadline, lasting=lasting)
-
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, fields: dict[str, Any]) -> bool:
-        with _reserved(exchange, encoded, fields) as reservation:
-            value_id = reservation["v"]
-            told = {**fields, "v": value_id}
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]) -> bool:
+        size = shared_memory.object_size(encoded)
+        reserved = exchange.request("allocate", {"n": size, "c": told["c"], "e": told["e"]}).fields
+        value_id = reserved["v"]
+        told = {**told, "v": value_id}
+        try:
             if not exchange.local:
-                blobs = shared_memory.object_blobs(encoded, reservation["size"], value_id)
+                blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
                 return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
-            with self.client.writer.writing(reservation["path"], value_id) as write:
+            with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
                 return bool(exchange.request("put", told, (key,)).fields["ok"])
+        except BaseException:
+            with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
+                exchange.request("abandon", {"v": value_id})
+            raise
 
     def change(
         self,
@@ -138,20 +132,35 @@ class Access:
     ) -> dict[str, Any]:
         """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
         A key that was deleted would not be there the second time. ``lasting``: see `Handle.write`."""
-        handle = self.handle
 
-        def send(epoch: int) -> dict[str, Any]:
-            told = {**fields, "c": handle.checkpoint_id, "w": handle.id, "e": epoch}
-            return self.client.links.call(manager, operation, told, blobs, deadline=deadline, again=again).fields
+        def request(exchange: Exchange, told: dict[str, Any]) -> dict[str, Any]:
+            return exchange.request(operation, told, blobs).fields
 
-        return handle.write(send, deadline, lasting=lasting)
+        return self._change(manager, request, fields, again=again, lasting=lasting, deadline=deadline)
+
+    def _change(
+        self,
+        manager: int,
+        request: Callable[[Exchange, dict[str, Any]], _Result],
+        fields: dict[str, Any],
+        *,
+        again: bool,
+        lasting: bool,
+        deadline: float,
+    ) -> _Result:
+        def send(epoch: int) -> _Result:
+            told = {**fields, "c": self.standing.checkpoint_id, "w": self.standing.handle, "e": epoch}
+            return self.client.links.attempt(
+                manager, lambda exchange: request(exchange, told), deadline=deadline, again=again
+            )
+
+        return self.in_writing(send, deadline, lasting=lasting)
 
     def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
         """Ask one manager something about a key, or some or all of its keys."""
-        handle = self.handle
 
         def send(epoch: int) -> Reply:
-            told = {**fields, "c": handle.checkpoint_id, "e": epoch}
+            told = {**fields, "c": self.standing.checkpoint_id, "e": epoch}
 
             def request(exchange: Exchange) -> Reply:
                 # A manager elsewhere, which it may be since a moment ago, sends large values along.
@@ -159,28 +168,19 @@ class Access:
 
             return self.client.links.attempt(manager, request, deadline=deadline)
 
-        return handle.in_epoch(send, deadline)
-
-    def ask_main(self, operation: str, *, deadline: float | None = None, **fields: Any) -> dict[str, Any]:
-        """Ask the coordinator something, in whichever epoch."""
-        deadline = self.handle.deadline() if deadline is None else deadline
-        return self.client.links.call(COORDINATOR, operation, fields, deadline=deadline).fields
+        return self.in_epoch(send, deadline)
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
     def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
-        for key in [
-            key for _, keys in self.handle.in_one_epoch(self._keys_of(managers, deadline), deadline) for key in keys
-        ]:
-            yield decode_key(key)
+        for _, keys in self.in_one_epoch(lambda: self._keys(managers, deadline), deadline):
+            yield from map(decode_key, keys)
 
-    def _keys_of(self, managers: Iterable[int], deadline: float) -> Callable[[], list[tuple[int, list[bytes]]]]:
-        return lambda: [(manager, self._encoded_keys(manager, deadline)) for manager in managers]
-
-    def _encoded_keys(self, manager: int, deadline: float) -> list[bytes]:
-        data = self.ask(manager, "keys", deadline=deadline, once=self.only is None).blobs[0]
-        return list(split_joined(data))
+    def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
+        once = self.only is None
+        answers = [(each, self.ask(each, "keys", deadline=deadline, once=once)) for each in managers]
+        return [(manager, list(split_joined(answer.blobs[0]))) for manager, answer in answers]
 
     def count(self, managers: Iterable[int], deadline: float) -> int:
         """Number of keys of these managers."""
@@ -191,23 +191,22 @@ class Access:
                 int(self.ask(each, "keys", deadline=deadline, once=once, count=True).fields["n"]) for each in managers
             )
 
-        return self.handle.in_one_epoch(ask, deadline)
+        return self.in_one_epoch(ask, deadline)
 
     def items(self, managers: Iterable[int], deadline: float) -> list[tuple[Any, Any]]:
         """Keys and values of these managers, all of one epoch."""
 
         def ask() -> list[tuple[Any, Any]]:
-            keys = self._keys_of(managers, deadline)()
-            return [item for some in self._items(keys, lambda: deadline) for item in some]
+            return [item for some in self._items(self._keys(managers, deadline), lambda: deadline) for item in some]
 
-        return self.handle.in_one_epoch(ask, deadline)
+        return self.in_one_epoch(ask, deadline)
 
     def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
         """The same, some hundred at a time. Raises `DDictError`: another epoch has begun meanwhile."""
-        handle, deadline = self.handle, self.handle.deadline()
-        epoch, keys = handle.in_one_epoch(lambda: (handle.epoch, self._keys_of(managers, deadline)()), deadline)
-        for some in self._items(keys, handle.deadline):
-            if handle.epoch != epoch:
+        deadline = self.deadline()
+        epoch, keys = self.in_one_epoch(lambda: (self.standing.epoch, self._keys(managers, deadline)), deadline)
+        for some in self._items(keys, self.deadline):
+            if self.standing.epoch != epoch:
                 error = DDictError("an epoch has begun meanwhile: what is left is not of one cut", hint="begin anew")
                 error.retryable = True
                 raise error
@@ -218,45 +217,36 @@ class Access:
     ) -> Iterator[list[tuple[Any, Any]]]:
         for manager, its in keys:
             for at in range(0, len(its), _AT_ONCE):
-                some = its[at : at + _AT_ONCE]
-                items = []
-                for key, found in zip(some, self._get_many(manager, some, deadline()), strict=True):
-                    if isinstance(found, DDictKeyError):
-                        continue  # deleted in between
-                    if isinstance(found, FlashpointError):
-                        raise found
-                    items.append((decode_key(key), found.value))
-                yield items
+                yield self._get_many(manager, its[at : at + _AT_ONCE], deadline())
 
-    def _get_many(self, manager: int, keys: list[bytes], deadline: float) -> list[Found | FlashpointError]:
-        """Each with its own outcome."""
+    def _get_many(self, manager: int, keys: list[bytes], deadline: float) -> list[tuple[Any, Any]]:
+        """Those that are there, with their values."""
         answer = self.ask(manager, "many", *keys, deadline=deadline, ops=[["get", {}, 1]] * len(keys))
-        found: list[Found | FlashpointError] = []
-        at = 0
+        items = []
+        blobs = iter(answer.blobs)
         for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
-            blobs = answer.blobs[at : at + count]
-            at += count
-            if error is not None:
-                found.append(REQUESTS.rebuild(error))
-                continue
+            its = list(itertools.islice(blobs, count))
             try:
-                found.append(_found(own, blobs, copy=False))
-            except StaleValueError:
-                found.append(self.get(manager, key, deadline=deadline))
-        return found
+                if error is not None:
+                    raise REQUESTS.rebuild(error)
+                try:
+                    found = _found(own, its, copy=False)
+                except StaleValueError:
+                    found = self.get(manager, key, deadline=deadline)
+            except DDictKeyError:
+                continue  # deleted in between
+            items.append((decode_key(key), found.value))
+        return items
 
 
-@contextlib.contextmanager
-def _reserved(exchange: Exchange, encoded: codec.Encoded, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A reservation for a large value, which the manager gets back if it is not put."""
-    size = shared_memory.object_size(encoded)
-    reservation = exchange.request("allocate", {"n": size, "c": fields["c"], "e": fields["e"]}).fields
-    try:
-        yield reservation
-    except BaseException:
-        with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
-            exchange.request("abandon", {"v": reservation["v"]})
-        raise
+def _until_there(make: Callable[[], _Result], manager: int, deadline: float) -> _Result:
+    """What this returns, once a large value is where the manager said."""
+    while True:
+        try:
+            return make()
+        except StaleValueError:
+            if time.monotonic() >= deadline:
+                raise DDictTimeoutError("the value, or its manager, changes all the time", manager=manager) from None
 
 
 def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:

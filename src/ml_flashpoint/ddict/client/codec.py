@@ -210,10 +210,9 @@ def array_at(buffer: Any, begin: int, nbytes: int, described: str, copy: bool) -
     dtype, shape, its_bytes = _parse_array_type(described)
     if its_bytes != nbytes:
         raise ValueError("an array of the wrong length")
-    array: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape)
-    if copy:
-        return array.copy()
-    array.flags.writeable = False
+    view: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape)
+    array = view.copy() if copy else view
+    array.flags.writeable = copy
     return array
 
 

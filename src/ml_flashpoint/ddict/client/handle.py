@@ -45,33 +45,18 @@ class Handle:
         self._begin(checkpoint_id, epoch)
         _handles.add(self)
 
-    @property
-    def checkpoint_id(self) -> int:
-        """The checkpoint that this handle is at."""
-        return self._standing.checkpoint_id
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that this handle is in, as far as it has heard."""
-        return self._standing.epoch
-
-    @property
-    def id(self) -> str:
-        """Unique in the dictionary."""
-        return self._standing.handle
-
     def _begin(self, checkpoint_id: int, epoch: int) -> None:
         self.client: Client = client_of(self.configuration)
-        self._standing = Standing(secrets.token_hex(8), self.client.keepalive.id, checkpoint_id, epoch)
+        self.standing = Standing(secrets.token_hex(8), self.client.keepalive.id, checkpoint_id, epoch)
         self._moving = threading.Lock()  # for as long as a move takes
-        self._closed = False
+        self.closed = False
         self._going_back: int | None = None  # not all managers may have heard of this rollback
-        self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self._standing)
+        self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self.standing)
         self._finalizer.atexit = False
 
     def deadline(self, timeout_s: float | None = None) -> float:
         """When a call that begins now must end. Raises `DDictDestroyedError`: the handle is of no more use."""
-        if self._closed:
+        if self.closed:
             raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
@@ -81,7 +66,7 @@ class Handle:
         """Make a request in the epoch of this handle, and again in the next one if that is over. Raises
         `DDictWritesLostError`: told once: what this handle wrote is lost; `DDictCheckpointRetiredError`: told once:
         where this handle stands was committed, and was taken back."""
-        standing = self._standing
+        standing = self.standing
         while True:
             if standing.untold is not None:
                 standing.tell()
@@ -95,15 +80,15 @@ class Handle:
         """Make several requests, all in one epoch: what they find is of one cut. ``make``: makes them; again, if an
         epoch began in their midst. Raises `DDictTimeoutError`: epochs began all the time."""
         while True:
-            epoch = self.epoch
+            epoch = self.standing.epoch
             found = make()
-            if self.epoch == epoch:
+            if self.standing.epoch == epoch:
                 return found
             if time.monotonic() >= deadline:
                 raise DDictTimeoutError("epochs begin faster than all managers can be asked")
 
     def _catch_up(self, epoch: int, deadline: float, error: StaleEpochError) -> None:
-        standing = self._standing
+        standing = self.standing
         if standing.epoch != epoch:
             return  # another thread has
         standing.catch_up(self.client.links, deadline)
@@ -112,13 +97,15 @@ class Handle:
                 raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
             time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
-    def ask(self, operation: str, fields: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Ask the coordinator something, in the epoch of this handle."""
+    def ask_main(self, operation: str, *, deadline: float | None = None, **fields: Any) -> dict[str, Any]:
+        """Ask the coordinator something, in whichever epoch."""
+        deadline = self.deadline() if deadline is None else deadline
+        return self.client.links.call(COORDINATOR, operation, fields, deadline=deadline).fields
 
-        def send(epoch: int) -> dict[str, Any]:
-            return self.client.links.call(COORDINATOR, operation, {**fields, "e": epoch}, deadline=deadline).fields
-
-        return self.in_epoch(send, deadline)
+    def _ask_in_epoch(self, operation: str, fields: dict[str, Any], deadline: float) -> dict[str, Any]:
+        return self.in_epoch(
+            lambda epoch: self.ask_main(operation, deadline=deadline, **{**fields, "e": epoch}), deadline
+        )
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -127,12 +114,12 @@ class Handle:
         if self.read_only:
             raise DDictReadOnlyError("this handle was made with read_only=True")
 
-    def write(self, send: Callable[[int], _Result], deadline: float, *, lasting: bool = False) -> _Result:
+    def in_writing(self, send: Callable[[int], _Result], deadline: float, *, lasting: bool = False) -> _Result:
         """Write at one manager. ``send``: makes the request, given the epoch, and returns its result. ``lasting``: the
         write does not belong to a checkpoint, and does not make this a writing handle. Raises `DDictWritesLostError`:
         what this handle wrote before is lost, and it has not gone back yet."""
         self.check_writable()
-        standing = self._standing
+        standing = self.standing
         standing.check_whole()
         if not lasting and not standing.joined:
             self._join(deadline)
@@ -145,7 +132,10 @@ class Handle:
             try:
                 result = send(epoch)
                 if not standing.joined:  # no commit waits for it, so this may be too late for one already
-                    self._note_state(epoch, deadline)
+                    state = self.ask_main("state", deadline=deadline)
+                    if state["epoch"] != epoch:
+                        raise StaleEpochError("another epoch has begun")
+                    standing.note(state)
             except StaleEpochError:
                 raise
             except BaseException:
@@ -154,25 +144,17 @@ class Handle:
             standing.wrote(at, epoch)
             return result
 
-        result = self.in_epoch(write, deadline)
-        standing.has_written = True
-        return result
-
-    def _note_state(self, epoch: int, deadline: float) -> None:
-        state = self.client.links.call(COORDINATOR, "state", {}, deadline=deadline).fields
-        if state["epoch"] != epoch:
-            raise StaleEpochError("another epoch has begun")
-        self._standing.note(state)
+        return self.in_epoch(write, deadline)
 
     def _join(self, deadline: float) -> None:
         with self._turn(deadline):
-            if not self._standing.joined:
+            if not self.standing.joined:
                 # The session must not keep the handle: when it is forgotten, it has left.
                 self.client.keepalive.begin(deadline)
-                fields = self._standing.fields()
-                self._standing.note(self.ask("join", fields, deadline))
-                self._standing.joined = True
-                self.client.keepalive.add(self._standing)
+                fields = self.standing.fields()
+                self.standing.note(self._ask_in_epoch("join", fields, deadline))
+                self.standing.joined = True
+                self.client.keepalive.add(self.standing)
                 _leave_at_exit()
 
     # ---- checkpoints --------------------------------------------------------------------------------------
@@ -182,17 +164,17 @@ class Handle:
         `DDictWritesLostError`: what this handle wrote is lost, and it has not gone back yet; `DDictTimeoutError`: an
         older checkpoint cannot retire, as others have not done their part in time."""
         with self._turn(deadline):
-            self._standing.check_whole()
+            self.standing.check_whole()
             self._finish_rollback(deadline)
             self._move(checkpoint_id, deadline, onwards=onwards)
 
     def _move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
-        standing = self._standing
+        standing = self.standing
         if standing.joined:
-            state = self.ask("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, deadline)
+            state = self._ask_in_epoch("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, deadline)
             standing.note(state)
             checkpoint_id = int(state["position"])
-        elif standing.untold is not None:
+        else:
             standing.tell()
         standing.checkpoint_id = checkpoint_id
 
@@ -203,8 +185,8 @@ class Handle:
         """
         with self._turn(deadline):
             self._finish_rollback(deadline)
-            if to <= self.checkpoint_id:
-                if discard or self._standing.lost is not None:
+            if to <= self.standing.checkpoint_id:
+                if discard or self.standing.lost is not None:
                     self._go_back(to, deadline)
                 else:
                     self._move(to, deadline)
@@ -214,8 +196,8 @@ class Handle:
             self._go_back(self._going_back, deadline)
 
     def _go_back(self, to: int, deadline: float) -> None:
-        standing = self._standing
-        if not (standing.joined or standing.uncommitted or standing.has_written):
+        standing = self.standing
+        if not (standing.joined or standing.has_written):
             self._move(to, deadline)
             return
         fields = {**standing.fields(), "c": to}
@@ -223,7 +205,7 @@ class Handle:
             fields["session"] = None
         self._going_back = to
         try:
-            state = self.ask("go_back", fields, deadline)
+            state = self._ask_in_epoch("go_back", fields, deadline)
         except (DDictCheckpointRetiredError, DDictDestroyedError):
             self._going_back = None
             raise
@@ -242,28 +224,28 @@ class Handle:
         `DDictWritesLostError`: what this handle wrote is lost, so it will not be; `DDictTimeoutError`: it was not in
         time."""
         with self._turn(deadline):  # to the end: what is heard is of where the handle is now
-            self._standing.check_whole()
+            self.standing.check_whole()
             self._finish_rollback(deadline)
-            wanted = self._standing.covers(checkpoint_id)
-            if self._standing.joined and wanted >= self.checkpoint_id:
+            wanted = self.standing.covers(checkpoint_id)
+            if self.standing.joined and wanted >= self.standing.checkpoint_id:
                 late = f": what it wrote there late is committed with {wanted}" if wanted > checkpoint_id else ""
                 raise InvalidArgumentError(
-                    f"is not behind this handle, which is at {self.checkpoint_id}{late}",
+                    f"is not behind this handle, which is at {self.standing.checkpoint_id}{late}",
                     argument="checkpoint_id",
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-            fields = {"w": self.id, "checkpoint_id": wanted, "if_written": if_written}
-            state = self.ask("await_commit", fields, deadline)
-            self._standing.note(state)
+            fields = {"w": self.standing.handle, "checkpoint_id": wanted, "if_written": if_written}
+            state = self._ask_in_epoch("await_commit", fields, deadline)
+            self.standing.note(state)
             return int(state["committed"])
 
     def sync(self, deadline: float) -> None:
         """Go to the newest committed checkpoint."""
         with self._turn(deadline):
-            standing = self._standing
+            standing = self.standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
-            state = self.ask("newest", {}, deadline)
+            state = self._ask_in_epoch("newest", {}, deadline)
             to = max(0, int(state["committed"]))
             if is_answer or self._going_back is not None:
                 self._go_back(to, deadline)
@@ -273,7 +255,7 @@ class Handle:
     def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
         """All managers hold what was persisted as this checkpoint, and nothing else."""
         self._going_back = None
-        self._standing.went_back(checkpoint_id, state, restored=True)
+        self.standing.went_back(checkpoint_id, state, restored=True)
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
@@ -285,28 +267,23 @@ class Handle:
         finally:
             self._moving.release()
 
-    @property
-    def closed(self) -> bool:
-        """Whether this handle was detached."""
-        return self._closed
-
     # ---- life ---------------------------------------------------------------------------------------------
 
     def detach(self, deadline: float) -> None:
         """Be of no more use. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._finalizer.detach()
         with contextlib.suppress(FlashpointError):
             now = time.monotonic()
             self._finish_rollback(now + max(0.0, deadline - now) / 2)  # and the other half for what follows
-        if self._standing.is_known:
+        if self.standing.is_known:
             try:
-                self.client.links.call(COORDINATOR, "leave", self._standing.fields(), deadline=deadline)
-                self.client.keepalive.remove(self._standing)
+                self.client.links.call(COORDINATOR, "leave", self.standing.fields(), deadline=deadline)
+                self.client.keepalive.remove(self.standing)
             except FlashpointError:
-                self.client.keepalive.forget(self._standing)
+                self.client.keepalive.forget(self.standing)
 
 
 def _forget_handle(client: Client, pid: int, standing: Standing) -> None:
@@ -335,7 +312,7 @@ def _leave_all() -> None:
         return  # it ends by an error, in the middle of something
     deadline = time.monotonic() + _LEAVE_S
     for handle in list(_handles):
-        if not handle.closed and handle._standing.joined:
+        if not handle.closed and handle.standing.joined:
             with contextlib.suppress(Exception):  # whatever it says, the process ends
                 handle.detach(deadline)
     await_leaves(deadline)
@@ -345,9 +322,9 @@ def _after_fork() -> None:
     # A handle that a child has inherited is another one there: two processes must not move it against each other.
     for handle in list(_handles):
         handle._finalizer.detach()
-        closed = handle._closed
-        handle._begin(handle.checkpoint_id, handle.epoch)
-        handle._closed = closed
+        closed = handle.closed
+        handle._begin(handle.standing.checkpoint_id, handle.standing.epoch)
+        handle.closed = closed
 
 
 os.register_at_fork(after_in_child=_after_fork)

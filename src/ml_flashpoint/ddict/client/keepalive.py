@@ -78,6 +78,7 @@ class Standing:
         What is written at a checkpoint whose commit has begun is covered by the next one only.
         """
         with self._lock:
+            self.has_written = True
             need = max(at, self._fixed + 1)
             if epoch == self.epoch or need <= self._base:
                 self.uncommitted[at] = need

@@ -15,7 +15,6 @@ from typing import Any
 
 from ml_flashpoint.ddict.client import codec
 from ml_flashpoint.ddict.client.access import Access, Batch
-from ml_flashpoint.ddict.client.handle import Handle
 from ml_flashpoint.ddict.client.keys import encode_key
 from ml_flashpoint.ddict.client.links import GRACE_S
 from ml_flashpoint.ddict.errors import DDictKeyError, DDictManagerLostError, DDictTimeoutError
@@ -33,8 +32,7 @@ class Mapped(MutableMapping[Any, Any]):
         self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None = None
     ) -> None:
         self._configuration = configuration
-        self._handle = Handle(configuration, checkpoint_id, epoch, read_only=read_only)
-        self._access = Access(self._handle, only)
+        self._access = Access(configuration, checkpoint_id, epoch, read_only=read_only, only=only)
         self._batch: Batch | None = None
 
     # ---- one key ------------------------------------------------------------------------------------------
@@ -80,10 +78,9 @@ class Mapped(MutableMapping[Any, Any]):
     def bget(self, key: Any, *, copy: bool = False) -> Any:
         """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
         encoded = encode_key(key)
-        deadline = self._handle.deadline()
+        deadline = self._access.deadline()
         local = set(self._access.local)
         candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
-        lost: DDictManagerLostError | DDictTimeoutError | None = None
         for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
             try:
                 # Each gets a fair part of what is left of the time, and what it may be late is part of that.
@@ -92,18 +89,18 @@ class Mapped(MutableMapping[Any, Any]):
                 with _naming(key):
                     got = self._access.get(manager, encoded, deadline=time.monotonic() + share, copy=copy, wait=True)
                     return got.value
-            except (DDictManagerLostError, DDictTimeoutError) as error:
-                lost = error
-        assert lost is not None
-        raise lost
+            except (DDictManagerLostError, DDictTimeoutError):
+                if left == 1:
+                    raise
+        raise AssertionError("there is a manager")
 
     def _put(self, key: Any, value: Any, flags: int = 0, *, deadline: float | None = None) -> None:
-        deadline = self._handle.deadline() if deadline is None else deadline
+        deadline = self._access.deadline() if deadline is None else deadline
         encoded_key, encoded = encode_key(key), codec.encode(value)
         manager = self._access.manager_of(encoded_key)
         if self._batch is not None:
             if encoded.inline and not flags:
-                self._handle.check_writable()
+                self._access.check_writable()
                 self._batch.add(manager, encoded_key, codec.to_inline(encoded), deadline)
                 return
             self._batch.discard(manager, encoded_key)
@@ -121,7 +118,7 @@ class Mapped(MutableMapping[Any, Any]):
         except InvalidArgumentError:
             return False
         manager = self._access.manager_of(encoded)
-        return bool(self._access.ask(manager, "contains", encoded, deadline=self._handle.deadline()).fields["found"])
+        return bool(self._access.ask(manager, "contains", encoded, deadline=self._access.deadline()).fields["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
@@ -155,7 +152,7 @@ class Mapped(MutableMapping[Any, Any]):
                     return key, self._pop(key, _MISSING, deadline)
                 if time.monotonic() >= deadline:
                     raise DDictTimeoutError("others were always faster")
-        raise DDictKeyError("the dictionary is empty", checkpoint_id=self._handle.checkpoint_id)
+        raise DDictKeyError("the dictionary is empty", checkpoint_id=self._access.standing.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
@@ -200,7 +197,7 @@ class Mapped(MutableMapping[Any, Any]):
         encoded = encode_key(key)
         manager = self._access.manager_of(encoded)
         # 0: only if it is there.
-        deadline = self._handle.deadline(checked_timeout(timeout) if timeout else timeout)
+        deadline = self._access.deadline(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
             if not self._access.ask(manager, "wait_for", encoded, deadline=deadline, s=seen).fields["ok"]:
@@ -210,14 +207,14 @@ class Mapped(MutableMapping[Any, Any]):
             except DDictKeyError:
                 continue
             seen = found.sequence
-            if _is_wanted(found.value, value):
+            if value is _MISSING or (value(found.value) if callable(value) else found.value == value):
                 return found.value
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
     def update(self, other: Any = (), /, **named: Any) -> None:
         """Write many keys; small values travel together."""
-        deadline = self._handle.deadline()
+        deadline = self._access.deadline()
         items = other.items() if isinstance(other, Mapping) else other
         nested = self._batch is not None
         self.start_batch_put()
@@ -248,7 +245,7 @@ class Mapped(MutableMapping[Any, Any]):
         Raises:
             FlashpointError: some of it could not be written.
         """
-        self._end_batch(self._handle.deadline())
+        self._end_batch(self._access.deadline())
 
     def _end_batch(self, deadline: float) -> None:
         batch, self._batch = self._batch, None
@@ -256,10 +253,10 @@ class Mapped(MutableMapping[Any, Any]):
             batch.flush(deadline)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._access.keys(self._access.managers, self._handle.deadline())
+        yield from self._access.keys(self._access.managers, self._access.deadline())
 
     def __len__(self) -> int:
-        return self._access.count(self._access.managers, self._handle.deadline())
+        return self._access.count(self._access.managers, self._access.deadline())
 
     def keys(self) -> list[Any]:  # type: ignore[override]
         """All keys at the checkpoint of this handle."""
@@ -271,7 +268,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
         """All keys with their values at the checkpoint of this handle."""
-        return self._access.items(self._access.managers, self._handle.deadline())
+        return self._access.items(self._access.managers, self._access.deadline())
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
         """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers.
@@ -285,13 +282,13 @@ class Mapped(MutableMapping[Any, Any]):
         """Delete all keys at the checkpoint of this handle."""
         if self._batch is not None:
             self._batch.drop()
-        deadline = self._handle.deadline()
+        deadline = self._access.deadline()
         for manager in self._access.managers:
             self._access.change(manager, "clear", deadline=deadline, again=True)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
-        return list(self._access.keys(self._access.local, self._handle.deadline()))
+        return list(self._access.keys(self._access.local, self._access.deadline()))
 
     def local_values(self) -> list[Any]:
         """Values that managers on this node have."""
@@ -299,21 +296,18 @@ class Mapped(MutableMapping[Any, Any]):
 
     def local_items(self) -> list[tuple[Any, Any]]:
         """Keys and values that managers on this node have."""
-        return self._access.items(self._access.local, self._handle.deadline())
+        return self._access.items(self._access.local, self._access.deadline())
 
     def local_length(self) -> int:
         """Number of keys that managers on this node have."""
-        return self._access.count(self._access.local, self._handle.deadline())
+        return self._access.count(self._access.local, self._access.deadline())
 
     def _begin(self) -> float:
         """A call begins before which is sent what was collected: its deadline."""
-        deadline = self._handle.deadline()
-        self._flush(deadline)
-        return deadline
-
-    def _flush(self, deadline: float) -> None:
+        deadline = self._access.deadline()
         if self._batch is not None:
             self._batch.flush(deadline)
+        return deadline
 
 
 @contextlib.contextmanager
@@ -323,9 +317,3 @@ def _naming(key: Any) -> Iterator[None]:
     except DDictKeyError as error:
         its = {"manager": error.manager, "checkpoint_id": error.checkpoint_id}
         raise DDictKeyError(f"{key!a}: {error.message}", **its) from None
-
-
-def _is_wanted(value: Any, wanted: Any) -> bool:
-    if wanted is _MISSING:
-        return True
-    return bool(wanted(value)) if callable(wanted) else bool(value == wanted)

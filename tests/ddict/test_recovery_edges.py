@@ -104,7 +104,7 @@ def test_a_rollback_that_does_not_reach_a_manager_is_finished_before_anything_el
                 handle[key] = number
             handle.checkpoint()
         with stopped(pid_of(dictionary, 1)), monkeypatch.context() as impatient:
-            impatient.setattr(handle._handle, "timeout_s", 3.0)
+            impatient.setattr(handle._access, "timeout_s", 3.0)
             with pytest.raises(DDictTimeoutError):
                 handle.rollback(to=1)
         assert handle.checkpoint_id == 1

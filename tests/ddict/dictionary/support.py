@@ -37,7 +37,7 @@ def waits_in_vain(
         return isinstance(raised.value, error) and why in str(raised.value)
 
     with monkeypatch.context() as impatient:
-        impatient.setattr(dictionary._handle, "timeout_s", 0.5)
+        impatient.setattr(dictionary._access, "timeout_s", 0.5)
         await_that(says_why)
 
 

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict.client import shared_memory
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictKeyError,
     DDictTimeoutError,
+    StaleValueError,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.ddict.dictionary.support import BIG, Make, other
@@ -235,6 +237,22 @@ def test_views_outlive_the_dictionary(make: Make) -> None:
     dictionary.destroy()
 
     assert torch.equal(view, torch.arange(BIG))
+
+
+def test_a_large_value_that_is_deleted_while_all_are_read_is_left_out(
+    d: DDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = other(d)
+    d["gone"] = torch.ones(BIG)
+    d["there"] = 1
+
+    def delete_before(*args: Any, **named: Any) -> Any:
+        monkeypatch.undo()
+        del writer["gone"]
+        raise StaleValueError("its arena is another value's by now")
+
+    monkeypatch.setattr(shared_memory, "read_value", delete_before)
+    assert d.items() == [("there", 1)]
 
 
 # ---- several at once --------------------------------------------------------------------------------------

@@ -126,17 +126,16 @@ class Access(Handle):
         operation: str,
         *blobs: bytes,
         again: bool = False,
-        lasting: bool = False,
         deadline: float,
         **fields: Any,
     ) -> dict[str, Any]:
         """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
-        A key that was deleted would not be there the second time. ``lasting``: see `Handle.write`."""
+        A key that was deleted would not be there the second time."""
 
         def request(exchange: Exchange, told: dict[str, Any]) -> dict[str, Any]:
             return exchange.request(operation, told, blobs).fields
 
-        return self._change(manager, request, fields, again=again, lasting=lasting, deadline=deadline)
+        return self._change(manager, request, fields, again=again, deadline=deadline)
 
     def _change(
         self,
@@ -145,8 +144,8 @@ class Access(Handle):
         fields: dict[str, Any],
         *,
         again: bool,
-        lasting: bool,
         deadline: float,
+        lasting: bool = False,
     ) -> _Result:
         def send(epoch: int) -> _Result:
             told = {**fields, "c": self.standing.checkpoint_id, "w": self.standing.handle, "e": epoch}

@@ -154,7 +154,7 @@ class Handle:
                 fields = self.standing.fields()
                 self.standing.note(self._ask_in_epoch("join", fields, deadline))
                 self.standing.joined = True
-                self.client.keepalive.add(self.standing)
+                self.client.keepalive.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
 
     # ---- checkpoints --------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Handle:
         if self.standing.is_known:
             try:
                 self.client.links.call(COORDINATOR, "leave", self.standing.fields(), deadline=deadline)
-                self.client.keepalive.remove(self.standing)
+                self.client.keepalive.standings.pop(self.standing.handle, None)
             except FlashpointError:
                 self.client.keepalive.forget(self.standing)
 

@@ -165,7 +165,7 @@ class Keepalive:
         self._attached = threading.Event()
         self._closed = threading.Event()
         self._failure = "it does not answer"
-        self._standings: dict[str, Standing] = {}
+        self.standings: dict[str, Standing] = {}  # of handles that have joined; each change is one step
         self._gone: queue.SimpleQueue[Standing | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         _keepalives.add(self)
@@ -173,17 +173,6 @@ class Keepalive:
     def begin(self, deadline: float) -> None:
         """Have a session. Raises `DDictManagerLostError`: the coordinator is not there, or has as many as it can
         take."""
-        self._start()
-        if not self._attached.wait(max(0.0, deadline - time.monotonic())):
-            raise DDictManagerLostError(
-                f"the coordinator does not take this process as one that writes: {self._failure}",
-                manager=COORDINATOR,
-                hint="about 512 processes can write at a time; detach() handles that do not",
-            )
-        if self._closed.is_set():
-            raise DDictDestroyedError("the dictionary was destroyed")
-
-    def _start(self) -> None:
         with self._lock:
             if not self._threads:
                 self._threads = [
@@ -192,16 +181,14 @@ class Keepalive:
                 ]
                 for thread in self._threads:
                     thread.start()
-
-    def add(self, standing: Standing) -> None:
-        """A handle has joined."""
-        with self._lock:
-            self._standings[standing.handle] = standing
-
-    def remove(self, standing: Standing) -> None:
-        """A handle has left."""
-        with self._lock:
-            self._standings.pop(standing.handle, None)
+        if not self._attached.wait(max(0.0, deadline - time.monotonic())):
+            raise DDictManagerLostError(
+                f"the coordinator does not take this process as one that writes: {self._failure}",
+                manager=COORDINATOR,
+                hint="about 512 processes can write at a time; detach() handles that do not",
+            )
+        if self._closed.is_set():
+            raise DDictDestroyedError("the dictionary was destroyed")
 
     def forget(self, standing: Standing) -> None:
         """Detach a handle that was garbage collected: from any thread at any moment, so it takes no lock."""
@@ -218,7 +205,7 @@ class Keepalive:
                 except Exception:  # without this thread, handles that are forgotten would hold up commits
                     _log.exception("a handle that is gone could not be detached")
                     break
-            self.remove(standing)
+            self.standings.pop(standing.handle, None)
         self.close()
 
     def close_later(self) -> None:
@@ -230,7 +217,7 @@ class Keepalive:
 
     def await_end(self, deadline: float) -> None:
         """Wait until those that were forgotten have left, if that is all that there is to be done."""
-        if not self._standings or not self._gone.empty():
+        if not self.standings or not self._gone.empty():
             self._gone.put(None)
             for thread in self._threads[1:]:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -242,7 +229,7 @@ class Keepalive:
                 link = self._links.connect(COORDINATOR, 5.0)
                 try:
                     Exchange(link, time.monotonic() + 5.0).request("attach", {"session": self.id})
-                    for standing in self._all():
+                    for standing in list(self.standings.values()):
                         self._join_again(standing)
                     self._attached.set()
                     pause, epoch = 0.01, 0
@@ -264,13 +251,9 @@ class Keepalive:
                 _log.exception("the connection that keeps handles attached failed")
                 self._closed.wait(_LONGEST_PAUSE_S)
 
-    def _all(self) -> list[Standing]:
-        with self._lock:
-            return list(self._standings.values())
-
     def _tell(self, epoch: int) -> None:
         """Have handles that do nothing at the moment hear of an epoch: others may wait for them to."""
-        for standing in self._all():
+        for standing in list(self.standings.values()):
             if standing.epoch < epoch:
                 standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
 

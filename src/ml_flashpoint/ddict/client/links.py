@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
@@ -33,30 +33,9 @@ _KEPT_IDLE = 8
 _CONNECT_S = 10.0
 
 
-class Locator(Protocol):
-    """Finds managers, and the coordinator."""
-
-    def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """Where one is; None: not anywhere at the moment. ``anew``: it was not where this said last time. Raises
-        `ConnectionLostError`: the coordinator, which knows it, is not there; `DDictDestroyedError`: and never will."""
-
-    def is_local(self, manager: int) -> bool:
-        """Whether a manager is, or was when it was last heard of, on the node of this process."""
-
-
-class _OneMachine:
-    def __init__(self, base: str) -> None:
-        self._base = Path(base)
-
-    def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address:
-        return "unix", str(self._base / ("c.sock" if manager == COORDINATOR else f"m-{manager}.sock"))
-
-    def is_local(self, manager: int) -> bool:
-        return True
-
-
 class Place(NamedTuple):
-    """Where a manager listens: its Ray node, the Unix socket for processes there, host and port for all others."""
+    """Where a manager listens: its Ray node, the Unix socket for processes there, host and port for all others. On one
+    machine the node has no name, and there are no others."""
 
     node: str
     unix: str
@@ -65,8 +44,8 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Where the managers on several nodes are. Each tells the coordinator when it begins, which tells all others.
-    ``node``: of this process; empty: none of theirs. ``coordinator``: where that is. ``ask``: has it tell, within so
+    """Where managers are, and the coordinator. Each manager tells it when it begins, and it tells all others.
+    ``node``: of this process; empty: none of Ray's. ``coordinator``: where that is. ``ask``: has it tell, within so
     many seconds."""
 
     def __init__(self, node: str, coordinator: Address | None, ask: Callable[[float], Mapping[int, Place]]) -> None:
@@ -76,7 +55,8 @@ class Places:
         self._known: Mapping[int, Place] = {}
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """See `Locator`."""
+        """Where one is; None: not anywhere at the moment. ``anew``: it was not where this said last time. Raises
+        `ConnectionLostError`: the coordinator, which knows it, is not there; `DDictDestroyedError`: and never will."""
         if anew or not (manager == COORDINATOR or manager in self._known):
             self._known = self._ask(timeout_s)
         if manager == COORDINATOR:
@@ -86,18 +66,20 @@ class Places:
         return ("unix", place.unix) if place.node == self._node else ("tcp", place.host, place.port)
 
     def is_local(self, manager: int) -> bool:
-        """See `Locator`."""
+        """Whether a manager is, or was when it was last heard of, on the node of this process."""
         with contextlib.suppress(ConnectionLostError):
             self.find(manager, _CONNECT_S, anew=False)
         return manager in self._known and self._known[manager].node == self._node
 
 
-def locator(configuration: Configuration, node: str | None = None) -> Locator:
+def locator(configuration: Configuration, node: str | None = None) -> Places:
     """Finds the managers of a dictionary. ``node``: Ray node of this process, where that is known. Raises
     `InvalidArgumentError`: the runtime is not known."""
     kind = configuration.runtime.get("kind")
     if kind == "embedded":
-        return _OneMachine(configuration.base)
+        base = Path(configuration.base)
+        places = {each: Place("", str(base / f"m-{each}.sock"), "", 0) for each in range(configuration.managers)}
+        return Places("", ("unix", str(base / "c.sock")), lambda timeout_s: places)
     if kind != "ray":
         raise InvalidArgumentError("no such runtime", argument="runtime", value=kind)
     coordinator = check_address(configuration.runtime["coordinator"])
@@ -143,7 +125,7 @@ class Exchange:
 class Links:
     """See the module. Thread-safe. Of no use in a forked child."""
 
-    def __init__(self, locator: Locator, secret: bytes) -> None:
+    def __init__(self, locator: Places, secret: bytes) -> None:
         self._locator = locator
         self._secret = secret
         self._lock = threading.Lock()
@@ -170,17 +152,9 @@ class Links:
         self, manager: int, action: Callable[[Exchange], _Found], *, deadline: float, again: bool = True
     ) -> _Found:
         """What ``action`` returns, with one connection to a manager for its requests. Begins anew while the manager is
-        away.
-
-        Args:
-            deadline: give up then, a time of ``time.monotonic()``. The manager is told how much time it has.
-            again: whether requests may be carried out twice: the connection can break after the manager has.
-
-        Raises:
-            DDictManagerLostError: it was away all the time.
-            DDictTimeoutError: it did not answer in time.
-            FlashpointError: what it refused with.
-        """
+        away, until ``deadline``; the manager is told how much time it has. ``again``: whether requests may be carried
+        out twice: the connection can break after the manager has. Raises `DDictManagerLostError`: it was away all the
+        time; `DDictTimeoutError`: it did not answer in time; `FlashpointError`: what it refused with."""
         pause = _FIRST_PAUSE_S
         while True:
             if self._closed:
@@ -196,13 +170,17 @@ class Links:
                 self._drop_idle(manager)
                 left = deadline - time.monotonic()
                 if left <= pause or (isinstance(error, RequestLostError) and not again):
-                    raise DDictManagerLostError(
-                        f"{'the coordinator' if manager < 0 else f'manager {manager}'} is not there: {error.message}",
-                        manager=manager,
-                        hint="call again: with replication it comes back; without, its values are gone"
-                        if manager >= 0
-                        else "it is in the process that made the dictionary, and the dictionary ends with that",
-                    ) from error
+                    who, hint = (
+                        f"manager {manager}",
+                        "call again: with replication it comes back; without, its values are gone",
+                    )
+                    if manager == COORDINATOR:
+                        who, hint = (
+                            "the coordinator",
+                            "it is in the process that made the dictionary, which ends with that",
+                        )
+                    why = f"{who} is not there: {error.message}"
+                    raise DDictManagerLostError(why, manager=manager, hint=hint) from error
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

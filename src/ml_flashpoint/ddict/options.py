@@ -10,9 +10,9 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from ml_flashpoint.core.arguments import checked_bool, checked_integer
+from ml_flashpoint.core.arguments import checked_bool, checked_choice, checked_integer
 from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (
@@ -25,7 +25,10 @@ from ml_flashpoint.ranks.strategies import (
 )
 
 DEFAULT_TIMEOUT_S = 60.0
-_LEAST_MEMORY = 1 << 20
+_LEAST = {
+    **dict.fromkeys(("managers_per_node", "n_nodes", "working_set_size"), 1),
+    **{"total_mem": 1 << 20, "persist_freq": 0, "persist_count": -1},
+}
 _STRATEGIES: dict[str, Any] = {
     "ring": lambda managers_per_node: RingReplicationStrategy(),
     "pairwise": lambda managers_per_node: PairwiseReplicationStrategy(),
@@ -85,9 +88,8 @@ class Options:
     runtime: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("managers_per_node", "n_nodes", "working_set_size"):
-            checked_integer(name, getattr(self, name), 1)
-        checked_integer("total_mem", self.total_mem, _LEAST_MEMORY)
+        for name, least in _LEAST.items():
+            checked_integer(name, getattr(self, name), least)
         for name in ("wait_for_keys", "wait_for_writers", "read_only"):
             checked_bool(name, getattr(self, name))
         if self.wait_for_keys and self.working_set_size == 1:
@@ -98,33 +100,22 @@ class Options:
                 value=1,
                 hint="keys are written again at the checkpoint after the one that retires",
             )
-        checked_integer("persist_freq", self.persist_freq, 0)
-        checked_integer("persist_count", self.persist_count, -1)
         for name in ("name", "persist_path"):
             if not isinstance(getattr(self, name), str):
                 raise InvalidArgumentError("must be text", argument=name, value=getattr(self, name))
         checked_timeout(self.timeout)
         if self.restore_from is not None:
             check_checkpoint_id(self.restore_from, "restore_from")
-        self._check_classes()
-        if self.runtime not in (None, "embedded", "ray"):
-            raise InvalidArgumentError("must be 'embedded', 'ray' or None", argument="runtime", value=self.runtime)
+        if self.runtime is not None:
+            checked_choice("runtime", self.runtime, "embedded", "ray")
         if self.persist_freq and not self.persists:
             raise InvalidArgumentError("needs a persister_class", argument="persist_freq", value=self.persist_freq)
-
-    def _check_classes(self) -> None:
         persister, replication = self.persister_class, self.replication
-        if not (persister is None or isinstance(persister, str)) and not (
-            isinstance(persister, type) and issubclass(persister, CheckpointPersister)
-        ):
+        if not (persister is None or isinstance(persister, str) or _is_persister(persister)):
             raise InvalidArgumentError(
                 "must be a class derived from CheckpointPersister", argument="persister_class", value=persister
             )
-        if not (
-            replication is None
-            or isinstance(replication, ReplicationStrategy)
-            or (isinstance(replication, str) and replication in _STRATEGIES)
-        ):
+        if not (replication is None or isinstance(replication, ReplicationStrategy) or replication in [*_STRATEGIES]):
             raise InvalidArgumentError(
                 f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy",
                 argument="replication",
@@ -223,8 +214,7 @@ class Options:
             found = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError):
             found = None
-        is_persister = isinstance(found, type) and issubclass(found, CheckpointPersister)
-        if not is_persister or given not in (name, found) or found.__module__ == "__main__":
+        if not _is_persister(found) or given not in (name, found) or found.__module__ == "__main__":
             raise InvalidArgumentError(
                 "must be a persister's class that managers can import",
                 argument="persister_class",
@@ -240,6 +230,10 @@ class Options:
         """As plain JSON, if they are `named`. What a strategy of one's own says is in `Configuration.holders`."""
         replication = self.replication if isinstance(self.replication, (str, type(None))) else "ring"
         return dataclasses.asdict(dataclasses.replace(self, replication=replication))
+
+
+def _is_persister(given: object) -> TypeGuard[type[CheckpointPersister]]:
+    return isinstance(given, type) and issubclass(given, CheckpointPersister)
 
 
 def checked_timeout(timeout: float | None) -> float:

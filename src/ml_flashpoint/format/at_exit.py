@@ -1,4 +1,5 @@
-"""What a process does at its end, also if `multiprocessing` has forked it. Imports nothing that takes long.
+"""What a process does at its end, also if it was forked, and what a forked one closes at its beginning. Imports nothing
+that takes long.
 
 Since Python 3.13, a child of `multiprocessing` does what was registered with `atexit`, but forgets what its parent had
 registered before the fork: modules that were imported there do nothing at the child's end then. Owns that they do.
@@ -9,9 +10,33 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 _functions: list[Callable[[], object]] = []
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_opened: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_in_children(opened: _Closable) -> None:
+    """Have a socket, a pipe or a locked file closed in children that this process forks.
+
+    A child (a data loader's worker, say) would otherwise keep the port in use, the connection open and the lock taken
+    after this process has died, and nobody would notice that until a deadline.
+    """
+    _opened.add(opened)
+
+
+def _close_inherited() -> None:
+    for opened in list(_opened):
+        opened.close()
+    _opened.clear()
 
 
 def at_exit(function: Callable[[], object]) -> Callable[[], object]:
@@ -35,4 +60,5 @@ def _when_forked() -> None:
         util.register_after_fork(_register_again, _register_again)
 
 
+os.register_at_fork(after_in_child=_close_inherited)
 os.register_at_fork(after_in_child=_when_forked)

@@ -1,6 +1,6 @@
 """One connection between two sides: its socket, the client's handshake, messages and payloads, and every wait for them.
 
-Owns the socket options, the rule that no wait is unbounded, and what happens to sockets when the process forks. Bytes
+Owns the socket options, the rule that no wait is unbounded, and that no forked child keeps sockets open. Bytes
 are laid out by `messages`; requests are made by `client` and served by `server`.
 
 Sockets are blocking, with timeouts in the kernel (`SO_RCVTIMEO`, `SO_SNDTIMEO`), rather than with Python's own: those
@@ -13,16 +13,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import os
 import secrets
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, ProtocolError, ReplicationError
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.messages import (
@@ -62,8 +61,6 @@ NO_ANSWER: Final = frozenset(
 )
 """Errors of a socket that mean that nobody was heard, in place of somebody who refuses."""
 
-_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
 
 class ConnectionLostError(ReplicationError):
     """The connection broke or was closed; a new one may work."""
@@ -75,27 +72,6 @@ class TurnedAwayError(AuthenticationError):
 
 class TransferCancelledError(ReplicationError):
     """The caller's own `cancelled` asked for the transfer to stop."""
-
-
-def track(sock: socket.socket) -> None:
-    """Have ``sock`` closed in children that this process forks.
-
-    A child (a data loader's worker, say) would otherwise keep the port in use and the connection open after
-    this process has died, and the peer would not notice until its deadline.
-    """
-    _open_sockets.add(sock)
-
-
-def _close_inherited_sockets() -> None:
-    for sock in list(_open_sockets):
-        # Not shutdown(), which would reach the parent's connection as well.
-        descriptor = sock.detach()
-        if descriptor >= 0:
-            os.close(descriptor)
-    _open_sockets.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited_sockets)
 
 
 class Channel:
@@ -118,7 +94,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, dialect: Dialect, *, peer: str, stall_s: float = STALL_S) -> None:
-        track(sock)
+        close_in_children(sock)
         self.peer = peer
         self.local = sock.family == socket.AF_UNIX
         """Whether the other side is a process of this machine, of which it can be told who it is."""

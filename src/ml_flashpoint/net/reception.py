@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import AuthenticationError, DeadlineError, FlashpointError
-from ml_flashpoint.net.channel import ConnectionLostError, track
+from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.handshake import REFUSED, ServerHandshake, SessionKeys
 
 MAX_HANDSHAKES: Final = 128
@@ -135,7 +136,7 @@ class Reception:
                 sock, address = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            track(sock)
+            close_in_children(sock)
             sock.setblocking(False)
             try:
                 host, peer = self._identify(sock, address)

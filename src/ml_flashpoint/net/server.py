@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from ml_flashpoint.format.at_exit import at_exit
+from ml_flashpoint.format.at_exit import at_exit, close_in_children
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.net.channel import STALL_S, Channel, ConnectionLostError, track
+from ml_flashpoint.net.channel import STALL_S, Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, check_address, check_credentials
 from ml_flashpoint.net.handshake import SessionKeys, proved_secret
 from ml_flashpoint.net.messages import Dialect, Fields
@@ -163,7 +163,7 @@ class RequestServer:
     def _listen_unix(self, path: str) -> Address:
         address = check_address(("unix", path))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        track(listener)
+        close_in_children(listener)
         self._listeners.append(listener)
         if path.startswith("\0"):
             listener.bind(path)
@@ -179,7 +179,7 @@ class RequestServer:
     def _listen_tcp(self, host: str, port: int) -> Address:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        track(listener)
+        close_in_children(listener)
         self._listeners.append(listener)
         return "tcp", host, listener.getsockname()[1]
 
@@ -314,7 +314,7 @@ class RequestServer:
         channel.send(self._dialect.describe(error), {})
 
     def _become_closed(self) -> None:
-        # In a forked child: threads do not exist there, locks may be held, and sockets are closed by `track`.
+        # In a forked child: threads do not exist there, locks may be held, and `close_in_children` has closed sockets.
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._closed.set()

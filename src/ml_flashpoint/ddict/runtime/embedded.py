@@ -13,9 +13,10 @@ import dataclasses
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,12 +63,13 @@ class EmbeddedRuntime:
         self._managers: list[Supervised] = []
         self._stopped = False
         self._stop_lock = threading.Lock()
+        self._creator = os.getpid()
         try:
             fork_server()
         except BaseException:
             self.stop()
             raise
-        _runtimes.add(self)
+        atexit.register(self.stop)
 
     def start(
         self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S, restarted: bool = False
@@ -85,26 +87,32 @@ class EmbeddedRuntime:
             DDictError: likewise, for another reason; ``manager`` says which, the message why.
             DDictTimeoutError: not all were ready in time. All have ended then.
         """
-        if self._stopped:
+        if self._stopped or self._creator != os.getpid():
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
         told = {
             "entry": self._entry,
             "folder": str(self.base),
             "env": {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")},
             "cwd": os.getcwd(),
+            "sys_path": sys.path,
         }
 
         def is_settled() -> bool:
-            return all(one.ready_pid for one in self._managers) or any(one.failure for one in self._managers)
+            return all(one.ready_pid for one in self._managers) or any(one.down for one in self._managers)
 
         try:
             for config in configs:
-                self._managers.append(Supervised(config["manager"], told, config, self._changed, restarted))
+                self._managers.append(
+                    Supervised(config["manager"], {**told, "config": config}, self._changed, restarted)
+                )
             with self._changed:
-                self._await(is_settled, "no start of all managers", timeout_s)
-                failed = next((one for one in self._managers if one.failure), None)
+                if not self._changed.wait_for(is_settled, timeout_s):
+                    raise DDictTimeoutError(
+                        f"no start of all managers within {timeout_s} s", hint="managers write their errors to stderr"
+                    )
+                failed = next((one for one in self._managers if one.down), None)
             if failed is not None:
-                raise _error_of(failed.failure.strip(), failed.number)
+                raise _error_of(failed)
         except BaseException:
             self.stop()
             raise
@@ -112,16 +120,18 @@ class EmbeddedRuntime:
     def pids(self) -> dict[int, int]:
         """Process ids of the managers that run, by number."""
         with self._changed:
-            return {one.number: one.pid for one in self._managers if one.pid is not None}
+            return {one.number: one.process.pid for one in self._managers if one.process is not None}
 
     def stop(self, timeout_s: float = END_GRACE_S) -> None:
         """End all managers and remove the folder. Nothing happens the second time, or in a forked child. ``timeout_s``:
         seconds that managers get to end by themselves; then they are killed."""
+        if self._creator != os.getpid():
+            return
         with self._stop_lock:
             if self._stopped:
                 return
             self._stopped = True
-            _runtimes.discard(self)
+            atexit.unregister(self.stop)
             try:
                 for one in self._managers:
                     one.stop()
@@ -133,45 +143,15 @@ class EmbeddedRuntime:
                 if not remove_unused(self.base):
                     _log.error("a manager did not end; its folder stays: %s", self.base)
 
-    def _await(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        if not self._changed.wait_for(condition, timeout_s):
-            raise DDictTimeoutError(f"{what} within {timeout_s} s", hint="managers write their errors to stderr")
 
-    def _abandon(self) -> None:
-        """In a forked child: nothing of this is the child's."""
-        self._stopped = True
-        self._changed, self._stop_lock = threading.Condition(), threading.Lock()
-        self._hold.close()
-        for one in self._managers:
-            one.abandon()
-        self._managers = []
-
-
-_runtimes: set[EmbeddedRuntime] = set()  # until they are stopped, also those that nobody refers to any more
-
-
-def _stop_all() -> None:
-    for runtime in list(_runtimes):
-        runtime.stop()
-
-
-def _abandon_all() -> None:
-    for runtime in list(_runtimes):
-        runtime._abandon()
-    _runtimes.clear()
-
-
-atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _error_of(text: str, manager: int) -> FlashpointError:
-    """The error that a manager's stack trace ends with, if it is one of ours."""
-    name, _, message = text.splitlines()[-1].partition(": ") if text else ("", "", "")
-    error = REQUESTS.rebuild({"error": name.rpartition(".")[2], "message": message})
-    if type(error).__name__ == name.rpartition(".")[2]:
-        return error
-    return DDictError(f"a manager did not start: {text}", manager=manager)
+def _error_of(failed: Supervised) -> FlashpointError:
+    """What a manager that did not start has raised, if that is one of ours."""
+    error = REQUESTS.rebuild(failed.error)
+    if not failed.error or type(error) is DDictError:
+        error = DDictError(
+            f"a manager did not start: {failed.down}", manager=failed.number, hint="its stderr has the stack trace"
+        )
+    return error
 
 
 class Runtime(Protocol):

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
+from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import UnsafePathError
 from ml_flashpoint.format.private_folders import check_way, is_at, open_own
 
@@ -37,7 +38,7 @@ LAST_WORDS_S = 0.5  # for `remove_unused` by a process that was told of the end 
 class FolderHold:
     """A process's shared lock on the folder of a dictionary: while there is one, nobody removes the folder.
 
-    Each process takes its own; one that is inherited by fork is the same lock, which lives until all of them close it.
+    Each process takes its own; a forked child lets go of the one that it has inherited.
 
     Args:
         folder: of the dictionary.
@@ -48,19 +49,18 @@ class FolderHold:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._descriptor: int | None = None
-        try:
-            self._descriptor = open_own(folder / LOCK, os.O_RDWR)
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (OSError, UnsafePathError) as error:
-            self.close()
-            raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
+        with contextlib.ExitStack() as undo:
+            try:
+                self._lock = undo.enter_context(open(open_own(folder / LOCK, os.O_RDWR), "rb"))
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except (OSError, UnsafePathError) as error:
+                raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
+            undo.pop_all()
+        close_in_children(self._lock)
 
     def close(self) -> None:
         """Let go. A second call does nothing."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        self._lock.close()
 
 
 def runtime_root() -> Path:

@@ -4,15 +4,16 @@ Owns forking. It imports the managers' code once, so that a fork takes milliseco
 fork is safe. When and what to fork is the `supervisor`'s, in the process that made the dictionary. What a manager does
 is an *entry*, a function that is named to it.
 
-A request comes with a socket, the *control*, which is the manager's own and leads to the creator. What is said on it is
-JSON, a line each. First the manager says which process it is, and gives a descriptor of that. The creator's first line
-is all that the manager needs to know, any other tells it to stop. The manager says that it is ready, or why it failed.
-It ends when the creator does.
+A request comes with one end of a pipe, the *control*, which is the manager's own and leads to the creator; its answer
+is the process id, or 0, and why there is none. The first message on the control is all that the manager needs to know:
+its number, its ``entry`` and the ``config`` for that, and the ``folder``, ``env``, ``cwd`` and ``sys_path`` that it is
+to have. Any other tells it to stop. It says that it is ready, or why it failed, and ends when the creator does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -26,9 +27,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.ddict.runtime.folder import LAST_WORDS_S, FolderHold, remove_unused
 
 Entry: TypeAlias = "Callable[[dict[str, Any], Callable[[], None], threading.Event], None]"
@@ -39,8 +42,7 @@ MANAGER_ENTRY = "ml_flashpoint.ddict.runtime.fork_server:run_manager"
 END_GRACE_S = 10.0
 """Seconds that managers get to end by themselves when their creator is gone, or stops them."""
 
-_RECEIVED = 1 << 16
-_MOST_ERROR_CHARACTERS = 20_000
+READY = "ready"
 
 
 # ---- the fork server ----------------------------------------------------------------------------------------------
@@ -58,38 +60,37 @@ def main(descriptor: int) -> None:
     gc.collect()
     gc.freeze()  # a collection in a manager would copy all pages of what was imported here
     while True:
-        data, sockets, _, _ = socket.recv_fds(creator, 1, 1)
+        data, descriptors, _, _ = socket.recv_fds(creator, 1, 1)
         if not data:
             os._exit(0)  # without tearing down what was imported for the managers
-        if sockets:  # else no descriptor was left, and the other end is told by the end of the socket
-            with socket.socket(fileno=sockets[0]) as control:
-                _fork(creator, control)
+        pid, error = 0, os.strerror(errno.EMFILE)  # where none was left for this one
+        if descriptors:
+            with Connection(descriptors[0]) as control:
+                pid, error = _fork(creator, control)
+        with contextlib.suppress(OSError):
+            creator.send(json.dumps([pid, error]).encode())
 
 
-def _fork(creator: socket.socket, control: socket.socket) -> None:
+def _fork(creator: socket.socket, control: Connection) -> tuple[int, str]:
     """Fork a manager. In the process itself, this does not return."""
     try:
         with warnings.catch_warnings():
             # Threads that a library keeps for its computations are not seen by the managers and not needed by them.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
-        if pid == 0:
-            creator.close()  # it would hide the end of the creator from others
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _become_manager(control)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            _say(control, error=str(error))
-
-
-def _say(control: socket.socket, **said: Any) -> None:
-    control.sendall(json.dumps(said).encode() + b"\n")
+        return 0, str(error)
+    if pid == 0:
+        creator.close()  # it would hide the end of the creator from others
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _become_manager(control)
+    return pid, ""
 
 
 # ---- a manager ------------------------------------------------------------------------------------------------------
 
 
-def _become_manager(control: socket.socket) -> None:
+def _become_manager(control: Connection) -> None:
     code = 1
     try:
         code = _run(control)
@@ -102,19 +103,11 @@ def _become_manager(control: socket.socket) -> None:
         os._exit(code)
 
 
-def _run(control: socket.socket) -> int:
-    watched = os.pidfd_open(os.getpid())
-    socket.send_fds(control, [json.dumps({"pid": os.getpid()}).encode() + b"\n"], [watched])
-    os.close(watched)
-    said = b""
-    while b"\n" not in said:
-        if not (data := control.recv(_RECEIVED)):
-            return 1
-        said += data
-    line, _, rest = said.partition(b"\n")
-    if line == b"stop":
-        return 0
-    told = json.loads(line)
+def _run(control: Connection) -> int:
+    try:
+        told = control.recv()
+    except EOFError:
+        return 1
     sys.path[:] = told["sys_path"]
     for name in [name for name in os.environ if name.startswith("FLASHPOINT_")]:
         del os.environ[name]
@@ -123,21 +116,19 @@ def _run(control: socket.socket) -> int:
         os.chdir(told["cwd"])
     hold = FolderHold(Path(told["folder"]))
     stop, orphaned = threading.Event(), threading.Event()
-    if rest:
-        stop.set()
     threading.Thread(
         target=_watch, args=(control, stop, orphaned, hold), name="ddict-parent-watchdog", daemon=True
     ).start()
     code = 1
     try:
         entry: Entry = pkgutil.resolve_name(told["entry"])
-        entry(told["config"], lambda: _say(control, ready=True), stop)
+        entry(told["config"], lambda: control.send(READY), stop)
         code = 0
-    except BaseException:
-        error = traceback.format_exc()
-        print(f"manager {told['manager']} of a dictionary failed:\n{error}", file=sys.stderr)
+    except BaseException as error:
+        print(f"manager {told['config']['manager']} of a dictionary failed:", file=sys.stderr)
+        traceback.print_exc()
         with contextlib.suppress(OSError):
-            _say(control, error=error[-_MOST_ERROR_CHARACTERS:])
+            control.send(REQUESTS.describe(error))
     if orphaned.is_set():
         _leave(hold)
     return code
@@ -152,9 +143,9 @@ def run_manager(config: dict[str, Any], ready: Callable[[], None], stop: threadi
         stop.wait()
 
 
-def _watch(control: socket.socket, stop: threading.Event, orphaned: threading.Event, hold: FolderHold) -> None:
-    with contextlib.suppress(OSError):
-        while control.recv(_RECEIVED):
+def _watch(control: Connection, stop: threading.Event, orphaned: threading.Event, hold: FolderHold) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        while control.recv():
             stop.set()
     # The creator is gone: nobody else would end a manager that does not end by itself.
     orphaned.set()

@@ -23,7 +23,6 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -116,7 +115,7 @@ class RayRuntime:
             configuration, runtime={**configuration.runtime, "coordinator": list(self._coordinator.address)}
         )
         """With what clients need to find the coordinator, which knows where the managers are."""
-        self._lock = threading.Lock()
+        self._creator, self._lock = os.getpid(), threading.Lock()
         self._stopped = False
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
@@ -128,7 +127,7 @@ class RayRuntime:
         except BaseException:
             self.stop()
             raise
-        _runtimes.add(self)
+        atexit.register(self.stop)  # before Ray's own, which was registered before
 
     def _await_nodes(self) -> list[str]:
         """The nodes that the managers are on, once all are ready."""
@@ -146,11 +145,13 @@ class RayRuntime:
     def stop(self, timeout_s: float = _STOP_S) -> None:
         """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
         ``timeout_s``: seconds that managers get to end by themselves; then they are killed."""
+        if self._creator != os.getpid():
+            return
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
-        _runtimes.discard(self)
+        atexit.unregister(self.stop)
         with contextlib.suppress(Exception):  # whatever it says, there is nothing else to be done
             self._coordinator.close()
         if not ray.is_initialized():
@@ -165,10 +166,6 @@ class RayRuntime:
         if self._group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._group)
-
-    def _abandon(self) -> None:
-        self._stopped = True
-        self._lock = threading.Lock()
 
 
 def _place(configuration: Configuration) -> PlacementGroup:
@@ -217,21 +214,3 @@ def _check_spread(configuration: Configuration, ray_nodes: list[str]) -> None:
     if configuration.options.replicated:
         raise DDictError(f"{said}: the loss of one could lose every copy", hint="take fewer n_nodes")
     _log.warning("%s", said)
-
-
-_runtimes: weakref.WeakSet[RayRuntime] = weakref.WeakSet()
-
-
-def _stop_all() -> None:
-    for runtime in list(_runtimes):
-        runtime.stop()
-
-
-def _abandon_all() -> None:
-    for runtime in list(_runtimes):
-        runtime._abandon()
-    _runtimes.clear()
-
-
-atexit.register(_stop_all)  # before Ray's own, which was registered before
-os.register_at_fork(after_in_child=_abandon_all)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
+import itertools
 import json
 import logging
+import multiprocessing
 import multiprocessing.spawn
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -24,23 +24,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ml_flashpoint.net.channel import timeval, track
+from ml_flashpoint.ddict.runtime.fork_server import READY
+from ml_flashpoint.format.at_exit import close_in_children
 
 _log = logging.getLogger(__name__)
 
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds or before it serves, stays down."""
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 2.0
-"""Seconds until a manager that could not be forked again is tried once more: twice as long each time, and at most."""
+_RETRIES_S = (0.25, 0.5, 1.0, 2.0)
+"""Seconds until a manager that could not be forked again is tried once more; the last one again and again."""
 _ANSWER_S = 30.0
 _END_S = 30.0
-_SEND_S = 10.0
-_WITHOUT_END = bytes(len(timeval(1.0)))  # no limit
-_RECEIVED = 1 << 16
+_MOST_ANSWER = 4096
 # Not `-m`: that would put the current directory first on the path, whatever lies there.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -50,96 +50,91 @@ _PROGRAM = (
 
 @dataclass(eq=False)
 class Forked:
-    """A manager's process."""
+    """A manager's process. ``watched``: a descriptor of it, so that no other one that has its id by now is killed."""
 
     pid: int
-    control: socket.socket
-    _watched: int
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    control: Connection
+    watched: int
 
     def kill(self) -> None:
-        """SIGKILL, to this process and no other that has its id, or its descriptor, by now."""
-        with self._lock, contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self._watched, signal.SIGKILL)
+        """SIGKILL. Not after `reap`."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.watched, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Make sure that it has ended."""
+        """Make sure that it has ended, and let go of it."""
         self.kill()
-        poll = select.poll()
-        poll.register(self._watched, select.POLLIN)
-        if not poll.poll(_END_S * 1000):
+        if not wait([self.watched], _END_S):
             _log.error("the process %d of a manager does not end although it was killed", self.pid)
-        self.close()
-
-    def close(self) -> None:
-        """Let go of it, without ending it."""
         self.control.close()
-        with self._lock:
-            watched, self._watched = self._watched, -1
-            if watched >= 0:
-                os.close(watched)
+        os.close(self.watched)
 
 
 class ForkServer:
-    """A fork server's process."""
+    """A fork server's process. Thread-safe. Managers that it has forked outlive it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            track(ours)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
-            executable = multiprocessing.spawn.get_executable()
-            self._process = subprocess.Popen(
-                [executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
-                pass_fds=[theirs.fileno()],
+        self._asking = threading.Lock()
+        self._socket, its_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        close_in_children(self._socket)
+        with its_socket:
+            self.process = subprocess.Popen(
+                [
+                    multiprocessing.spawn.get_executable(),
+                    "-c",
+                    _PROGRAM,
+                    str(its_socket.fileno()),
+                    json.dumps(sys.path),
+                ],
+                pass_fds=[its_socket.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_standard_error(),
                 # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
                 start_new_session=True,
             )
-        self._socket = ours
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     def fork(self) -> Forked:
-        """Fork a manager, which waits for its first line.
+        """Fork a manager, which waits for what it is told.
 
         Raises:
             OSError: there is none; `ConnectionError`, if the fork server has ended, or does not answer.
         """
+        control, its_control = multiprocessing.Pipe()
         with contextlib.ExitStack() as undo:
-            control, its_control = socket.socketpair()
             undo.enter_context(control)
-            track(control)
-            control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_ANSWER_S))
-            control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_S))
-            with its_control:
-                socket.send_fds(self._socket, [b"f"], [its_control.fileno()])
-            try:
-                answer, watched, _, _ = socket.recv_fds(control, _RECEIVED, 1)
-            except (BlockingIOError, ConnectionError) as error:
-                raise ConnectionError(f"the fork server (pid {self.pid}) does not answer") from error
-            if not answer and not self.is_alive():
-                raise ConnectionError(f"the fork server (pid {self.pid}) has ended")
-            said: dict[str, Any] = json.loads(answer or b"{}")
-            if not watched:  # without a word: it could not take the socket, or this process not the descriptor
-                raise OSError(said.get("error") or os.strerror(errno.EMFILE))
-            control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _WITHOUT_END)
+            close_in_children(control)
+            with its_control, self._asking:
+                pid, error = self._ask(its_control)
+            if error:
+                raise OSError(error)
+            watched = os.pidfd_open(pid)
+            undo.callback(os.close, watched)
+            if control.poll(0):  # it has died, and its id may be another's
+                raise OSError("its process ended at once")
             undo.pop_all()
-        return Forked(int(said["pid"]), control, watched[0])
+        return Forked(pid, control, watched)
+
+    def _ask(self, its_control: Connection) -> tuple[int, str]:
+        try:
+            self._socket.settimeout(_ANSWER_S)
+            socket.send_fds(self._socket, [b"f"], [its_control.fileno()])
+            if answer := self._socket.recv(_MOST_ANSWER):
+                pid, error = json.loads(answer)
+                return int(pid), str(error)
+        except (TimeoutError, ConnectionError):
+            pass
+        self.end()  # if it answers after all, nobody waits for that any more
+        raise ConnectionError(f"the fork server (pid {self.pid}) has ended, or does not answer")
 
     def is_alive(self) -> bool:
         """Whether its process runs."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def end(self) -> None:
-        """Kill it. Managers that it has forked live on."""
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
-
-    def abandon(self) -> None:
-        """In a forked child: it is not this process's child, and there is nothing to wait for."""
-        self._process.returncode = 0
+        """Kill it. Idempotent."""
+        self.process.kill()
+        self.process.wait()
 
 
 _lock = threading.Lock()
@@ -154,32 +149,25 @@ def fork_server() -> ForkServer:
             if _current is not None:
                 _log.error("the fork server of the managers (pid %d) has ended; there is another one now", _current.pid)
             _current = ForkServer()
+            atexit.register(_current.end)  # not before the dictionaries that are made with it
         return _current
 
 
 def _fork() -> Forked:
-    server = fork_server()
     try:
-        return server.fork()
-    except ConnectionError:
-        server.end()
         return fork_server().fork()
-
-
-def _end_at_exit() -> None:
-    if _current is not None:
-        _current.end()
+    except ConnectionError:
+        return fork_server().fork()
 
 
 def _after_fork_in_child() -> None:
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:
-        _current.abandon()
+        _current.process.returncode = 0  # it is not this process's child: there is nothing to wait for, or to end
     _current = None
 
 
-atexit.register(_end_at_exit)  # after those of whoever imports this
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
@@ -187,35 +175,26 @@ class Supervised:
     """A manager, and the thread that looks after it.
 
     Args:
-        told: what it is told, but for its configuration: `entry`, `folder`, `env`, `cwd`.
-        config: its configuration, without what is another one for each process.
+        told: what it is told (see `fork_server`). Its ``config`` gets what is another one for each process.
         changed: held while anything here changes, and notified then.
         restarted: whether there was one before, in another place.
     """
 
     def __init__(
-        self,
-        number: int,
-        told: Mapping[str, Any],
-        config: Mapping[str, Any],
-        changed: threading.Condition,
-        restarted: bool = False,
+        self, number: int, told: Mapping[str, Any], changed: threading.Condition, restarted: bool = False
     ) -> None:
         self.number = number
-        self.pid: int | None = None
-        """Of its process, while there is one."""
+        self.process: Forked | None = None
+        """While there is one."""
         self.ready_pid: int | None = None
         """Of its process, while that serves."""
-        self.failure = ""
-        """Why it could not start."""
         self.down = ""
-        """How it died for the last time."""
-        self._told, self._config = dict(told), dict(config)
+        """Why there is none, and none is started again."""
+        self.error: dict[str, Any] = {}
+        """What it said of why its last process failed, see `Dialect.describe`."""
+        self._told = told
         self._changed = changed
         self._stopping = threading.Event()
-        self._has_begun = False
-        self._error = ""
-        self._process: Forked | None = None
         self._deaths: deque[float] = deque()
         name = f"ddict-supervisor-{number}"
         self._thread = threading.Thread(target=self._supervise, args=(restarted,), name=name, daemon=True)
@@ -225,91 +204,82 @@ class Supervised:
         """Tell it to end."""
         with self._changed:
             self._stopping.set()
-            process = self._process
-        if process is not None:
-            with contextlib.suppress(OSError):
-                process.control.send(b"stop\n")
+            if self.process is not None:
+                self._tell(self.process, "stop")
 
     def join(self, give_up: float) -> None:
         """Wait for its end until then, and kill it if it has not come. Whoever calls this has called `stop`."""
         self._thread.join(max(0.0, give_up - time.monotonic()))
-        process = self._process
-        if self._thread.is_alive() and process is not None:
-            process.kill()
-        self._thread.join(_ANSWER_S)
-
-    def abandon(self) -> None:
-        """In a forked child: it is not the child's."""
-        if self._process is not None:
-            self._process._lock = threading.Lock()  # may be held by a thread that does not exist here
-            self._process.close()
+        with self._changed:
+            if self.process is not None:
+                self.process.kill()
+        self._thread.join(_END_S)
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
     def _supervise(self, restarted: bool) -> None:
-        while not self._stopping.is_set():
-            process = self._start(restarted)
-            if process is None:
-                return
+        while (process := self._start(restarted)) is not None:
             self._listen(process)
-            process.reap()
             with self._changed:
-                how = f"failed: {self._error.splitlines()[-1]}" if self._error else "ended without a word"
-                served, self._process, self.pid, self.ready_pid = self.ready_pid is not None, None, None, None
-                self._has_begun |= served
+                served, self.process, self.ready_pid = self.ready_pid is not None, None, None
                 if not self._stopping.is_set():
-                    if not self._has_begun:
-                        self.failure = self._error or f"its process {how}"
-                        self._stopping.set()
-                    else:
-                        self._note_death(process.pid, how, served=served)
+                    self._note_death(process.pid, served=served)
                 self._changed.notify_all()
+            process.reap()
             restarted = True
 
     def _start(self, restarted: bool) -> Forked | None:
-        retry_s = _FIRST_RETRY_S
-        while not self._stopping.is_set():
+        """Its next process, which is waited for if it is not the first; None: there is to be none."""
+        for retry_s in itertools.chain(_RETRIES_S, itertools.repeat(_RETRIES_S[-1])):
+            if self._stopping.is_set():
+                break
             try:
                 process = _fork()
             except (OSError, ValueError) as error:
                 if not restarted:
                     with self._changed:
-                        self.failure = f"its process cannot be made: {error}"
+                        self.down = f"its process cannot be made: {error}"
                         self._changed.notify_all()
-                    return None
+                    break
                 # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
                 _log.warning(
                     "manager %d of %s could not be forked again, and is tried once more in %g s: %s",
                     *(self.number, self._told["folder"], retry_s, error),
                 )
                 self._stopping.wait(retry_s)
-                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
                 continue
+            config = {**self._told["config"], "incarnation": secrets.token_hex(8), "restarted": restarted}
+            self._tell(process, {**self._told, "config": config})
             with self._changed:
-                self._process, self.pid, self._error = process, process.pid, ""
+                self.process, self.error = process, {}
+                if self._stopping.is_set():
+                    self._tell(process, "stop")
                 self._changed.notify_all()
-            config = {**self._config, "incarnation": secrets.token_hex(8), "restarted": restarted}
-            told = {**self._told, "manager": self.number, "config": config, "sys_path": sys.path}
-            with contextlib.suppress(OSError):  # its end is noticed by reading
-                process.control.sendall(json.dumps(told).encode() + b"\n" + (b"stop\n" * self._stopping.is_set()))
             return process
         return None
 
+    @staticmethod
+    def _tell(process: Forked, what: object) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed by listening
+            process.control.send(what)
+
     def _listen(self, process: Forked) -> None:
         """Hear what a process says, until it ends."""
-        rest = b""
-        with contextlib.suppress(OSError):
-            while data := process.control.recv(_RECEIVED):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    said = json.loads(line)
-                    with self._changed:
-                        self._error = said.get("error", "")
-                        if "ready" in said:
-                            self.ready_pid = process.pid
-                        self._changed.notify_all()
+        with contextlib.suppress(OSError, EOFError):
+            while said := process.control.recv():
+                with self._changed:
+                    if said == READY:
+                        self.ready_pid = process.pid
+                    else:
+                        self.error = said
+                    self._changed.notify_all()
 
-    def _note_death(self, pid: int, how: str, *, served: bool) -> None:
+    def _note_death(self, pid: int, *, served: bool) -> None:
+        how = f"failed: {self.error['message']}" if self.error else "ended without a word"
+        if not served and not self._deaths:
+            self.down = f"its process {how}"
+            self._stopping.set()
+            return
         now = time.monotonic()
         self._deaths.append(now)
         # One that cannot even start may take any time for that, on a busy machine.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import secrets
@@ -94,30 +95,50 @@ class DaosStore(DurableStore):
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """See `DurableStore.write`: the chunks first, then what says that there is the file."""
         split_name(name)
-        upload = secrets.token_hex(8)
+        upload, pieces, count, size = secrets.token_hex(8), _pieces(chunks), 0, 0
         with self._lock, self._calling(name, SaveError):
             files, store = self._open()
-            before = _head(files, name)
-            with _dropped_on_error(store, upload) as written:
-                size = written.put_all(chunks)
+            before = self._replaceable(name)
+            try:
+                while batch := list(itertools.islice(pieces, _BATCH)):
+                    keys = range(count, count + len(batch))
+                    count += len(batch)  # they may be there from here on
+                    size += sum(map(len, batch))
+                    store.bput({f"{upload}.{key}": piece for key, piece in zip(keys, batch, strict=True)})
+            except BaseException:
+                with contextlib.suppress(Exception):  # as far as the container lets us
+                    _drop_chunks(store, upload, count * _CHUNK_BYTES)
+                raise
             # From here on they stay, whatever happens: a put that fails may be done all the same, even later, and the
             # file would be one without its chunks.
             files.put(name, json.dumps({"upload": upload, "size": size}).encode())
-            if before is not None:
-                self._drop_file(store, before, name)
+            _drop_chunks(store, *before)
         return size
 
     def size(self, name: str) -> int:
         """See `DurableStore.size`."""
         return self._find(name)[1]
 
-    def _find(self, name: str) -> tuple[str, int]:
+    def _find(self, name: str, kind: type[FlashpointError] = LoadError) -> tuple[str, int]:
         split_name(name)
-        with self._lock, self._calling(name, LoadError):
-            head = _head(self._open()[0], name)
-            if head is None:
-                raise ObjectNotFoundError("there is no such file", path=self.path_of(name))
-            return _parse_head(head, self.path_of(name))
+        with self._lock, self._calling(name, kind):
+            try:
+                head = self._open()[0].get(name)
+            except KeyError:
+                raise ObjectNotFoundError("there is no such file", path=self.path_of(name)) from None
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                content = json.loads(head)
+                upload, size = content["upload"], content["size"]
+                if _UPLOAD.fullmatch(upload) and type(size) is int and 0 <= size <= _MAX_SIZE:
+                    return upload, size
+            raise DamagedError("the record of the file is not valid", path=self.path_of(name))
+
+    def _replaceable(self, name: str) -> tuple[str, int]:
+        """What is known of the chunks of a file that is there no more in a moment."""
+        try:
+            return self._find(name, SaveError)
+        except (ObjectNotFoundError, DamagedError):
+            return "", 0
 
     def read_into(self, name: str, begin: int, into: memoryview) -> None:
         """See `DurableStore.read_into`."""
@@ -151,10 +172,9 @@ class DaosStore(DurableStore):
         split_name(name)
         with self._lock, self._calling(name, SaveError):
             files, store = self._open()
-            before = _head(files, name)
-            if before is not None:
-                files.put(name, None)
-                self._drop_file(store, before, name)
+            before = self._replaceable(name)
+            files.put(name, None)
+            _drop_chunks(store, *before)
 
     def remove_folder(self, folder: str) -> None:
         """See `DurableStore.remove_folder`. Chunks of a writer that was killed, or whose last call failed,
@@ -164,11 +184,6 @@ class DaosStore(DurableStore):
             found = [key for key in self._open()[0] if key.startswith(folder + "/")]
         for name in found:
             self.remove(name)
-
-    def _drop_file(self, store: Any, head: bytes, name: str) -> None:
-        with contextlib.suppress(DamagedError):  # not known where they are
-            upload, size = _parse_head(head, self.path_of(name))
-            _drop_chunks(store, upload, -(-size // _CHUNK_BYTES))
 
     @contextlib.contextmanager
     def _calling(self, name: str, kind: type[FlashpointError]) -> Iterator[None]:
@@ -180,45 +195,8 @@ class DaosStore(DurableStore):
             raise kind(f"DAOS: {type(error).__name__}: {error}", path=self.path_of(name)) from error
 
 
-class _Upload:
-    """The chunks of one file, as they are written.
-
-    Attributes:
-        count: of those that may be there.
-    """
-
-    def __init__(self, store: Any, upload: str) -> None:
-        self._store, self._upload = store, upload
-        self.count = 0
-
-    def put_all(self, chunks: Iterable[Buffer]) -> int:
-        """Write them, and return how many bytes they are."""
-        size = 0
-        batch: dict[str, bytes] = {}
-        for piece in _pieces(chunks):
-            batch[f"{self._upload}.{self.count}"] = piece
-            self.count += 1
-            size += len(piece)
-            if len(batch) == _BATCH:
-                self._store.bput(batch)
-                batch = {}
-        if batch:
-            self._store.bput(batch)
-        return size
-
-
-@contextlib.contextmanager
-def _dropped_on_error(store: Any, upload: str) -> Iterator[_Upload]:
-    written = _Upload(store, upload)
-    try:
-        yield written
-    except BaseException:
-        with contextlib.suppress(Exception):  # as far as the container lets us
-            _drop_chunks(store, upload, written.count)
-        raise
-
-
-def _drop_chunks(store: Any, upload: str, count: int) -> None:
+def _drop_chunks(store: Any, upload: str, size: int) -> None:
+    count = -(-size // _CHUNK_BYTES)
     for first in range(0, count, _BATCH):
         store.bput({f"{upload}.{i}": None for i in range(first, min(first + _BATCH, count))})
 
@@ -228,27 +206,6 @@ def _object(pydaos: Any, container: Any, name: str) -> Any:
         return container.get(name)
     except pydaos.DObjNotFound:
         return container.dict(name)
-
-
-def _head(files: Any, name: str) -> bytes | None:
-    try:
-        found: bytes | None = files.get(name)
-    except KeyError:
-        return None
-    return found
-
-
-def _parse_head(head: bytes, path: str) -> tuple[str, int]:
-    try:
-        content = json.loads(head)
-        upload, size = content["upload"], content["size"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError("the record of the file is not valid", path=path) from error
-    if not isinstance(upload, str) or not _UPLOAD.fullmatch(upload) or type(size) is not int:
-        raise DamagedError("the record of the file is not valid", path=path)
-    if not 0 <= size <= _MAX_SIZE:
-        raise DamagedError("the record of the file is not valid", path=path)
-    return upload, size
 
 
 def _pieces(chunks: Iterable[Buffer]) -> Iterator[bytes]:

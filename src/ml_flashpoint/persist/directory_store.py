@@ -15,13 +15,12 @@ import secrets
 import shutil
 import stat
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -131,20 +130,24 @@ class DirectoryStore(DurableStore):
                 shutil.rmtree(path)
             sync_directory(Path(path).parent)
 
-    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[None] | None:
-        """See `DurableStore.lock`: a file lock, which works between nodes where the filesystem supports it there."""
+    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
+        """See `DurableStore.lock`: a file lock, which works between nodes where the filesystem supports it there. In a
+        forked child, it stays the parent's."""
         path = self.path_of(name)
-        with _writing(path):
-            check_unplanted(Path(path))
-            _make_directory(Path(path).parent)
-            check_unplanted(Path(path))  # nobody else can be there first any more
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         give_up = time.monotonic() + timeout_s
-        try:
+        with contextlib.ExitStack() as undo:
+            with _writing(path):
+                check_unplanted(Path(path))
+                _make_directory(Path(path).parent)
+                check_unplanted(Path(path))  # nobody else can be there first any more
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                file = undo.enter_context(open(os.open(path, flags, 0o644), "rb"))
+            close_in_children(file)
             while True:
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return _Lock(descriptor)
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    undo.pop_all()
+                    return file
                 except BlockingIOError:
                     if time.monotonic() > give_up:
                         raise JobInUseError("another process has locked this", path=path) from None
@@ -152,12 +155,8 @@ class DirectoryStore(DurableStore):
                     if error.errno not in _NO_LOCKS:
                         raise SaveError(f"the lock cannot be taken: {error.strerror}", path=path) from error
                     _log.warning("this filesystem has no locks, so two users at a time go unnoticed: %s", path)
-                    os.close(descriptor)
                     return None
                 time.sleep(_POLL_S)
-        except (JobInUseError, SaveError):
-            os.close(descriptor)
-            raise
 
     def _refuse_links(self, *folders: str) -> None:
         """Raise a `DamagedError` for a symbolic link below the root: nobody here makes any, and it leads elsewhere."""
@@ -188,34 +187,6 @@ class DirectoryStore(DurableStore):
             if error.errno == errno.ELOOP:
                 raise DamagedError("this is a symbolic link", path=path) from error
             raise LoadError(f"the file cannot be read: {error.strerror}", path=path) from error
-
-
-class _Lock(AbstractContextManager[None]):
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-        _locks.add(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give it up. In a forked child, it stays the parent's."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    for lock in list(_locks):  # or the child would hold it after the parent's end
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
 
 
 @contextlib.contextmanager

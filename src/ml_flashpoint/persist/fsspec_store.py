@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import threading
@@ -95,15 +96,15 @@ class FsspecStore(DurableStore):
                 temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
                 filesystem.makedirs(folder, exist_ok=True)
                 with _removed_on_error(filesystem, temporary):
-                    written = _write_stream(filesystem, temporary, chunks, b"")
+                    written = _write_stream(filesystem, temporary, chunks)
                     filesystem.mv(temporary, target)
                 return written
-            start, rest = _first_bytes(chunks)
+            content, rest = _of_one_request(chunks)
             if rest is None:
-                filesystem.pipe_file(target, start)
-                return len(start)
+                filesystem.pipe_file(target, content)
+                return len(content)
             with _removed_on_error(filesystem, target):
-                return _write_stream(filesystem, target, rest, start)
+                return _write_stream(filesystem, target, rest)
 
     def size(self, name: str) -> int:
         """See `DurableStore.size`."""
@@ -189,29 +190,22 @@ def _removed_on_error(filesystem: Any, path: str) -> Iterator[None]:
         raise
 
 
-def _first_bytes(chunks: Iterable[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
-    """All bytes, and None; or, if there are too many for one request, the first of them, and the other chunks."""
+def _of_one_request(chunks: Iterable[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
+    """All bytes, and None; or, if they are too many for one request, all chunks, of which the first ones are joined."""
     start = bytearray()
     rest = iter(chunks)
     for chunk in rest:
         view = as_octets(chunk)
         if len(start) + len(view) > _ONE_REQUEST_BYTES:
-            return bytes(start), _chained(view, rest)
+            return b"", itertools.chain([start, view], rest)
         start += view
     return bytes(start), None
 
 
-def _chained(first: memoryview, rest: Iterator[Buffer]) -> Iterator[Buffer]:
-    yield first
-    yield from rest
-
-
-def _write_stream(filesystem: Any, path: str, chunks: Iterable[Buffer], start: bytes) -> int:
-    written = len(start)
+def _write_stream(filesystem: Any, path: str, chunks: Iterable[Buffer]) -> int:
+    written = 0
     # Leaving it on an error completes the upload, of half a file: the caller removes that.
     with filesystem.open(path, "wb") as file:
-        if start:
-            file.write(start)
         for chunk in chunks:
             view = as_octets(chunk)
             if len(view):

@@ -49,7 +49,7 @@ class Ownership:
         self._store = store
         self._period_s = period_s
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-        self._lock: AbstractContextManager[None] | None = None
+        self._lock: AbstractContextManager[object] | None = None
         self._leased = False
         self._beats = 0
         self._seen: tuple[bytes, float] | None = None

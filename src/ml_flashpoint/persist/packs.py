@@ -196,10 +196,6 @@ class PackReader:
         if _INDEX not in self._entries:
             raise ObjectFormatError("this is not a pack: it has no index", path=self.path)
 
-    def names(self) -> list[str]:
-        """Returns the names of the items, in their order."""
-        return [key[len(_ITEM) :] for key in self._entries if key.startswith(_ITEM)]
-
     def index(self) -> bytes:
         """Returns the index.
 
@@ -208,14 +204,6 @@ class PackReader:
         """
         entry = self._entries[_INDEX]
         return self._read(entry.begin, entry.end)
-
-    def nbytes(self, name: str) -> int:
-        """Returns the length of an item.
-
-        Raises:
-            ObjectNotFoundError: there is none of this name.
-        """
-        return self._entry(name).nbytes
 
     def item(self, name: str, into: Buffer | None = None) -> bytes | memoryview:
         """Returns an item, or reads it into the start of a writable buffer and returns that part of it.

@@ -45,10 +45,8 @@ def as_octets(buffer: Buffer) -> memoryview:
         TypeError: it is not contiguous.
     """
     view = memoryview(buffer)
-    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
-        return view
     # A view with a zero in its shape cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 class DurableStore(ABC):
@@ -142,7 +140,7 @@ class DurableStore(ABC):
         self.read_into(name, 0, memoryview(content))
         return bytes(content)
 
-    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[None] | None:
+    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
         """Takes a lock that no other process can have, and that ends with this process at the latest.
 
         Args:
@@ -150,7 +148,7 @@ class DurableStore(ABC):
             timeout_s: how long to wait for another owner to let go.
 
         Returns:
-            What gives the lock up when left; it need not be entered. None: this store knows no locks.
+            What has the lock until it is left, or let go of; it need not be entered. None: this store knows no locks.
 
         Raises:
             JobInUseError: another one still has it.

@@ -223,7 +223,7 @@ def complete(store: DurableStore, version: str, save_id: str, world_size: int) -
     for name in store.list(folder):
         other = parse_manifest_name(name) or parse_object_name(name)
         if other is not None and other[1] < save_id:
-            _try_to_remove(store.remove, f"{folder}/{name}")
+            try_to_remove(store.remove, f"{folder}/{name}")
     return found
 
 
@@ -359,20 +359,20 @@ def keep_newest(store: DurableStore, count: int, current_run: str) -> list[Persi
     """
     found, unusable = list_persisted(store)
     for version in found[count:]:
-        if _try_to_remove(store.remove, f"{version.folder}/{MARKER}"):
-            _try_to_remove(store.remove_folder, version.folder)
+        if try_to_remove(store.remove, f"{version.folder}/{MARKER}"):
+            try_to_remove(store.remove_folder, version.folder)
     kept = found[:count]
     for each in unusable:
         run = each.folder.partition("/")[0][len(RUN_PREFIX) :]
         # A folder with nothing but a temporary file may be what a rank of this run has just begun.
         limit = (kept[-1] if each.marked else kept[0]).save_id if kept else ""
         if "" < each.newest_save < limit or (not each.marked and run < current_run):
-            _try_to_remove(store.remove_folder, each.folder)
+            try_to_remove(store.remove_folder, each.folder)
     for run in store.list():
         if is_run_folder(run):
             with contextlib.suppress(DamagedError):
                 if run != RUN_PREFIX + current_run and not store.list(run):
-                    _try_to_remove(store.remove_folder, run)
+                    try_to_remove(store.remove_folder, run)
     return kept
 
 
@@ -386,10 +386,11 @@ def remove_failed(store: DurableStore, version: str, save_id: str) -> None:
     for each in list_persisted(store)[1]:
         # In its own folder, ranks may be writing already.
         if not each.marked and "" < each.newest_save < save_id and each.folder != folder_of(version, save_id):
-            _try_to_remove(store.remove_folder, each.folder)
+            try_to_remove(store.remove_folder, each.folder)
 
 
-def _try_to_remove(remove: Callable[[str], None], name: str) -> bool:
+def try_to_remove(remove: Callable[[str], None], name: str) -> bool:
+    """Removes what is not wanted any more, by a method of its store; returns whether that worked, and warns if not."""
     try:
         remove(name)
     except FlashpointError as error:

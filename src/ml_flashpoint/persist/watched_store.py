@@ -60,7 +60,7 @@ class WatchedStore(DurableStore):
         """See the base class."""
         self._told(self._store.remove_folder(folder))
 
-    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[None] | None:
+    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
         """See the base class."""
         return self._told(self._store.lock(name, timeout_s))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
 from ml_flashpoint.ddict.options import Configuration
-from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, PersistedCheckpoint
+from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID, CheckpointPersister, PersistedCheckpoint
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -30,8 +30,7 @@ class _Wanted:
 
     checkpoint_id: int
     due: bool  # tried again where that fails, until it works or a later one was tried
-    failed: bool = False  # and waits for that
-    pause_s: float = 0.0
+    pause_s: float = 0.0  # before the next try, if one has failed
     again_at: float = 0.0
 
 
@@ -52,7 +51,7 @@ class Persisting:
         self._current = -1
         self._called_off = False  # the current one was rolled back
         self._done: set[int] = set()
-        self._rolled_back_above: int | None = None
+        self._rolled_back_above = MAX_CHECKPOINT_ID
         self._error: FlashpointError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ddict-persist", daemon=True)
@@ -70,7 +69,7 @@ class Persisting:
         until that works, or the next one is due."""
         found = next((each for each in self._waiting if each.checkpoint_id == checkpoint_id), None)
         if found is not None:
-            found.due, found.failed, found.pause_s = found.due or due, False, 0.0  # at once: somebody waits
+            found.due, found.pause_s, found.again_at = found.due or due, 0.0, 0.0  # at once: somebody waits
         elif checkpoint_id not in self._done:
             self._waiting.append(_Wanted(checkpoint_id, due))
         self._changed.notify_all()
@@ -84,7 +83,7 @@ class Persisting:
     def take_back(self, to: int) -> None:
         """Checkpoints above this one are committed no more; `remove_rolled_back` removes those that are persisted. With
         the lock held."""
-        self._rolled_back_above = min(to, to if self._rolled_back_above is None else self._rolled_back_above)
+        self._rolled_back_above = min(to, self._rolled_back_above)
         self._done = {each for each in self._done if each <= to}
         self._waiting = [each for each in self._waiting if each.checkpoint_id <= to]
         self._called_off = self._called_off or self._current > to
@@ -93,7 +92,7 @@ class Persisting:
     def restored(self, checkpoint_id: int) -> None:
         """This persisted checkpoint is held, and nothing else. With the lock held."""
         self._done = {checkpoint_id}
-        self._rolled_back_above = None
+        self._rolled_back_above = MAX_CHECKPOINT_ID
 
     # ---- without it ---------------------------------------------------------------------------------------
 
@@ -102,19 +101,19 @@ class Persisting:
         nothing persisted, so that it takes nothing newer away."""
         with self._changed:
             above = self._rolled_back_above
-        if above is None:
+        if above == MAX_CHECKPOINT_ID:
             return
         self._persisted.remove_above(above)
         with self._changed:
             if self._rolled_back_above == above:
-                self._rolled_back_above = None
+                self._rolled_back_above = MAX_CHECKPOINT_ID
 
     def await_persisted(self, checkpoint_id: int, deadline: float) -> None:
         """Wait until a checkpoint that was added is persisted. Raises `DDictTimeoutError`: not in time;
         `FlashpointError`: it could not be persisted."""
         with self._changed:
             self._await(
-                lambda: all(each.failed for each in self._waiting if each.checkpoint_id == checkpoint_id), deadline
+                lambda: all(each.pause_s for each in self._waiting if each.checkpoint_id == checkpoint_id), deadline
             )
             if checkpoint_id not in self._done:
                 raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
@@ -124,7 +123,7 @@ class Persisting:
         time."""
 
         def is_idle() -> bool:
-            self._waiting = [each for each in self._waiting if not each.failed]
+            self._waiting = [each for each in self._waiting if not each.pause_s]
             return not self._waiting and self._current < 0
 
         with self._changed:
@@ -144,39 +143,47 @@ class Persisting:
     # ---- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closing and (wanted := self._next()) is None:
-                    again_at = min((each.again_at for each in self._waiting), default=None)
-                    self._changed.wait(None if again_at is None else max(0.0, again_at - time.monotonic()))
-                if self._closing or wanted is None:
-                    return
-                self._current, self._called_off = wanted.checkpoint_id, False
+        while (wanted := self._await_next()) is not None:
             failure = self._try(wanted.checkpoint_id)
             with self._changed:
-                taken_back = self._called_off
-                if not taken_back:
-                    self._current = -1
+                if taken_back := self._called_off:
+                    # The rollback has removed what was complete then, and this may have been completed after.
+                    self._rolled_back_above = min(wanted.checkpoint_id - 1, self._rolled_back_above)
+                else:
                     self._note(wanted, failure)
-                self._changed.notify_all()
             if taken_back:
-                self._remove(wanted.checkpoint_id)
+                try:
+                    self.remove_rolled_back()
+                except Exception:  # the thread must go on; nothing is persisted before this has been done
+                    _log.exception("checkpoint %d, which was rolled back, is still persisted", wanted.checkpoint_id)
             elif failure is not None:
                 _log.error("checkpoint %d was not persisted: %s", wanted.checkpoint_id, failure)
+            with self._changed:
+                self._current = -1
+                self._changed.notify_all()
 
-    def _next(self) -> _Wanted | None:
-        now = time.monotonic()
-        return next((each for each in self._waiting if not each.failed or each.again_at <= now), None)
+    def _await_next(self) -> _Wanted | None:
+        """The next that is to be persisted, once there is one; None: nothing more is."""
+        with self._changed:
+            while not self._closing:
+                now = time.monotonic()
+                for wanted in self._waiting:
+                    if wanted.again_at <= now:
+                        self._current, self._called_off = wanted.checkpoint_id, False
+                        return wanted
+                again_at = min((each.again_at for each in self._waiting), default=None)
+                self._changed.wait(None if again_at is None else again_at - now)
+        return None
 
     def _note(self, wanted: _Wanted, failure: FlashpointError | None) -> None:
         self._error = failure
         is_wanted = wanted in self._waiting  # nobody has given it up meanwhile
-        self._waiting = [each for each in self._waiting if each is not wanted and not each.failed]
+        self._waiting = [each for each in self._waiting if each is not wanted and not each.pause_s]
         if failure is None:
             self._done.add(wanted.checkpoint_id)
         elif wanted.due and is_wanted:
             wanted.pause_s = min(2 * wanted.pause_s, _LONGEST_RETRY_S) or _FIRST_RETRY_S
-            wanted.failed, wanted.again_at = True, time.monotonic() + wanted.pause_s
+            wanted.again_at = time.monotonic() + wanted.pause_s
             self._waiting.append(wanted)  # after those that are new: one of them takes its place
 
     def _try(self, checkpoint_id: int) -> FlashpointError | None:
@@ -184,9 +191,9 @@ class Persisting:
             self.remove_rolled_back()
             receipts = self._write(checkpoint_id)
             with self._changed:
-                if self._called_off:
-                    return None  # its parts may be of before and after
-            self._persisted.complete(checkpoint_id, receipts)
+                called_off = self._called_off
+            if not called_off:  # else its parts may be of before and after
+                self._persisted.complete(checkpoint_id, receipts)
         except FlashpointError as error:
             return error
         except Exception as error:  # the thread must go on
@@ -194,32 +201,15 @@ class Persisting:
             return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
         return None
 
-    def _remove(self, checkpoint_id: int) -> None:
-        # The rollback has removed what was complete then, and this may have been completed after.
-        with self._changed:
-            above = self._rolled_back_above
-            self._rolled_back_above = min(checkpoint_id - 1, checkpoint_id if above is None else above)
-        try:
-            self.remove_rolled_back()
-        except Exception:  # the thread must go on; nothing is persisted before this has been done
-            _log.exception("checkpoint %d, which was rolled back, is still persisted", checkpoint_id)
-        with self._changed:
-            self._current = -1
-            self._changed.notify_all()
-
 
 class PersistedRun:
     """See the module."""
 
     def __init__(self, configuration: Configuration) -> None:
-        self._configuration = configuration
-        self._made = configuration.options.make_persister()
-        self.run_id = configuration.run_id
-        self._join()
-
-    def _join(self) -> None:
-        if self._made is not None:
-            self._made.join_run(self.run_id)
+        self._options = configuration.options
+        self._made = self._options.make_persister()
+        self.run_id = ""
+        self.use(configuration.run_id)
 
     @property
     def persister(self) -> CheckpointPersister:
@@ -241,7 +231,7 @@ class PersistedRun:
         """As the coordinator: write for this run, or for the one that begins with a restored checkpoint. Raises
         `JobInUseError`: another dictionary of this name and path does."""
         run_id = run_id or self.run_id
-        if self._made is not None and not self._configuration.options.read_only:
+        if self._made is not None and not self._options.read_only:
             self._made.begin_run(run_id, restored=restored)
         self.run_id = run_id
 
@@ -249,12 +239,13 @@ class PersistedRun:
         """In a manager: write for this run."""
         if run_id != self.run_id:
             self.run_id = run_id
-            self._join()
+            if self._made is not None:
+                self._made.join_run(run_id)
 
     def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> None:
         """Make a checkpoint exist, and remove those that are not to be kept."""
         self.persister.complete(checkpoint_id, receipts)
-        self.persister.keep(self._configuration.options.persist_count)
+        self.persister.keep(self._options.persist_count)
 
     def remove_above(self, checkpoint_id: int) -> None:
         """Remove what this run has persisted above a checkpoint, which was rolled back."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,12 +30,12 @@ from ml_flashpoint.ddict.persistence.persister import (
     PersistedCheckpoint,
     check_checkpoint_id,
     check_run_id,
+    new_run_id,
 )
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     DamagedError,
-    FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
     JobInUseError,
@@ -46,7 +45,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
 from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.persist.store import DurableStore
-from ml_flashpoint.persist.versions import MARKER, MARKER_KIND, RUN_PREFIX
+from ml_flashpoint.persist.versions import MARKER, MARKER_KIND, RUN_PREFIX, try_to_remove
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -97,7 +96,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         if name.startswith("."):
             raise InvalidArgumentError("a name must not begin with a dot", argument="name", value=name)
         self._run: str | None = None
-        self._held: AbstractContextManager[None] | None = None
+        self._held: AbstractContextManager[object] | None = None
         self._reader = lru_cache(_OPEN_READERS)(self._open)
         self._told: set[str] = set()
 
@@ -132,7 +131,7 @@ class StoredCheckpointPersister(CheckpointPersister):
             needed = {run_id, *(ancestor for ancestor, _ in itertools.chain(*lineages))}
             for other in self._run_ids():
                 if other not in needed and not self._marked(other):
-                    self._try_to_remove(self._folder(other))
+                    try_to_remove(self.store.remove_folder, self._folder(other))
 
     def join_run(self, run_id: str) -> None:
         """See `CheckpointPersister.join_run`."""
@@ -199,7 +198,7 @@ class StoredCheckpointPersister(CheckpointPersister):
             version=version,
             rank=manager,
             world_size=self.managers,
-            attempt=f"{time.time_ns():016x}-{os.urandom(4).hex()}",
+            attempt=new_run_id(),
             node=os.uname().nodename or "unknown",
             index=index,
             items=items,
@@ -222,10 +221,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         for receipt in map(PackReceipt.parse, receipts):
             wanted |= set(receipt.files)
         for name in set(self.store.list(folder)) - wanted:
-            try:
-                self.store.remove(f"{folder}/{name}")
-            except FlashpointError as error:
-                _log.warning("what an earlier attempt left cannot be removed: %s", error)
+            try_to_remove(self.store.remove, f"{folder}/{name}")
         return checkpoint
 
     def _check_parts(self, checkpoint: PersistedCheckpoint) -> None:
@@ -370,19 +366,13 @@ class StoredCheckpointPersister(CheckpointPersister):
                 self._remove(run, checkpoint_id)
         for ancestor, _ in self._lineage(run):
             if not self._marked(ancestor):
-                self._try_to_remove(self._folder(ancestor))
+                try_to_remove(self.store.remove_folder, self._folder(ancestor))
 
     def _remove(self, run: str, checkpoint_id: int) -> None:
         folder = self._folder(run, checkpoint_id)
         # The marker first: a checkpoint that is half gone must not look complete.
         self.store.remove(f"{folder}/{MARKER}")
         self.store.remove_folder(folder)
-
-    def _try_to_remove(self, folder: str) -> None:
-        try:
-            self.store.remove_folder(folder)
-        except FlashpointError as error:
-            _log.warning("the remains of an earlier run cannot be removed: %s", error)
 
     def close(self) -> None:
         """Gives the name up. May be called twice."""

@@ -20,8 +20,6 @@ from ml_flashpoint.ddict.checkpoints.index import (
     encode_index,
     fold,
     gather,
-    gone,
-    object_header,
     part_ref,
     plan_object,
     split_object,
@@ -29,6 +27,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue
 from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
+from ml_flashpoint.format.object_format import encode_header
 
 NAMES = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z_-]{0,20}", fullmatch=True)
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -94,7 +93,9 @@ def told(number: int, **content: bytes) -> list[IndexEntry]:
 
 def test_a_chain_says_what_is_left_of_it() -> None:
     full = index_of(0, [], *told(0, a=b"1", b=b"22", c=b"333"))
-    changed = index_of(1, [0], *told(1, d=b"4", a=b"55"), gone(b"b", PartRef("s-1", 1)))
+    changed = index_of(
+        1, [0], *told(1, d=b"4", a=b"55"), IndexEntry(b"b", 0, "", False, False, GONE, PartRef("s-1", 1), 0, 0)
+    )
     last = index_of(2, [0, 1], *told(2, b=b"6"))
     found = {entry.key: (entry.part.step, entry.offset, entry.length) for entry in fold([full, changed, last])}
     assert found == {b"a": (1, 1, 2), b"c": (0, 3, 3), b"d": (1, 0, 1), b"b": (2, 0, 1)}
@@ -124,7 +125,7 @@ def test_a_value_outside_of_its_segment_is_damaged() -> None:
 def test_the_object_is_split_where_it_was_planned() -> None:
     layout = plan_object(5, 7)
     data = bytearray(layout.size)
-    data[: layout.data_start] = object_header(layout, 2**16)
+    data[: layout.data_start] = encode_header(layout, 2**16)
     data[layout.data_start :] = b"index" + b"segment"
     index, segment = split_object(memoryview(data), 2**16, "here")
     assert (bytes(index), bytes(segment)) == (b"index", b"segment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 
 import pytest
 from hypothesis import given, settings
@@ -195,15 +196,31 @@ def test_a_late_write_by_the_same_handle_between_two_snapshots_is_not_lost_when_
     assert read(again, "a", 4) == "second"
 
 
-def test_sequence_numbers_of_one_shard_are_not_those_of_the_next() -> None:
+def numbers() -> set[int]:
+    return {entry("a", 0, str(each)).sequence for each in range(100)}
+
+
+def test_each_entry_has_a_number_of_its_own_also_in_another_process() -> None:
     # A handle compares them to tell whether an entry is still the one it read, also across the death of a manager.
-    first, second = Shard(), Shard()
-    seen = {first.put(entry("a", 0, str(each))).sequence for each in range(100)}
+    seen = numbers()
 
-    again = {second.put(entry("a", 0, str(each))).sequence for each in range(100)}
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # as managers are forked, with what is imported
+        first = pool.apply(numbers)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        second = pool.apply(numbers)
 
-    assert len(seen) == len(again) == 100
-    assert not seen & again
+    assert len(seen | first | second) == 300
+    assert 0 not in seen, "which stands for no such key"
+
+
+def test_what_is_loaded_keeps_its_number() -> None:
+    shard = Shard()
+    shard.put(entry("a", 0, "x"))
+    (before,) = shard.entries(0)
+
+    shard.load([(0, [before])])
+
+    assert list(shard.entries(0)) == [before]
 
 
 # ---- against a model --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Pushing to several holders at once.
+"""Pushing to several holders at once, over connections that stay.
 
-Owns the threads for that, and that none of them fails in silence. What is pushed, and over which connections, is its
-callers' to decide: ranks of a job and managers of a dictionary.
+Owns the threads for that, that none of them fails in silence, and when a connection is made anew. What is pushed, and
+to whom, is its callers' to decide: ranks of a job and managers of a dictionary.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.replication.transfer_client import PeerConnection
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 def push_to_all(targets: Sequence[int], push: Callable[[int], None]) -> None:
@@ -46,3 +50,53 @@ def push_to_all(targets: Sequence[int], push: Callable[[int], None]) -> None:
         thread.join()
     if failures:
         raise failures[0]
+
+
+class HolderLink:
+    """The connection to one holder, which stays until something goes wrong on it. For one thread at a time, but `close`
+    may be called by any.
+
+    Attributes:
+        acknowledged: for its user: what the holder has said that it has, over this connection. On a new one there may
+            be another process, which does not have it.
+    """
+
+    def __init__(self) -> None:
+        self.acknowledged: set[str] = set()
+        self._connection: PeerConnection | None = None
+        self._closed = False
+
+    def use(self, connect: Callable[[], PeerConnection], push: Callable[[PeerConnection], _Result]) -> _Result:
+        """What ``push`` returns, given a connection: a new one if there is none. One that was there may have broken
+        while it was idle: then ``push`` is called once more.
+
+        Raises:
+            FlashpointError: what either of them failed with.
+        """
+        was_there = self._connection is not None
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = connect()
+                if self._closed:  # looked at after the connection is there, and `close` looks after it has said so
+                    raise ReplicationError("this end was closed")
+                return push(self._connection)
+            except BaseException as error:
+                self.drop()
+                if not (was_there and isinstance(error, ConnectionLostError)):
+                    raise
+                was_there = False
+
+    def drop(self) -> None:
+        """Have a new connection the next time."""
+        self.acknowledged = set()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Break off what is under way. Of no use from then on."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None:
+            connection.interrupt()

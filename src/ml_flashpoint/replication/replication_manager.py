@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -18,8 +18,7 @@ from ml_flashpoint.format.errors import (
     TopologyError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, encode
-from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net.reachable import reachable_host
 from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
 from ml_flashpoint.ranks.strategies import (
@@ -28,7 +27,7 @@ from ml_flashpoint.ranks.strategies import (
     ReplicationStrategy,
     checked_strategy,
 )
-from ml_flashpoint.replication.pushing import push_to_all
+from ml_flashpoint.replication.pushing import HolderLink, push_to_all
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_client import PeerConnection
 from ml_flashpoint.replication.transfer_service import TransferService
@@ -51,8 +50,8 @@ class ReplicationManager:
         self._service: TransferService | None = None
         self._group: RankGroup | None = None
         self._addresses: tuple[Address, ...] = ()
-        self._connections: dict[int, PeerConnection] = {}
-        self._connections_lock = threading.Lock()
+        self._links: dict[int, HolderLink] = {}
+        self._links_lock = threading.Lock()
         self.strategy = self._given_strategy or NoReplicationStrategy()
 
     def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
@@ -135,46 +134,24 @@ class ReplicationManager:
             ReplicationError, DeadlineError: a peer did not acknowledge. Others may have.
         """
         group = self._topology_group()
-        if part.manifest is None:
+        if (manifest := part.manifest) is None:
             raise ReplicationError("a damaged part cannot be replicated", rank=part.rank)
-        encoded = encode(part.manifest)
-        buffers = [a.buffer[: o.size] for a, o in zip(part.arenas, part.manifest.objects, strict=True)]
-        targets = self.strategy.copies_of(part.rank, group.topology)
-        push_to_all(targets, lambda target: self._push(target, part.manifest, encoded, buffers, cancelled))
+        encoded = encode(manifest)
+        buffers = [a.buffer[: o.size] for a, o in zip(part.arenas, manifest.objects, strict=True)]
 
-    def _push(
-        self,
-        target: int,
-        manifest: Manifest | None,
-        encoded: bytes,
-        buffers: Sequence[memoryview],
-        cancelled: Callable[[], bool],
-    ) -> None:
-        assert manifest is not None
-        with self._connections_lock:
-            connection = self._connections.pop(target, None)
-        if connection is not None:
-            try:
-                connection.push(manifest, encoded, buffers, cancelled=cancelled)
-            except ConnectionLostError:
-                # The peer may have closed it while it was idle: once more on a new one.
-                connection.close()
-                connection = None
-            except FlashpointError:
-                connection.close()
-                raise
-        if connection is None:
-            connection = self.connect(target)
-            try:
-                connection.push(manifest, encoded, buffers, cancelled=cancelled)
-            except FlashpointError:
-                connection.close()
-                raise
-        with self._connections_lock:
-            previous = self._connections.pop(target, None)
-            self._connections[target] = connection
+        def push(peer: PeerConnection) -> None:
+            peer.push(manifest, encoded, buffers, cancelled=cancelled)
+
+        push_to_all(self.strategy.copies_of(part.rank, group.topology), lambda target: self._push(target, push))
+
+    def _push(self, target: int, push: Callable[[PeerConnection], None]) -> None:
+        with self._links_lock:
+            link = self._links.pop(target, None) or HolderLink()  # for this thread alone
+        link.use(lambda: self.connect(target), push)
+        with self._links_lock:
+            previous, self._links[target] = self._links.get(target), link
         if previous is not None:
-            previous.close()
+            previous.drop()
 
     def connect(self, rank: int) -> PeerConnection:
         """A new authenticated connection to the service of ``rank``. Close it after use."""
@@ -184,10 +161,10 @@ class ReplicationManager:
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
-        with self._connections_lock:
-            for connection in self._connections.values():
-                connection.close()
-            self._connections.clear()
+        with self._links_lock:
+            for link in self._links.values():
+                link.drop()
+            self._links.clear()
         if self._service is not None:
             self._service.close()
             self._service = None

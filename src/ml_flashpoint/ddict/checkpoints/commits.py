@@ -20,8 +20,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeAlias, TypeVar
 
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Writers
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
@@ -35,9 +35,7 @@ CALL_S = 30.0
 Call: TypeAlias = Callable[[int, str, "dict[str, Any]", float], "dict[str, Any]"]
 """``(manager, operation, fields, timeout in seconds) -> fields of the answer``."""
 
-Found: TypeAlias = "list[tuple[int, dict[str, Any] | FlashpointError]]"
-"""For each manager, its answer, or why there is none."""
-
+_Found = TypeVar("_Found")
 
 _log = logging.getLogger(__name__)
 _BEGIN_S = 10.0
@@ -59,40 +57,27 @@ class AllManagers:
     def ask(
         self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S, *, apart: bool = False
     ) -> list[dict[str, Any]]:
-        """Their answers, or the first error once all have answered, or that of asking. ``apart``: see `ask_some`."""
-        answers = []
-        for _, answer in self.ask_some(range(self._count), operation, lambda _: dict(fields), timeout_s, apart=apart):
-            if isinstance(answer, FlashpointError):
-                raise answer
-            answers.append(answer)
-        return answers
+        """Their answers. ``apart``: see `at_once`."""
+        call, left = (self._call if apart else self.call), max(0.05, timeout_s)
+        return self.at_once(
+            range(self._count), operation, lambda each: call(each, operation, dict(fields), left), apart=apart
+        )
 
-    def ask_some(
-        self,
-        managers: Iterable[int],
-        operation: str,
-        fields: Callable[[int], dict[str, Any]],
-        timeout_s: float,
-        *,
-        apart: bool = False,
-    ) -> Found:
-        """The answers and errors of these, each with fields of its own. ``apart``: with threads of its own, as it takes
-        long, and commits must not wait for it."""
-        call, left = (self._call if apart else self._call_and_note), max(0.05, timeout_s)
-        found: Found = []
+    def at_once(
+        self, managers: Iterable[int], operation: str, ask: Callable[[int], _Found], *, apart: bool = False
+    ) -> list[_Found]:
+        """What ``ask`` returns for each of these, or the first error once all have answered, or that of asking.
+        ``apart``: with threads of its own, as it takes long, and commits must not wait for it."""
         with self._threads(operation) if apart else contextlib.nullcontext(self._pool) as pool:
             try:
-                asked = [(each, pool.submit(call, each, operation, fields(each), left)) for each in managers]
+                asked = [pool.submit(ask, each) for each in managers]
             except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
                 raise FlashpointError(f"managers cannot be asked to {operation}: {error}") from error
-            for manager, answer in asked:
-                try:
-                    found.append((manager, answer.result()))
-                except FlashpointError as error:
-                    found.append((manager, error))
-        return found
+            wait(asked)
+            return [each.result() for each in asked]
 
-    def _call_and_note(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer of one that commits wait for."""
         self.unanswered[manager] = operation
         try:
             return self._call(manager, operation, fields, timeout_s)
@@ -127,7 +112,6 @@ class Committer:
         self._oldest_told = 0  # some managers at least
         self._settled = (0, -1)  # what all of them have heard last: the oldest, and the committed one
         self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
-        self._told = ""
         self._busy = self._called_off = self._closing = False
         self._held_up = 0
         self._persisting = Persisting(self._changed, self._write_parts, run)
@@ -190,23 +174,20 @@ class Committer:
                 fields.update(restored=self._restored[1], keep=[self._restored[0]])
             behind = sorted(self._epochs.behind)
 
-        def told(manager: int) -> dict[str, Any]:
-            return {**fields, "sealed": self.sealed_by(manager)}
-
-        errors: list[FlashpointError] = []
-        for manager, answer in self._managers.ask_some(behind, "begin", told, _BEGIN_S):
+        def begin(manager: int) -> None:
+            told = {**fields, "sealed": self.sealed_by(manager)}
+            answer = self._managers.call(manager, "begin", told, _BEGIN_S)
             with self._changed:
-                if isinstance(answer, FlashpointError):
-                    errors.append(answer)
-                elif epoch == self.epoch:
+                if epoch == self.epoch:
                     self._epochs.begun(manager, str(answer["incarnation"]))
-        with self._changed:
-            self._trouble = errors[0] if errors else None
-            self._epochs.is_open = self._epochs.is_open or epoch == self.epoch
-            self._opened.notify_all()
-            self._changed.notify_all()
-        if errors:
-            raise errors[0]
+
+        try:
+            self._managers.at_once(behind, "begin", begin)
+        finally:
+            with self._changed:
+                self._epochs.is_open = self._epochs.is_open or epoch == self.epoch
+                self._opened.notify_all()
+                self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
@@ -219,11 +200,12 @@ class Committer:
                 self._busy, self._called_off = True, False
             try:
                 job()
+                self._trouble = None
             except FlashpointError as error:
                 with self._changed:
-                    if str(error) != self._told:
+                    if str(error) != str(self._trouble):
                         _log.warning("nothing more is committed yet: %s", error)
-                    self._told, self._trouble = str(error), error
+                    self._trouble = error
                     self._changed.wait(RETRY_S)
             except Exception:  # the thread must go on: what stops it would stop all commits, without a word
                 _log.exception("a commit failed")
@@ -277,7 +259,7 @@ class Committer:
             if epoch != self.epoch or self._called_off:
                 return  # somebody went back: what it has is not what is written
             self._committed = checkpoint_id
-            self._trouble = self._restored = None
+            self._restored = None
             self._sealed[checkpoint_id] = sealed
             if self._rules.is_due(checkpoint_id):
                 self._persisting.add(checkpoint_id, due=True)

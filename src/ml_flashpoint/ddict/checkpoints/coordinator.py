@@ -202,7 +202,7 @@ class Coordinator(Committer):
             raise never_committed(checkpoint_id, self._committed, self._sealed)
 
     def _check_epoch(self, epoch: int, handle: str = "") -> None:
-        if epoch != self.epoch or not self._epochs.is_open or handle in self._writers.killed:
+        if epoch != self.epoch or not self._epochs.is_open or self._writers.was_killed(handle):
             raise StaleEpochError("this request is of another epoch")
 
     def catch_up(self, handle: str, position: int, need: int, epoch: int, timeout_s: float) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Coordinator(Committer):
             writer = self._writers.live.get(handle)
             lost, taken = self._epochs.account(epoch, handle, position, need, writes=writer is not None)
             base, why = self._epochs.base, "" if lost is None else lost.why
-            if handle in self._writers.killed:
+            if self._writers.was_killed(handle):
                 why, base = "the connection of its process broke: what it had open was taken for lost", self._committed
             if writer is not None and writer.epoch < self.epoch:
                 if not why and epoch >= writer.epoch:  # else this was sent before it went elsewhere

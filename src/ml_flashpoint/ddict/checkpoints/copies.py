@@ -8,14 +8,12 @@ again, which costs one small message for each part that it has. So no holder is 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.index import PartRef, part_kind
+from ml_flashpoint.ddict.checkpoints.index import PartRef, is_part
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -25,10 +23,10 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
-from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.replication.pushing import push_to_all
+from ml_flashpoint.replication.pushing import HolderLink, push_to_all
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
 
@@ -57,28 +55,13 @@ class Peers:
         return Holder(node, (str(address[0]), int(address[1])))
 
 
-@dataclass(slots=True)
-class _Link:
-    """A connection to a holder, and the attempts acknowledged over it."""
-
-    connection: PeerConnection | None = None
-    has: set[str] = field(default_factory=set)
-
-    def drop(self) -> None:
-        self.has = set()
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-
-
 class Copies:
     """Pushes parts of one manager to its holders. `push` is for one thread at a time; the rest is thread-safe."""
 
     def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers) -> None:
         self._store = store
         self._peers = peers
-        self._links = {holder: _Link() for holder in holders}
-        self._lock = threading.Lock()
+        self._links = {holder: HolderLink() for holder in holders}
         self._closed = False
         self.pushed_bytes = 0
 
@@ -96,108 +79,66 @@ class Copies:
 
     def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
         link = self._links[number]
-        may_retry = link.connection is not None
-        while True:
-            try:
-                self._connect(number, link, deadline)
-                if self._push_parts(link, parts, needed, deadline):
-                    return
-                self._drop(link)
-            except ConnectionLostError:
-                # The connection may have broken while it was idle: once more on a new one.
-                self._drop(link)
-                if not may_retry or self._closed:
-                    raise
-                may_retry = False
-            except TransferCancelledError as error:
-                self._drop(link)
-                if self._closed:
-                    raise
-                raise self._too_late(number) from error
-            except BaseException:
-                self._drop(link)
-                raise
+        link.acknowledged.intersection_update(ref.attempt for ref in parts)  # others are not asked for again
 
-    def _connect(self, number: int, link: _Link, deadline: float) -> None:
-        """Have a connection that is known to be alive."""
-        if link.connection is not None:
+        def is_over() -> bool:
+            return self._closed or time.monotonic() > deadline
+
+        def push_all(peer: PeerConnection) -> bool:
+            """Whether that is done; false: the connection broke over a part that is left out now, so go on anew."""
             # It may lead to a process that is gone, and nothing may be left to push that would show it.
-            link.connection.ping(cancelled=lambda: self._is_over(deadline))
-            return
+            peer.ping(cancelled=is_over)
+            for ref in list(parts):
+                try:
+                    if ref.attempt not in link.acknowledged:
+                        self._push_part(peer, ref.attempt, is_over)
+                        link.acknowledged.add(ref.attempt)
+                except (DamagedError, ObjectNotFoundError) as error:
+                    if ref in needed:
+                        raise
+                    _log.warning("a part of an earlier snapshot cannot be copied: %s", error)
+                    parts.remove(ref)
+                    if isinstance(error, DamagedError):
+                        return False
+            return True
+
+        try:
+            while not link.use(lambda: self._connect(number, deadline), push_all):
+                link.drop()
+        except TransferCancelledError as error:
+            if self._closed:
+                raise
+            raise DeadlineError("a copy was not verified in time", node=self._peers.nodes[number]) from error
+
+    def _connect(self, number: int, deadline: float) -> PeerConnection:
         holder, left = self._peers.find(number), deadline - time.monotonic()
-        if left <= 0:
-            raise self._too_late(number)
-        connection = PeerConnection(
+        return PeerConnection(
             holder.address,
             self._peers.secret,
             node=holder.node,
             deadline_s=transfer_deadline_s(),
-            connect_timeout_s=min(_MAX_CONNECT_S, left),
+            connect_timeout_s=min(_MAX_CONNECT_S, max(left, 0.001)),
         )
-        with self._lock:
-            link.connection = connection
-            if self._closed:
-                raise ReplicationError("the snapshots were closed")
-        connection.connect()
 
-    def _push_parts(self, link: _Link, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> bool:
-        """Returns whether that is done; false: the connection broke over a part that was left out, so go on anew."""
-        for ref in list(parts):
-            if ref.attempt in link.has:
-                continue
-            try:
-                self._push_part(link, ref.attempt, deadline)
-            except (DamagedError, ObjectNotFoundError) as error:
-                if ref in needed:
-                    raise
-                _log.warning("a part of an earlier snapshot cannot be copied: %s", error)
-                parts.remove(ref)
-                if isinstance(error, DamagedError):
-                    return False
-        return True
-
-    def _push_part(self, link: _Link, attempt: str, deadline: float) -> None:
+    def _push_part(self, peer: PeerConnection, attempt: str, is_over: Callable[[], bool]) -> None:
         part = self._store.find(attempt, self._store.rank)
         if part is None or part.manifest is None or part.doomed:
             raise ObjectNotFoundError("a part is not here any more", rank=self._store.rank, path=attempt)
-        assert link.connection is not None
         record, encoded = part.manifest.objects[0], encode(part.manifest)
         # Open while it is sent, so that its arena is not reused.
         with self._store.open_object(part.version, record.name) as view:
-            sent = link.connection.push(part.manifest, encoded, [view], cancelled=lambda: self._is_over(deadline))
-        with self._lock:
-            if self._store.find(attempt, self._store.rank) is part:
-                link.has.add(attempt)
-            self.pushed_bytes += record.size if sent else 0
-
-    def _is_over(self, deadline: float) -> bool:
-        return self._closed or time.monotonic() > deadline
-
-    def _too_late(self, number: int) -> DeadlineError:
-        return DeadlineError("a copy was not verified in time", node=self._peers.nodes[number])
-
-    def _drop(self, link: _Link) -> None:
-        with self._lock:
-            link.drop()
+            if peer.push(part.manifest, encoded, [view], cancelled=is_over):
+                self.pushed_bytes += record.size
 
     def held_by(self, attempts: Collection[str]) -> list[int]:
         """Holders that have acknowledged all of these, and have not been found gone since."""
-        with self._lock:
-            return [number for number, link in self._links.items() if link.has.issuperset(attempts)]
-
-    def forget(self, attempts: Collection[str]) -> None:
-        """These parts were dropped: they are not to be taken for held."""
-        with self._lock:
-            for link in self._links.values():
-                link.has.difference_update(attempts)
+        return [number for number, link in self._links.items() if link.acknowledged.issuperset(attempts)]
 
     def close(self) -> None:
         """Break off a push under way and close the connections. Idempotent."""
-        with self._lock:
-            self._closed = True
-            for link in self._links.values():
-                if link.connection is not None:
-                    link.connection.interrupt()
+        self._closed = True
+        for link in self._links.values():
+            link.close()
 
 
 class HolderBackend(StoreBackend):
@@ -210,6 +151,6 @@ class HolderBackend(StoreBackend):
 
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
         """See `TransferBackend`."""
-        if manifest.rank not in self._owners or manifest.world_size != self._managers or part_kind(manifest) is None:
+        if manifest.rank not in self._owners or manifest.world_size != self._managers or not is_part(manifest):
             raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
         return super().begin_receive(manifest)

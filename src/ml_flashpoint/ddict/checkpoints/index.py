@@ -22,13 +22,10 @@ from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, V
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
-from ml_flashpoint.format.object_format import encode_header, parse_header
+from ml_flashpoint.format.object_format import parse_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
 
-KIND_LABEL: Final = "ddict"  # label of a part that says what it is: `SNAPSHOT` or `VALUE`
-STAMP_LABEL: Final = "stamp"  # label that says when it was sealed, in 20 digits that compare as the points do
-SNAPSHOT: Final = "snapshot"
-VALUE: Final = "value"
+STAMP_LABEL: Final = "stamp"  # label of a part that says when it was sealed, in 20 digits that compare as the points do
 
 _HEADER_RESERVE: Final = 1024
 GONE: Final = 0
@@ -72,11 +69,9 @@ def snapshot_ref(stamp: str, incarnation: str, step: int) -> PartRef:
     return part_ref(f"s-{stamp}-{incarnation}", step)
 
 
-def part_kind(manifest: Manifest) -> str | None:
-    """`SNAPSHOT` or `VALUE`; None: the manifest is of no part of a dictionary."""
-    kind = manifest.labels.get(KIND_LABEL)
-    is_ours = kind in (SNAPSHOT, VALUE) and is_stamp(manifest.labels.get(STAMP_LABEL)) and len(manifest.objects) == 1
-    return kind if is_ours else None
+def is_part(manifest: Manifest) -> bool:
+    """Whether the manifest is of a part of a dictionary: a snapshot, or a large value."""
+    return is_stamp(manifest.labels.get(STAMP_LABEL)) and len(manifest.objects) == 1
 
 
 # ---- the object -------------------------------------------------------------------------------------------
@@ -85,11 +80,6 @@ def part_kind(manifest: Manifest) -> str | None:
 def plan_object(index_bytes: int, segment_bytes: int) -> Layout:
     """Where index and segment lie in the object of a snapshot."""
     return plan_layout([], [("index", index_bytes), ("segment", segment_bytes)], reserve=_HEADER_RESERVE)
-
-
-def object_header(layout: Layout, file_size: int) -> bytes:
-    """Header of the object of a snapshot."""
-    return encode_header(layout, file_size, {KIND_LABEL: SNAPSHOT})
 
 
 def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryview, memoryview]:
@@ -162,11 +152,6 @@ def gather(
             continue
         told.append(IndexEntry(entry.key, entry.checkpoint_id, entry.writer, entry.persistent, entry.broadcast, *place))
     return told, segment
-
-
-def gone(key: bytes, own: PartRef) -> IndexEntry:
-    """Says that there is no entry of this key any more."""
-    return IndexEntry(key, 0, "", False, False, GONE, own, 0, 0)
 
 
 def index_bytes(entry: Entry) -> int:

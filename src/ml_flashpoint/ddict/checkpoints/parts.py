@@ -25,13 +25,11 @@ from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.copies import Peers
 from ml_flashpoint.ddict.checkpoints.index import (
+    GONE,
     INLINE,
-    KIND_LABEL,
     LONGEST_CHAIN,
-    SNAPSHOT,
     STAMP_LABEL,
     STORED,
-    VALUE,
     Index,
     IndexEntry,
     PartRef,
@@ -39,27 +37,24 @@ from ml_flashpoint.ddict.checkpoints.index import (
     encode_index,
     fold,
     gather,
-    gone,
     index_bytes,
-    object_header,
-    part_kind,
+    is_part,
     plan_object,
     split_object,
 )
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import BlockDigester, digest_workers, verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
-    InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.replication.small_fetch import fetch_manifest
 from ml_flashpoint.replication.store_backend import IncomingCopy
@@ -80,14 +75,14 @@ class BuiltSnapshot:
     # parts with the indices that it consists of, a full one first. Its own is not among them where nothing has changed
     chain: tuple[PartRef, ...]
     entries: frozenset[Entry]  # all of them; no two are equal
-    stored: dict[Entry, PartRef]  # of those with large values, the parts that these are
+    stored: frozenset[PartRef]  # the parts that their large values are
     chain_bytes: int  # of the indices of the chain and the segments beside them, about
     live_bytes: int  # those that a full one would take
 
     @property
     def needs(self) -> frozenset[PartRef]:
         """The parts without which it cannot be read, itself among them."""
-        return frozenset((self.ref, *self.chain, *self.stored.values()))
+        return self.stored.union((self.ref, *self.chain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +116,12 @@ class PartBuilder:
         """
         current, known = frozenset(entries), frozenset() if before is None else before.entries
         lost, fresh = list(known - current), list(current - known)
-        stored = {} if before is None else dict(before.stored)
-        for entry in lost:
-            stored.pop(entry, None)
         for entry in fresh:
-            if isinstance(entry.value, StoredValue):
+            if isinstance(entry.value, StoredValue) and entry.value.part is None:
                 check()
-                stored[entry] = self._seal_value(own.step, entry.value)
+                self._seal_value(own.step, entry.value)
         check()
+        stored = (frozenset() if before is None else before.stored - _stored(lost)) | _stored(fresh)
         new_keys = {entry.key for entry in fresh}
         missing = [entry.key for entry in lost if entry.key not in new_keys]
         live_bytes = (0 if before is None else before.live_bytes) + _bytes_of(fresh) - _bytes_of(lost)
@@ -139,8 +132,8 @@ class PartBuilder:
         else:
             told, chain_bytes = before.chain, before.chain_bytes + changes
         chain = (*told, own) if fresh or missing or not told else told
-        listed, segment = gather(own, fresh, lambda value: self._part_of(value.value_id))
-        listed += [gone(key, own) for key in missing]
+        listed, segment = gather(own, fresh, _part_of)
+        listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._store.rank, self._managers, told, listed))
         self._write(own, stamp, index, segment)
         return BuiltSnapshot(own, chain, current, stored, chain_bytes, live_bytes)
@@ -152,29 +145,20 @@ class PartBuilder:
         is_long = len(before.chain) >= LONGEST_CHAIN and changes > 0
         return is_long or before.chain_bytes + changes >= max(1, 2 * live_bytes)
 
-    def _seal_value(self, checkpoint_id: int, value: StoredValue) -> PartRef:
+    def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
+        ref = PartRef(value.value_id, checkpoint_id)
         try:
-            if self._store.find(value.value_id, self._store.rank) is None:
-                self._commit(PartRef(value.value_id, checkpoint_id), value.arena, value.size, VALUE, self._stamp())
-            return self._part_of(value.value_id)
+            self._commit(ref, value.arena, value.size, self._stamp())
         finally:
-            if self._store.find(value.value_id, self._store.rank) is not None:
-                value.unused = None  # it is the store's to free, also if the commit has failed after it
+            if self._store.find(ref.attempt, self._store.rank) is not None:
+                value.part = ref  # its arena is the store's to free, also if the commit has failed after it
 
-    def _part_of(self, value_id: str) -> PartRef:
-        part = self._store.find(value_id, self._store.rank)
-        if part is None:
-            raise InvalidArgumentError("a stored value is not in the store", argument="entries", value=value_id)
-        step = CheckpointContainerId.parse_version_container(part.version)
-        assert step is not None  # the store has no other versions
-        return PartRef(value_id, step)
-
-    def _commit(self, ref: PartRef, arena: Arena, size: int, kind: str, stamp: str) -> None:
+    def _commit(self, ref: PartRef, arena: Arena, size: int, stamp: str) -> None:
         rank = self._store.rank
         block_size = knobs.block_bytes()
         digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_size).finish()
         record = ObjectRecord(object_name(rank, ref.attempt), size, arena.size, digests, block_size)
-        labels = {KIND_LABEL: kind, STAMP_LABEL: stamp}
+        labels = {STAMP_LABEL: stamp}
         manifest = Manifest(ref.version, rank, self._managers, ref.attempt, self._node, (record,), labels)
         self._store.commit(manifest, [arena])
 
@@ -182,13 +166,13 @@ class PartBuilder:
         layout = plan_object(len(index), sum(map(len, segment)))
         arena = self._store.acquire(layout.size)
         try:
-            arena.buffer[: layout.data_start] = object_header(layout, arena.size)
+            arena.buffer[: layout.data_start] = encode_header(layout, arena.size)
             for key, pieces in (("index", [index]), ("segment", segment)):
                 at = layout.by_key[key].begin
                 for data in pieces:
                     arena.buffer[at : at + len(data)] = data
                     at += len(data)
-            self._commit(ref, arena, layout.size, SNAPSHOT, stamp)
+            self._commit(ref, arena, layout.size, stamp)
         except BaseException:
             self._store.release(arena)
             raise
@@ -196,6 +180,15 @@ class PartBuilder:
 
 def _bytes_of(entries: Iterable[Entry]) -> int:
     return sum(map(index_bytes, entries))
+
+
+def _part_of(value: StoredValue) -> PartRef:
+    assert value.part is not None  # it was sealed
+    return value.part
+
+
+def _stored(entries: Iterable[Entry]) -> frozenset[PartRef]:
+    return frozenset(_part_of(entry.value) for entry in entries if isinstance(entry.value, StoredValue))
 
 
 class Recoverer:
@@ -206,9 +199,8 @@ class Recoverer:
         cancelled: once true, what is under way is broken off.
 
     Attributes:
-        entries: of each snapshot that could be had whole, by checkpoint, in no particular order. Those that several
-            snapshots share are the same objects. Every byte was verified, and is in the own store.
-        built: these snapshots.
+        built: each snapshot that could be had whole, by checkpoint. Entries that several share are the same objects.
+            Every byte was verified, and is in the own store.
         failures: why others could not.
     """
 
@@ -220,7 +212,6 @@ class Recoverer:
         peers: Peers,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.entries: dict[int, list[Entry]] = {}
         self.built: dict[int, BuiltSnapshot] = {}
         self.failures: dict[int, FlashpointError] = {}
         self._store = store
@@ -258,14 +249,13 @@ class Recoverer:
         indices = [self._index(each)[0] for each in chain]
         told = fold(indices)
         bring([each.part for each in told if each.kind == STORED])
-        entries = [self._entry(each) for each in told]
-        stored = {entry: its.part for entry, its in zip(entries, told, strict=True) if its.kind == STORED}
+        entries = frozenset(map(self._entry, told))
         if not indices[-1].entries and len(chain) > 1:
             chain.pop()
         chain_bytes = sum(self._index(each)[1].nbytes for each in chain) + sum(len(each.entries) for each in indices)
-        self.entries[ref.step] = entries
-        live_bytes = _bytes_of(entries)
-        self.built[ref.step] = BuiltSnapshot(ref, tuple(chain), frozenset(entries), stored, chain_bytes, live_bytes)
+        self.built[ref.step] = BuiltSnapshot(
+            ref, tuple(chain), entries, _stored(entries), chain_bytes, _bytes_of(entries)
+        )
 
     def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
         if ref not in self._indices:
@@ -284,10 +274,9 @@ class Recoverer:
         if told.kind == INLINE:
             return told.inline_value(self._index(told.part)[1])
         part = self._part(told.part)
-        assert part.manifest is not None  # it was verified
-        if part_kind(part.manifest) != VALUE or told.length != _record(part).size:
+        if told.length != _record(part).size:
             raise DamagedError("this part is not the value", rank=self._rank, path=told.part.attempt)
-        return self._values.hold(StoredValue(told.part.attempt, part.arenas[0], told.length))
+        return self._values.hold(StoredValue(told.part.attempt, part.arenas[0], told.length, part=told.part))
 
     # ---- parts --------------------------------------------------------------------------------------------
 
@@ -300,7 +289,7 @@ class Recoverer:
         if part is None or part.doomed or part.version != ref.version:
             return None
         try:
-            if part.manifest is None or part_kind(part.manifest) is None:
+            if part.manifest is None or not is_part(part.manifest):
                 raise DamagedError("the manifest of a part is damaged", step=ref.step, rank=self._rank)
             record = _record(part)
             path = self._store.base / part.version / record.name
@@ -330,7 +319,7 @@ class Recoverer:
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
         secret, deadline_s = self._peers.secret, transfer_deadline_s()
         manifest = fetch_manifest(holder, secret, ref.version, self._rank, ref.attempt, deadline_s=deadline_s)
-        if manifest.world_size != len(self._peers.nodes) or part_kind(manifest) is None:
+        if manifest.world_size != len(self._peers.nodes) or not is_part(manifest):
             raise ManifestError("a holder gave the manifest of another part", node=holder.node)
         with ExitStack() as undo:
             incoming = IncomingCopy(self._store, manifest)

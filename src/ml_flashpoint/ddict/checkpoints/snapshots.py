@@ -21,13 +21,7 @@ from itertools import chain
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, HolderBackend, Peers
-from ml_flashpoint.ddict.checkpoints.index import (
-    STAMP_LABEL,
-    PartRef,
-    is_stamp,
-    part_kind,
-    snapshot_ref,
-)
+from ml_flashpoint.ddict.checkpoints.index import STAMP_LABEL, PartRef, is_part, is_stamp, snapshot_ref
 from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder, Recoverer
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry
@@ -259,12 +253,9 @@ class Snapshots:
         with self._lock:
             needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
         mine = [part for part in self._store.held() if part.rank == self._manager]
-        dropped = [part for part in mine if part.save_id not in needed and not self._values.is_needed(part.save_id)]
-        self._drop(dropped)
-        gone = {part.save_id for part in dropped}
-        keep = [part.save_id for part in mine if part.save_id not in gone]
-        self.copies.forget(gone)
-        return keep
+        keep = {each.save_id for each in mine if each.save_id in needed or self._values.is_needed(each.save_id)}
+        self._drop([part for part in mine if part.save_id not in keep])
+        return list(keep)
 
     def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
         """On the holder's side: drop what this manager holds of another one. ``keep``: attempts that it
@@ -305,13 +296,13 @@ class Snapshots:
             with self._lock:
                 self._snapshots.update(recoverer.built)
                 self._last_stamp = max(self._last_stamp, self._newest_stamp())
-        return recoverer.entries, recoverer.failures
+        return {step: list(built.entries) for step, built in recoverer.built.items()}, recoverer.failures
 
     def _newest_stamp(self) -> int:
         """The latest point at which a part of this manager is known to have been sealed, in nanoseconds."""
         stamps = [
             int(part.manifest.labels[STAMP_LABEL])
             for part in self._store.held()
-            if part.rank == self._manager and part.manifest is not None and part_kind(part.manifest) is not None
+            if part.rank == self._manager and part.manifest is not None and is_part(part.manifest)
         ]
         return max(stamps, default=0)

@@ -114,9 +114,9 @@ class Writers:
         self.newest = 0  # the highest checkpoint that any handle is, or was, at
         self.lost_at: dict[str, int] = {}
         """Handles whose process was killed, and the checkpoint that each had open: it is not whole."""
-        self.killed: OrderedDict[str, None] = OrderedDict()
-        """Those, until they come back: a connection can break without its process."""
-        self._left: OrderedDict[str, None] = OrderedDict()  # so that what was under way does not bring them back
+        self._gone: OrderedDict[str, bool] = OrderedDict()
+        """Handles that are, and whether their process was killed. Those come back, as a connection can break without
+        its process; what others had under way does not bring them back."""
         self._departed = 0  # what those that are gone have moved past is whole
         self.left_need = -1  # the checkpoint whose commit covers all that was written by handles that have left
         self.departed_need = -1  # the same for all that are gone: of what killed ones wrote, but for what they had open
@@ -125,7 +125,11 @@ class Writers:
 
     def has_left(self, handle: str) -> bool:
         """Whether a handle has said that it writes no more."""
-        return handle in self._left
+        return self._gone.get(handle) is False
+
+    def was_killed(self, handle: str) -> bool:
+        """Whether the connection of its process broke, and it has not gone back since."""
+        return self._gone.get(handle) is True
 
     def place(self, handle: str, session: str, position: int, epoch: int) -> Writer:
         """A handle is there now."""
@@ -134,16 +138,12 @@ class Writers:
         writer.began = min(writer.began, position)
         self.newest = max(self.newest, position)
         self.lost_at.pop(handle, None)
-        self.killed.pop(handle, None)
+        self._gone.pop(handle, None)
         return writer
 
     def leave(self, handle: str, need: int) -> None:
         """A handle writes no more, and has said so: what it wrote counts."""
-        _remember(self._left, handle)
-        self.killed.pop(handle, None)
-        writer = self.live.pop(handle, None)
-        if writer is not None:
-            self._departed = max(self._departed, writer.position)
+        self._go(handle, killed=False)
         self.left_need = max(self.left_need, need)
         self.departed_need = max(self.departed_need, need)
 
@@ -153,17 +153,22 @@ class Writers:
         if self.sessions.get(session.id) is not session:
             return {}
         del self.sessions[session.id]
-        began = {handle: writer.began for handle, writer in self.live.items()}
-        killed = {handle: writer.position for handle, writer in self.live.items() if writer.session == session.id}
-        for handle, position in killed.items():
-            del self.live[handle]
-            _remember(self.killed, handle)
-            if position > fixed:
-                self.lost_at[handle] = position
-            self._departed = max(self._departed, position)
-            if position > began[handle]:
-                self.departed_need = max(self.departed_need, position - 1)
-        return killed
+        killed = {handle: writer for handle, writer in self.live.items() if writer.session == session.id}
+        for handle, writer in killed.items():
+            self._go(handle, killed=True)
+            if writer.position > fixed:
+                self.lost_at[handle] = writer.position
+            if writer.position > writer.began:
+                self.departed_need = max(self.departed_need, writer.position - 1)
+        return {handle: writer.position for handle, writer in killed.items()}
+
+    def _go(self, handle: str, *, killed: bool) -> None:
+        writer = self.live.pop(handle, None)
+        if writer is not None:
+            self._departed = max(self._departed, writer.position)
+        self._gone[handle] = killed
+        while len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
 
     def gone_sessions(self) -> list[Session]:
         """Sessions whose connection has ended, although nobody has said so yet."""
@@ -221,9 +226,3 @@ class Writers:
         for writer in self.live.values():
             writer.position = base
         self.newest, self._departed, self.lost_at = base, base + 1, {}
-
-
-def _remember(known: OrderedDict[str, None], handle: str) -> None:
-    known[handle] = None
-    while len(known) > _MOST_GONE:
-        known.popitem(last=False)

@@ -386,7 +386,7 @@ class Manager:
             self._discarded.move_to_end(handle)
             while len(self._discarded) > _MOST_GONE:
                 self._discarded.popitem(last=False)
-            self.shard.rollback(handle, max(to, self.shard.final))
+            self.shard.rollback(handle, to)
             if self.waiting:
                 self.changed.notify_all()
 

@@ -12,22 +12,25 @@ that is kept.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import secrets
+import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, never_committed
+
+if TYPE_CHECKING:
+    from ml_flashpoint.ddict.checkpoints.index import PartRef
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
 _MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
 _id_of = attrgetter("checkpoint_id")
+_what = attrgetter("checkpoint_id", "writer", "value", "persistent", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,12 @@ class StoredValue:
     value_id: str  # unique in the dictionary; `attempt` of the part that it becomes
     arena: Arena
     size: int  # bytes of the object; the arena may be larger
-    unused: deque[Arena] | None = None  # where the arena goes then; None: it is that of a part, and goes with that
+    unused: deque[Arena] | None = None  # where the arena goes then, unless it is that of a part, and goes with that
+    part: PartRef | None = None
 
     def __del__(self) -> None:
-        if self.unused is not None:  # in any thread, which may have any lock: nothing but this can be done here
-            self.unused.append(self.arena)
+        if self.part is None and self.unused is not None:
+            self.unused.append(self.arena)  # in any thread, which may have any lock: nothing but this can be done here
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +75,9 @@ class Entry:
     value: Value | None  # none: deleted
     persistent: bool = False  # written by `pput`: does not have to be written again in each checkpoint
     broadcast: bool = False  # written by `bput`: every manager has one
-    sequence: int = 0  # orders the writes of one manager; not kept by snapshots
+    # Its alone, so that handles can tell whether it is the one that they read. Not kept by snapshots, nor counted: a
+    # manager that is started anew must not give out a number of the one before it again.
+    sequence: int = field(default_factory=lambda: 1 + random.getrandbits(60))
 
 
 class Shard:
@@ -84,8 +90,6 @@ class Shard:
         self._history: dict[bytes, list[Entry]] = {}
         # Keys with entries at an id: collapsing and rolling back look at no others.
         self._touched: dict[int, set[bytes]] = {}
-        # Not the numbers of the shard of an earlier process: handles take entries with one number for the same one.
-        self._sequence = itertools.count(1 + secrets.randbits(60))
         self.oldest = 0  # oldest checkpoint that can be read and written
         self.committed = -1
         """Newest checkpoint that there is a snapshot of; below it, only those of `kept` can be read and written."""
@@ -136,15 +140,10 @@ class Shard:
 
     # ---- writing ------------------------------------------------------------------------------------------
 
-    def put(self, entry: Entry) -> Entry:
-        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key. Returns the
-        entry with its sequence number. Raises `DDictCheckpointRetiredError`: the checkpoint has left the working
-        set."""
+    def put(self, entry: Entry) -> None:
+        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key. Raises
+        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
         self.check_readable(entry.checkpoint_id)
-        entry = Entry(  # twice as fast as `replace`
-            *(entry.key, entry.checkpoint_id, entry.writer, entry.value, entry.persistent, entry.broadcast),
-            next(self._sequence),
-        )
         history = self._history.setdefault(entry.key, [])
         place = bisect_right(history, entry.checkpoint_id, key=_id_of)
         history.insert(place, entry)
@@ -161,7 +160,6 @@ class Shard:
             self._collapse(entry.key)
         else:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
-        return entry
 
     def rollback(self, writer: str, to: int) -> None:
         """Discard what ``writer`` wrote above checkpoint ``to``, and nothing that others wrote.
@@ -243,7 +241,8 @@ class Shard:
                 self._add(Entry(key, checkpoint_id, "", None))
             for key, entry in now.items():
                 earlier = present.get(key)
-                if earlier is None or not _is_same(earlier, entry):
+                # What was written anew at the same id, or recovered apart from the other, is the same twice.
+                if earlier is not entry and (earlier is None or _what(earlier) != _what(entry)):
                     self._add(entry)
             present = now
         self.used_bytes = sum(_bytes_of(entry) for history in self._history.values() for entry in history)
@@ -252,8 +251,8 @@ class Shard:
         history = self._history.setdefault(entry.key, [])
         # A write that came late, at an id that had a snapshot already, counts from where it was first seen.
         at = max(entry.checkpoint_id, history[-1].checkpoint_id) if history else entry.checkpoint_id
-        if at != entry.checkpoint_id or not entry.sequence:
-            entry = dataclasses.replace(entry, checkpoint_id=at, sequence=next(self._sequence))
+        if at != entry.checkpoint_id:
+            entry = dataclasses.replace(entry, checkpoint_id=at)
         history.append(entry)
         if entry.checkpoint_id > self.final:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
@@ -271,14 +270,3 @@ def _seen_from(history: list[Entry], checkpoint_id: int) -> Entry | None:
 
 def _bytes_of(entry: Entry) -> int:
     return 0 if entry.value is None else entry.value.nbytes + ENTRY_BYTES
-
-
-def _is_same(one: Entry, other: Entry) -> bool:
-    """Whether two snapshots have the same entry of a key. A handle may have written it anew at the same id between."""
-    return one is other or (
-        one.checkpoint_id == other.checkpoint_id
-        and one.writer == other.writer
-        and one.value == other.value
-        and one.persistent == other.persistent
-        and one.broadcast == other.broadcast
-    )

@@ -24,7 +24,7 @@ class Managers:
     """What the coordinator asks of managers, and what they answer."""
 
     def __init__(self, count: int) -> None:
-        self.incarnations = [f"first-{manager}" for manager in range(count)]
+        self.count = count
         self.asked: list[tuple[int, str, dict[str, Any]]] = []
         self.refusals: dict[str, Callable[[int, dict[str, Any]], FlashpointError | None]] = {}
         self.gates: dict[str, threading.Event] = {}
@@ -43,10 +43,10 @@ class Managers:
         error = None if refuse is None else refuse(manager, fields)
         if error is not None:
             raise error
-        return {"incarnation": self.incarnations[manager], "receipt": f"receipt of {manager}", "attempt": "s"}
+        return {"receipt": f"receipt of {manager}", "attempt": "s"}
 
     def persist(self, checkpoint_id: int, receipts: list[str]) -> None:
-        assert receipts == [f"receipt of {manager}" for manager in range(len(self.incarnations))]
+        assert receipts == [f"receipt of {manager}" for manager in range(self.count)]
         self.persisted.append(checkpoint_id)
 
     def await_asked(self, operation: str, count: int = 1) -> None:
@@ -137,7 +137,6 @@ class Play:
 
     def lose(self, manager: int, incarnation: str = "second") -> None:
         """A manager dies and comes back."""
-        self.managers.incarnations[manager] = incarnation
         self.coordinator.returned(manager, incarnation)
 
     def newest(self, timeout_s: float = DEADLINE_S) -> int:

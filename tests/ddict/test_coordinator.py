@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -400,11 +399,18 @@ def test_managers_that_cannot_be_asked_as_the_program_ends_are_an_error_that_com
         managers.ask("prepare", {})
 
 
+class Asked:
+    def manager(self, manager: int) -> None: ...
+
+    def of(self, of: int) -> None: ...
+
+    def oldest(self, oldest: int) -> None: ...
+
+
 @pytest.mark.parametrize("field", ["manager", "of", "oldest"])
 def test_a_number_below_zero_is_refused_where_none_means_anything(field: str) -> None:
-    asked = asking("play", field)
     with pytest.raises(ProtocolError, match=field):
-        asked(SimpleNamespace(play=lambda given: None), None, {field: -1})
+        asking(field)(Asked(), None, {field: -1}, [])
 
 
 @pytest.mark.parametrize("manager", [2, 10**9])

@@ -104,6 +104,7 @@ class Committer:
         self._epochs = Epochs(rules.managers)
         self._discards: dict[str, int] = {}  # killed handles, and what is left of what they wrote
         self._discard_number = 0
+        self._returned: dict[int, str] = {}  # managers that were lost, and which process of each has said so last
         self._committed = -1
         self._committing = -1
         self._sealed: dict[int, list[str]] = {}  # checkpoints, and the snapshot that each manager has of them
@@ -141,8 +142,9 @@ class Committer:
         """A manager was lost, and is back: it has found what it can go on from, and waits for an epoch to begin."""
         self.check_manager(manager)
         with self._changed:
-            if self._epochs.has_begun(manager, incarnation):
-                return
+            if self._returned.get(manager) == incarnation:
+                return  # it has said so before
+            self._returned[manager] = incarnation
             base = self._safe()
             at = f"checkpoint {base}" if base >= 0 else "the beginning, as nothing was committed yet"
             why = f"manager {manager} was lost, and all go on from {at}"
@@ -176,10 +178,10 @@ class Committer:
 
         def begin(manager: int) -> None:
             told = {**fields, "sealed": self.sealed_by(manager)}
-            answer = self._managers.call(manager, "begin", told, _BEGIN_S)
+            self._managers.call(manager, "begin", told, _BEGIN_S)
             with self._changed:
                 if epoch == self.epoch:
-                    self._epochs.begun(manager, str(answer["incarnation"]))
+                    self._epochs.behind.discard(manager)
 
         try:
             self._managers.at_once(behind, "begin", begin)

@@ -47,7 +47,7 @@ class Coordinator(Committer):
                 self._discards[handle] = max(position - 1, self._fixed())
             self._follow()
 
-    def join(self, handle: str, session: str, position: int, epoch: int) -> dict[str, Any]:
+    def join(self, handle: str, session_id: str, position: int, epoch: int) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
         moved since this was sent. Raises `StaleEpochError`: see `catch_up`; `DDictCheckpointRetiredError`: nobody can
         write where it is."""
@@ -57,14 +57,14 @@ class Coordinator(Committer):
                 writer = self._writers.live.get(handle)
                 if writer is None:
                     self._reachable(position)
-                    self._writers.place(handle, session, position, epoch)
+                    self._writers.place(handle, session_id, position, epoch)
                     self._changed.notify_all()
                 else:
-                    writer.session = session
+                    writer.session = session_id
             return self.state()
 
     def move(
-        self, handle: str, session: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
+        self, handle: str, session_id: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
     ) -> dict[str, Any]:
         """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
 
@@ -83,7 +83,7 @@ class Coordinator(Committer):
                 return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
             self._raise_orphaned()
-            writer = self._writers.live.get(handle) or self._writers.place(handle, session, position, epoch)
+            writer = self._writers.live.get(handle) or self._writers.place(handle, session_id, position, epoch)
             writer.moving_to = position
             self._changed.notify_all()
         retires = position - self._rules.working_set_size
@@ -100,7 +100,7 @@ class Coordinator(Committer):
                 return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
             fixed = self._fixed()  # what this move itself commits is not too late for what the handle wrote before
-            self._writers.place(handle, session, position, epoch)
+            self._writers.place(handle, session_id, position, epoch)
             self._follow()
             return {**self.state(), "fixed": fixed, "position": position}
 
@@ -142,19 +142,21 @@ class Coordinator(Committer):
             self._discards.pop(handle, None)
             self._follow()
 
-    def rollback(self, handle: str, session: str | None, to: int, epoch: int, timeout_s: float) -> dict[str, Any]:
-        """A handle goes back to checkpoint ``to``, and what it wrote above is discarded. Below what is committed, all
-        go back: an epoch begins there.
+    def rollback(
+        self, handle: str, session_if_any: str | None, position: int, epoch: int, timeout_s: float
+    ) -> dict[str, Any]:
+        """A handle goes back to a checkpoint, and what it wrote above is discarded. Below what is committed, all go
+        back: an epoch begins there.
 
         Args:
-            session: None: the handle is not attached.
+            session_if_any: None: the handle is not attached.
 
         Raises:
             StaleEpochError: see `catch_up`; but not for a handle that was killed, which comes back by this.
             DDictCheckpointRetiredError: nobody can go back there.
             DDictTimeoutError: not all managers could be reached; the same call again finishes it.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, to, session = time.monotonic() + timeout_s, position, session_if_any
         with self._changed:
             self._check_epoch(epoch)
             self._check_there(to)
@@ -322,15 +324,15 @@ class Coordinator(Committer):
             orphaned, self._orphaned = self._orphaned, None
             raise orphaned
 
-    def await_epoch(self, other_than: int, deadline: float, is_gone: IsGone) -> int:
+    def await_epoch(self, epoch: int, until: float, is_gone: IsGone) -> int:
         """Wait for another epoch than this one; returns the one that it is."""
         with self._opened:  # not with those who wait for commits: there is one here for each process that writes
-            while (self.epoch == other_than or not self._epochs.is_open) and not self._closing and not is_gone():
-                left = deadline - time.monotonic()
+            while (self.epoch == epoch or not self._epochs.is_open) and not self._closing and not is_gone():
+                left = until - time.monotonic()
                 if left <= 0:
                     break
                 self._opened.wait(min(left, _LOOK_S))
-            return self.epoch if self._epochs.is_open else other_than
+            return self.epoch if self._epochs.is_open else epoch
 
     def freeze(self, frozen: bool, timeout_s: float) -> None:
         """Have all managers refuse writes, or take them again."""

@@ -71,7 +71,7 @@ class CoordinatorServer:
         found = _OPERATIONS.get(operation)
         if found is None:
             raise ProtocolError(f"the coordinator has no operation {operation!a}")
-        return found(self, session, fields), ()
+        return found(self, session, fields, blobs)
 
     def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
@@ -94,27 +94,19 @@ class CoordinatorServer:
         return list(self.places.items())
 
 
-_OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields], Fields]] = {
-    "attach": asking("coordinator.attach", "session", "session_id"),
-    "await_commit": asking(
-        "coordinator.await_commit", "handle", "checkpoint_id", "epoch", "timeout_s", "is_gone", "if_written"
-    ),
-    "catch_up": asking("coordinator.catch_up", "handle", "position", "need", "epoch", "timeout_s"),
-    "freeze": asking("coordinator.freeze", "frozen", "timeout_s"),
-    "go_back": asking("coordinator.rollback", "handle", "session_if_any", "position", "epoch", "timeout_s"),
-    "hello": asking("hello"),
-    "here": asking("here", "manager", "node", "addresses"),
-    "join": asking("coordinator.join", "handle", "session_id", "position", "epoch"),
-    "leave": asking("coordinator.leave", "handle", "need", "epoch"),
-    "move": asking("coordinator.move", "handle", "session_id", "position", "epoch", "timeout_s", "onwards"),
-    "newest": asking("coordinator.newest", "epoch", "timeout_s", "is_gone"),
-    "persist_newest": asking("coordinator.persist_newest", "timeout_s", "is_gone", gives="checkpoint_id"),
+_OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields, list[bytes]], Result]] = {
+    **{name: asking(name) for name in ("hello", "here")},
+    **{
+        name: asking(f"coordinator.{name}")
+        for name in ("attach", "await_commit", "catch_up", "freeze", "join", "leave", "move", "newest", "restore")
+    },
+    "go_back": asking("coordinator.rollback"),
+    "persist_newest": asking("coordinator.persist_newest", gives="checkpoint_id"),
     "persisted_ids": asking("coordinator.run.ids", gives="ids"),
     "places": asking("where", gives="places"),
-    "restore": asking("coordinator.restore", "checkpoint_id", "handle", "timeout_s"),
-    "returned": asking("coordinator.returned", "manager", "incarnation"),
-    "sealed": asking("coordinator.sealed_by", "manager", gives="sealed"),
+    "returned": asking("coordinator.returned"),
+    "sealed": asking("coordinator.sealed_by", gives="sealed"),
     "state": asking("coordinator.whole_state"),
     # Answered when time is up, or an epoch begins. Meanwhile the end of either process is noticed by the other.
-    "watch": asking("coordinator.await_epoch", "epoch", "until", "is_gone", gives="epoch"),
+    "watch": asking("coordinator.await_epoch", gives="epoch"),
 }

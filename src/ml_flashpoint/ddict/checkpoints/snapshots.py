@@ -257,9 +257,9 @@ class Snapshots:
         self._drop([part for part in mine if part.save_id not in keep])
         return list(keep)
 
-    def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
-        """On the holder's side: drop what this manager holds of another one. ``keep``: attempts that it
-        still needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
+    def drop_copies(self, of: int, copies: Collection[str], before: str) -> None:
+        """On the holder's side: drop what this manager holds of another one, but for the ``copies`` that it still
+        needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
         `InvalidArgumentError`: this is no message of one whose copies are here."""
         if of not in self.held or not is_stamp(before):
             raise InvalidArgumentError("nothing is held of this one, or that is no stamp", argument="of", value=of)
@@ -268,7 +268,7 @@ class Snapshots:
             for part in self._store.held()
             # One whose manifest cannot be read is of no use.
             if part.rank == of
-            and part.save_id not in keep
+            and part.save_id not in copies
             and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
         ]
         self._drop(dropped)

@@ -41,7 +41,6 @@ class Epochs:
     def __init__(self, managers: int) -> None:
         self._managers = managers
         self._beginnings = [Beginning(-1, -1, "")]
-        self._incarnations: dict[int, str] = {}
         self.behind: set[int] = set()  # managers that have not begun the present one
         self.is_open = True  # whether handles may be told of it: all managers that are there have begun it
 
@@ -59,15 +58,6 @@ class Epochs:
         """The next one begins."""
         self._beginnings.append(beginning)
         self.behind, self.is_open = set(range(self._managers)), False
-
-    def begun(self, manager: int, incarnation: str) -> None:
-        """A manager has begun the present one."""
-        self.behind.discard(manager)
-        self._incarnations[manager] = incarnation
-
-    def has_begun(self, manager: int, incarnation: str) -> bool:
-        """Whether this process of a manager has begun any."""
-        return self._incarnations.get(manager) == incarnation
 
     def account(
         self, epoch: int, handle: str, position: int, need: int, *, writes: bool

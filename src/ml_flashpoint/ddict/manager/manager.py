@@ -30,13 +30,13 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
 )
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, allow_many_files, is_unused
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, Result, answered, deadline_of
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.server import Peer, RequestServer
@@ -81,7 +81,8 @@ class Manager:
         self.ended = threading.Event()
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self.run = PersistedRun(configuration)
-        self.epoch = 0  # guarded by the lock, like the shard: requests of another one are refused
+        # Guarded by the lock, like the shard: requests of another one are refused, and before it has begun any, all.
+        self.epoch = -1 if config.get("restarted") is True else 0
         # Of handles, the last that was told, and whether their process was killed.
         self._discarded: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         self._begun = threading.Lock()
@@ -208,7 +209,9 @@ class Manager:
         if not (self._ready.is_set() and self._lost is None) and operation not in AT_ONCE:
             self.wait_until_ready(deadline_of(fields))
         try:
-            return answered(self, session, operation, fields, blobs)
+            if operation not in OPERATIONS:
+                raise ProtocolError(f"there is no operation {operation!a}")
+            return OPERATIONS[operation](self, session, fields, blobs)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
             raise
@@ -306,9 +309,11 @@ class Manager:
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: object) -> None:
-        """Under the lock: refuse what belongs to another epoch. Raises `StaleEpochError`: this does."""
+        """Under the lock: refuse what belongs to another epoch. Raises `StaleEpochError`: this does;
+        `DDictManagerLostError`: this manager is lost, and begins none."""
         if epoch != self.epoch:
-            raise StaleEpochError(f"manager {self.number} is in epoch {self.epoch}", manager=self.number)
+            at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
+            raise self._lost or StaleEpochError(f"manager {self.number} {at}", manager=self.number)
 
     def begin(
         self,
@@ -320,7 +325,7 @@ class Manager:
         restored: PersistedCheckpoint | None,
         run: str,
         frozen: bool,
-    ) -> Fields:
+    ) -> None:
         """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
 
         Args:
@@ -346,7 +351,6 @@ class Manager:
                 self._ready.set()
             self.run.use(run)
             self.frozen = frozen
-            return {"incarnation": self.incarnation}
 
     def _take_up(self, base: int, restored: PersistedCheckpoint) -> None:
         entries = self.parts.take(restored)
@@ -365,7 +369,7 @@ class Manager:
                 self.shard.load(wanted.items())
                 self.shard.committed, self.shard.kept = base, frozenset(wanted)
             else:
-                self.shard.drop_above(base)
+                self.shard.rollback(None, base)
             self.epoch = epoch
             self.changed.notify_all()
 
@@ -396,17 +400,11 @@ class Manager:
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def _check(self, epoch: int) -> None:
-        """Refuse at once what is not of the epoch, which a manager that was lost has yet to begin."""
-        self.wait_until_ready(0.0)
-        with self.changed:
-            self.check_epoch(epoch)
-
     def prepare(self, epoch: int, checkpoint_id: int, committed: int) -> None:
         """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
         committed one was called off."""
         with self.changed:
-            self._check(epoch)
+            self.check_epoch(epoch)
             self._retain(lambda each: each <= committed)
             self._kept[checkpoint_id] = list(self.shard.entries(checkpoint_id))
         if self.rules.replicated and any(
@@ -417,14 +415,15 @@ class Manager:
     def seal(self, epoch: int, checkpoint_id: int, deadline: float) -> str:
         """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part. Raises
         `FlashpointError`: not now."""
-        self._check(epoch)
-        entries = self._prepared(checkpoint_id)
+        with self.changed:
+            self.check_epoch(epoch)
+            entries = self._prepared(checkpoint_id)
         return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
 
     def settle(self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""
         with self.changed:
-            self._check(epoch)
+            self.check_epoch(epoch)
             self.shard.retire(oldest)
             self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
             if self.waiting:

@@ -11,9 +11,11 @@ client. ``c`` is a checkpoint, ``w`` the writing handle, ``e`` the epoch, ``v`` 
 
 from __future__ import annotations
 
+import inspect
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
 Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
 
-OPERATIONS: dict[str, Operation] = {}  # on keys and values, by name
+OPERATIONS: dict[str, Operation] = {}  # by name
 AT_ONCE: Final = frozenset(
     ("abandon", "begin", "discard", "drop_copies", "freeze", "hello", "prepare", "seal", "settle", "stats")
 )
@@ -358,40 +360,33 @@ _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
 }
 
 
-def asking(method: str, *names: str, gives: str | None = None) -> Callable[[Any, Any, Fields], Fields]:
-    """A request that a method of whoever is asked answers, given these arguments, in order. ``gives``: the field that
-    what it returns is told in; None: it returns all fields, or nothing."""
-    find, parse = attrgetter(method), [_ARGUMENTS[name] for name in names]
+@cache
+def _parsers(function: Callable[..., Any]) -> list[Callable[[Any, Fields], Any]]:
+    its = inspect.signature(function).parameters.values()
+    return [_ARGUMENTS[each.name] for each in its if each.name != "self" and each.kind is not each.KEYWORD_ONLY]
 
-    def ask(asked: Any, session: Any, fields: Fields) -> Fields:
-        found = find(asked)(*(each(session, fields) for each in parse))
-        return (found or {}) if gives is None else {gives: found}
+
+def asking(method: str, *, gives: str | None = None) -> Callable[[Any, Any, Fields, list[bytes]], Result]:
+    """A request that a method of whoever is asked answers, given the arguments that its parameters are called after,
+    but for those that are keywords only. ``gives``: the field that what it returns is told in; None: it returns all
+    fields, or nothing."""
+    find = attrgetter(method)
+
+    def ask(asked: Any, session: Any, fields: Fields, blobs: list[bytes]) -> Result:
+        function = find(asked)
+        found = function(*(parse(session, fields) for parse in _parsers(function.__func__)))
+        return (found or {}) if gives is None else {gives: found}, ()
 
     return ask
 
 
-_TOLD = {
-    "begin": asking("begin", "epoch", "base", "keep", "pinned", "sealed", "restored", "run", "frozen"),
-    "complete": asking("wait_for_keys", "checkpoint_id", "deadline", "is_gone"),
-    "discard": asking("discard", "handle", "to", "number", "dead"),
-    "drop_copies": asking("snapshots.drop_copies", "of", "copies", "before"),
-    "freeze": asking("freeze", "frozen"),
-    "hello": asking("hello"),
-    "persist": asking("persist", "checkpoint_id", gives="receipt"),
-    "prepare": asking("prepare", "epoch", "checkpoint_id", "committed"),
+OPERATIONS |= {name: asking(name) for name in ("begin", "discard", "freeze", "hello", "prepare", "settle", "stats")}
+OPERATIONS |= {
+    "complete": asking("wait_for_keys"),
+    "drop_copies": asking("snapshots.drop_copies"),
+    "persist": asking("persist", gives="receipt"),
     "replicate": asking("replicate_later"),
     "restore_abort": asking("parts.abort"),
-    "restore_prepare": asking("parts.prepare", "checkpoint"),
-    "seal": asking("seal", "epoch", "checkpoint_id", "deadline", gives="attempt"),
-    "settle": asking("settle", "epoch", "oldest", "keep", "pinned", "committed"),
-    "stats": asking("stats"),
+    "restore_prepare": asking("parts.prepare"),
+    "seal": asking("seal", gives="attempt"),
 }
-
-
-def answered(manager: Manager, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
-    """The answer of a manager. Raises `FlashpointError`: see `RequestHandler`."""
-    if operation in _TOLD:
-        return _TOLD[operation](manager, session, fields), ()
-    if operation in OPERATIONS:
-        return OPERATIONS[operation](manager, session, fields, blobs)
-    raise ProtocolError(f"there is no operation {operation!a}")

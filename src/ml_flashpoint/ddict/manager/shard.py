@@ -15,7 +15,7 @@ import dataclasses
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -161,32 +161,24 @@ class Shard:
         else:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
 
-    def rollback(self, writer: str, to: int) -> None:
-        """Discard what ``writer`` wrote above checkpoint ``to``, and nothing that others wrote.
+    def rollback(self, writer: str | None, to: int) -> None:
+        """Discard what ``writer``, or with None anybody, wrote above checkpoint ``to``, and nothing that others wrote.
 
         What is final stays.
         """
-        self._discard(to, lambda entry: entry.writer == writer)
-
-    def drop_above(self, checkpoint_id: int) -> None:
-        """Discard what anybody wrote above a checkpoint; what is final stays."""
-        self._discard(checkpoint_id, lambda entry: True)
-
-    def _discard(self, to: int, is_gone: Callable[[Entry], bool]) -> None:
         for checkpoint_id in [each for each in self._touched if each > to]:
-            left = set()
-            for key in self._touched[checkpoint_id]:
+            for key in list(self._touched[checkpoint_id]):
                 history = self._history.get(key, [])
-                for entry in [e for e in history if e.checkpoint_id == checkpoint_id and is_gone(e)]:
+                there = [entry for entry in history if entry.checkpoint_id == checkpoint_id]
+                gone = [entry for entry in there if writer in (None, entry.writer)]
+                for entry in gone:
                     history.remove(entry)
                     self._release(entry)
-                if any(e.checkpoint_id == checkpoint_id for e in history):
-                    left.add(key)
+                if len(gone) == len(there):
+                    self._touched[checkpoint_id].discard(key)
                 if not history:
                     self._history.pop(key, None)
-            if left:
-                self._touched[checkpoint_id] = left
-            else:
+            if not self._touched[checkpoint_id]:
                 del self._touched[checkpoint_id]
 
     # ---- checkpoints --------------------------------------------------------------------------------------

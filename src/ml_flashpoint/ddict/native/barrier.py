@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import REQUESTS, BarrierBrokenError, DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import ray as native_ray
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
@@ -162,8 +163,7 @@ class Barrier:
     """
 
     def __init__(self, parties: int, *, timeout: float | None = None) -> None:
-        if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
-            raise InvalidArgumentError("must be a positive number of processes", argument="parties", value=parties)
+        checked_integer("parties", parties, 1)
         _check_timeout(timeout)
         secret = secrets.token_bytes(32)
         self._server: BarrierServer | native_ray.Hosted | None
@@ -183,8 +183,12 @@ class Barrier:
         self._says_farewell = 0  # process that it is seen to in
         _handles.add(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _handle, (self._address, self._secret, self._parties, self._timeout)
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._address, self._secret, self._parties, self._timeout
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._server = None
+        self._set_up(*state)
 
     @property
     def parties(self) -> int:
@@ -259,13 +263,6 @@ class Barrier:
 
 
 _handles: weakref.WeakSet[Barrier] = weakref.WeakSet()
-
-
-def _handle(address: Address, secret: bytes, parties: int, timeout: float | None) -> Barrier:
-    barrier = object.__new__(Barrier)
-    barrier._server = None
-    barrier._set_up(address, secret, parties, timeout)
-    return barrier
 
 
 def _check_timeout(timeout: float | None) -> None:

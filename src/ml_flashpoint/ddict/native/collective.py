@@ -7,40 +7,18 @@ from __future__ import annotations
 
 import collections
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate
 from ml_flashpoint.ddict.native.processes import ProcessGroup
-from ml_flashpoint.ddict.native.ray import check_node, free_port, free_port_on, is_on_ray, ray_nodes
+from ml_flashpoint.ddict.native.ray import LOOPBACK, Node, all_nodes, check_node, free_port_on
 from ml_flashpoint.format.errors import InvalidArgumentError
-
-_LOOPBACK = "127.0.0.1"
-GPUS_VARIABLE = "FLASHPOINT_NUM_GPUS"
-"""Environment variable: number of GPUs of each node, in place of the CUDA devices that torch sees. For tests, and to
-share or reserve devices."""
 
 RESTARTED_VARIABLE = "FLASHPOINT_RESTARTED"
 """Environment variable: 1 if whoever starts the program starts it again after a failure. torchrun's count of restarts
 says the same."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine.
-
-    Attributes:
-        hostname: its name.
-        num_cpus: cores that this process may use.
-        num_gpus: CUDA devices, or what `GPUS_VARIABLE` says; 0 where there are none.
-    """
-
-    hostname: str
-    num_cpus: int
-    num_gpus: int
 
 
 class System:
@@ -51,10 +29,7 @@ class System:
     """
 
     def __init__(self) -> None:
-        if is_on_ray():
-            self._nodes = [Node(n.hostname, n.num_cpus, _said_gpus(n.num_gpus)) for n in ray_nodes()]
-        else:
-            self._nodes = [Node(socket.gethostname(), len(os.sched_getaffinity(0)), _said_gpus(None))]
+        self._nodes = all_nodes()
 
     @property
     def nodes(self) -> list[Node]:
@@ -85,21 +60,6 @@ class System:
         return [Policy((gpu,), number) for number, node in enumerate(self._nodes) for gpu in range(node.num_gpus)]
 
 
-def _said_gpus(found: int | None) -> int:
-    said = os.environ.get(GPUS_VARIABLE)
-    if said is not None:
-        if not said.isdigit():
-            raise InvalidArgumentError("must be a number", argument=GPUS_VARIABLE, value=said)
-        return int(said)
-    if found is not None:
-        return found
-    try:
-        import torch
-    except ImportError:
-        return 0
-    return torch.cuda.device_count()  # unlike is_available(), it does not initialise CUDA
-
-
 class RankInfo:
     """What a process of a `CollectiveGroup`, or one that torchrun started, is told about itself and the others.
 
@@ -122,7 +82,7 @@ class RankInfo:
         self.my_local_world_size = _told("LOCAL_WORLD_SIZE")
         self.my_node_rank = _told("GROUP_RANK")
         self.world_size = _told("WORLD_SIZE")
-        self.master_addr = os.environ.get("MASTER_ADDR", _LOOPBACK)
+        self.master_addr = os.environ.get("MASTER_ADDR", LOOPBACK)
         self.master_port = _told("MASTER_PORT")
 
 
@@ -184,26 +144,24 @@ class CollectiveGroup(ProcessGroup):
 
 def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | None) -> list[ProcessTemplate]:
     size = len(policies)
-    nodes = ray_nodes() if is_on_ray() else None
+    nodes = all_nodes()
+    count = len(nodes)
     # Without a word about nodes, they are filled one after the other.
-    count = 1 if nodes is None else len(nodes)
     where = [rank * count // size if policy.node is None else policy.node for rank, policy in enumerate(policies)]
     for node in where:
         check_node(node, count)
     on_node = collections.Counter(where)
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK if nodes is None else nodes[where[0]].address}
-    if port is None:
-        port = free_port(_LOOPBACK) if nodes is None else free_port_on(where[0])
-    if nodes is None or len({node.address for node in nodes}) == 1:
+    port = free_port_on(where[0]) if port is None else port
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": nodes[where[0]].address, "MASTER_PORT": str(port)}
+    if len({node.address for node in nodes}) == 1:
         common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     placed: collections.Counter[int] = collections.Counter()
     templates = []
     for rank, (policy, node) in enumerate(zip(policies, where, strict=True)):
-        cores = (os.cpu_count() or 1) if nodes is None else nodes[node].num_cpus
+        threads = max(1, nodes[node].num_cpus // on_node[node])
         env = {
             **common,
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // on_node[node]))),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "RANK": str(rank),
             "LOCAL_RANK": str(placed[node]),
             "LOCAL_WORLD_SIZE": str(on_node[node]),

@@ -16,15 +16,16 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
-from typing import Any, Protocol
+from typing import Any
 
+from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError, ProcessFailedError
 from ml_flashpoint.ddict.native.barrier import Barrier
 from ml_flashpoint.ddict.native.process import ProcessTemplate, run_child, this_process
-from ml_flashpoint.ddict.native.ray import is_on_ray, start_on_ray
+from ml_flashpoint.ddict.native.ray import RayMember, is_on_ray, start_on_ray
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
@@ -39,23 +40,11 @@ _PRELOADED = ("numpy", "torch", "cloudpickle", "ml_flashpoint.ddict", "ml_flashp
 _numbers = itertools.count(1)
 
 
-class Running(Protocol):
-    """A process that was started."""
-
-    pid: int
-
-    def send(self, signal_number: int) -> bool:
-        """Send a signal; whether it still ran."""
-
-    def wait(self) -> tuple[int, str]:
-        """Exit code, negative for the number of a signal, and text of the error, once it has ended. For one thread."""
-
-
 @dataclass(eq=False)
 class _Member:
     puid: int
     template: ProcessTemplate
-    process: Running | None = None
+    process: _Child | RayMember | None = None
     exit_code: int | None = None
     error: str = ""
     dismissed: bool = False
@@ -66,6 +55,10 @@ class _Member:
     @property
     def runs(self) -> bool:
         return self.process is not None and self.exit_code is None
+
+    def send(self, signal_number: int) -> bool:
+        """Send a signal, if it was started; whether it still ran."""
+        return self.process is not None and self.process.send(signal_number)
 
     @property
     def has_failed(self) -> bool:
@@ -108,8 +101,7 @@ class ProcessGroup:
             InvalidArgumentError: `nproc` is no positive number, or `template` none.
             DDictError: the group was started.
         """
-        if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
-            raise InvalidArgumentError("must be a positive number of processes", argument="nproc", value=nproc)
+        checked_integer("nproc", nproc, 1)
         if not isinstance(template, ProcessTemplate):
             raise InvalidArgumentError("must be a ProcessTemplate", argument="template", value=template)
         self._check_not_started()
@@ -142,14 +134,9 @@ class ProcessGroup:
         self._is_started = True
         _started.add(self)
         try:
-            works = self._works()
-            if is_on_ray():
-                for member, process in zip(self._members, start_on_ray(works), strict=True):
-                    self._watch(member, process)
-            else:
-                context = _fork_server()
-                for member, work in zip(self._members, works, strict=True):
-                    self._watch(member, _Child(context, *work))
+            for member, process in zip(self._members, _started_all(self._works()), strict=True):
+                member.process = process
+                threading.Thread(target=self._note_end, args=(member, process), name="ddict-group", daemon=True).start()
         except BaseException:
             self.close()
             raise
@@ -184,8 +171,7 @@ class ProcessGroup:
         """Send a signal to all members that run, by default SIGKILL. Those that end by it do not count as failed."""
         for member in self._running:
             member.signals.add(signal_number)
-            assert member.process is not None
-            member.process.send(signal_number)
+            member.send(signal_number)
 
     def stop(self) -> None:
         """End all members that still run: SIGTERM, then SIGKILL. All have ended on return."""
@@ -235,11 +221,7 @@ class ProcessGroup:
             pickled[id(one)] = cloudpickle.dumps((one.target, tuple(one.args), dict(one.kwargs or {})))
         return [(member.puid, member.template, pickled[id(member.template)]) for member in self._members]
 
-    def _watch(self, member: _Member, process: Running) -> None:
-        member.process = process
-        threading.Thread(target=self._note_end, args=(member, process), name="ddict-group", daemon=True).start()
-
-    def _note_end(self, member: _Member, process: Running) -> None:
+    def _note_end(self, member: _Member, process: _Child | RayMember) -> None:
         code, error = process.wait()
         with self._changed:
             member.exit_code, member.error = code, error
@@ -269,15 +251,12 @@ class ProcessGroup:
         with self._changed:
             running = self._running
             for member in running:
-                assert member.process is not None
-                member.dismissed = member.process.send(signal.SIGTERM) or member.dismissed
+                member.dismissed = member.send(signal.SIGTERM) or member.dismissed
             self._changed.wait_for(lambda: not any(member.runs for member in running), TERMINATION_GRACE_S)
-            late = [member for member in running if member.runs]
-            for member in late:
-                member.signals.add(signal.SIGKILL)
-        for member in late:
-            assert member.process is not None
-            member.process.send(signal.SIGKILL)
+            for member in running:
+                if member.runs:
+                    member.signals.add(signal.SIGKILL)
+                    member.send(signal.SIGKILL)
 
 
 _started: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -299,8 +278,16 @@ def _fork_server() -> Any:
     return context
 
 
+def _started_all(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> Iterable[_Child | RayMember]:
+    """Their processes: all at once on Ray, else each when it is asked for."""
+    if is_on_ray():
+        return start_on_ray(works)
+    context = _fork_server()
+    return (_Child(context, *work) for work in works)
+
+
 class _Child:
-    """A member that is a child process. See `Running`."""
+    """A member that is a child process."""
 
     def __init__(self, context: Any, puid: int, template: ProcessTemplate, work: bytes) -> None:
         env = {**os.environ, **(template.env or {})}
@@ -316,6 +303,7 @@ class _Child:
         self.pid: int = self._process.pid
 
     def send(self, signal_number: int) -> bool:
+        """Send a signal; whether it still ran."""
         # The fork server reaps it only when it has ended, and the sentinel then says so at once.
         if wait_for([self._process.sentinel], 0):
             return False
@@ -324,6 +312,7 @@ class _Child:
         return True
 
     def wait(self) -> tuple[int, str]:
+        """Exit code, negative for the number of a signal, and text of the error, once it has ended. For one thread."""
         self._process.join()
         code: int = self._process.exitcode
         with self._report, contextlib.suppress(EOFError, OSError):

@@ -21,6 +21,11 @@ from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate, run_work
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Address, check_address
 
+LOOPBACK = "127.0.0.1"
+GPUS_VARIABLE = "FLASHPOINT_NUM_GPUS"
+"""Environment variable: number of GPUs of each node, in place of the CUDA devices that torch sees. For tests, and to
+share or reserve devices."""
+
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20_000  # `ray start` gives its workers 10002 to 19999
 _TRIES = 20
@@ -60,31 +65,52 @@ def _ray() -> Any:
 
 
 @dataclass(frozen=True)
-class RayNode:
-    """A live node of the cluster."""
+class Node:
+    """A machine.
 
-    node_id: str
-    address: str
+    Attributes:
+        hostname: its name.
+        num_cpus: cores that this process may use; on Ray, that the node has for all.
+        num_gpus: CUDA devices, or what `GPUS_VARIABLE` says; 0 where there are none.
+        address: where processes on all machines reach it.
+        ray_id: of the node in its cluster; empty: there is none.
+    """
+
     hostname: str
     num_cpus: int
     num_gpus: int
+    address: str = LOOPBACK
+    ray_id: str = ""
 
 
-def ray_nodes() -> list[RayNode]:
-    """The live nodes: first the one that this process runs on, then by id."""
-    ray = _ray()
-    own = ray.get_runtime_context().get_node_id()
-    alive = [node for node in ray.nodes() if node["Alive"]]
+def all_nodes() -> list[Node]:
+    """The machines of the program, those of a Ray cluster that are alive: first the one that this process runs on, then
+    by id. Raises `InvalidArgumentError`: `GPUS_VARIABLE` has no meaning."""
+    said = os.environ.get(GPUS_VARIABLE)
+    if said is not None and not said.isdigit():
+        raise InvalidArgumentError("must be a number", argument=GPUS_VARIABLE, value=said)
+    if not is_on_ray():
+        return [Node(socket.gethostname(), len(os.sched_getaffinity(0)), _gpus_here() if said is None else int(said))]
+    own = _ray().get_runtime_context().get_node_id()
+    alive = [node for node in _ray().nodes() if node["Alive"]]
     return [
-        RayNode(
-            node["NodeID"],
-            node["NodeManagerAddress"],
+        Node(
             node["NodeManagerHostname"],
             int(node["Resources"].get("CPU", 0)),
-            int(node["Resources"].get("GPU", 0)),
+            int(node["Resources"].get("GPU", 0) if said is None else said),
+            node["NodeManagerAddress"],
+            node["NodeID"],
         )
         for node in sorted(alive, key=lambda node: (node["NodeID"] != own, str(node["NodeID"])))
     ]
+
+
+def _gpus_here() -> int:
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()  # unlike is_available(), it does not initialise CUDA
 
 
 def _placed(node: int | None) -> dict[str, Any]:
@@ -92,9 +118,9 @@ def _placed(node: int | None) -> dict[str, Any]:
         return {"scheduling_strategy": "SPREAD"}
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = ray_nodes()
+    nodes = all_nodes()
     check_node(node, len(nodes))
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[node].node_id, soft=False)}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[node].ray_id, soft=False)}
 
 
 def check_node(node: int, count: int) -> None:
@@ -107,7 +133,9 @@ def check_node(node: int, count: int) -> None:
 
 
 def free_port_on(node: int) -> int:
-    """A TCP port that is free on a node at this moment."""
+    """The same on another node."""
+    if not is_on_ray():
+        return free_port(LOOPBACK)
     found = _ray().remote(free_port).options(num_cpus=0, **_placed(node)).remote()
     return int(_ray().get(found, timeout=_START_TIMEOUT_S))
 
@@ -131,7 +159,7 @@ class _Runner:
 
 
 class RayMember:
-    """A member that is an actor. See `processes.Running`."""
+    """A member that is an actor. See `processes._Child`."""
 
     def __init__(self, actor: Any, pid: int, result: Any) -> None:
         self._actor, self.pid, self._result = actor, pid, result
@@ -140,7 +168,7 @@ class RayMember:
     def send(self, signal_number: int) -> bool:
         """End it: whatever the signal, an actor at work hears nothing else."""
         self._sent = signal_number
-        self._kill()
+        _kill(self._actor)
         return True
 
     def wait(self) -> tuple[int, str]:
@@ -153,13 +181,14 @@ class RayMember:
                 continue
             except Exception as lost:
                 return (-self._sent, "") if self._sent else (DIED, str(lost))
-            self._kill()  # an actor lives as long as its handle; this one has done its work
+            _kill(self._actor)  # an actor lives as long as its handle; this one has done its work
             return code, error
         return DIED, "Ray is gone"
 
-    def _kill(self) -> None:
-        with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
-            _ray().kill(self._actor)
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
+        _ray().kill(actor)
 
 
 def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[RayMember]:
@@ -178,7 +207,7 @@ def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[Ra
         pids = ray.get([actor.pid.remote() for actor in actors], timeout=_START_TIMEOUT_S)
     except Exception as error:
         for actor in actors:
-            ray.kill(actor)
+            _kill(actor)
         if isinstance(error, FlashpointError):
             raise
         raise DDictError(f"not all processes could be started on Ray: {error}") from error
@@ -230,5 +259,4 @@ class Hosted:
         """End it. Idempotent."""
         with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
             _ray().get(self._actor.close.remote(), timeout=_CLOSE_S)
-        with contextlib.suppress(Exception):
-            _ray().kill(self._actor)
+        _kill(self._actor)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
+from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.client.keys import encode_key
 from ml_flashpoint.ddict.client.mapping import Mapped
 from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
@@ -118,7 +119,7 @@ class DDict(Mapped):
     @_takes(Options)
     def __init__(self, options: Options) -> None:
         configuration, self._coordinator, started = create(options)
-        self._set_up(configuration, 0, 0, read_only=options.read_only)
+        self._set_up(configuration, 0, 0, None)
         self._runtime: Runtime | None = started
         self._creator = os.getpid()
         if options.restore_from is not None:
@@ -137,9 +138,7 @@ class DDict(Mapped):
 
     @checkpoint_id.setter
     def checkpoint_id(self, checkpoint_id: int) -> None:
-        check_checkpoint_id(checkpoint_id)
-        deadline = self._begin()
-        self._access.move(checkpoint_id, deadline)
+        self._access.move(check_checkpoint_id(checkpoint_id), self._begin())
 
     def checkpoint(self) -> int:
         """Go on to the next checkpoint; returns its id. What was written stays readable there. A handle that began to
@@ -176,8 +175,7 @@ class DDict(Mapped):
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
         none)."""
-        deadline = self._begin()
-        self._access.sync(deadline)
+        self._access.sync(self._begin())
         return self.checkpoint_id
 
     def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
@@ -195,9 +193,7 @@ class DDict(Mapped):
             DDictWritesLostError: a manager came back without what this handle wrote, so it will not be.
             DDictTimeoutError: it was not in time: others have not moved past it, or have no copies of it.
         """
-        wanted = self.checkpoint_id - 1 if checkpoint_id is None else checkpoint_id
-        if checkpoint_id is not None:
-            check_checkpoint_id(checkpoint_id)
+        wanted = self.checkpoint_id - 1 if checkpoint_id is None else check_checkpoint_id(checkpoint_id)
         deadline = self._access.deadline(None if timeout is None else checked_timeout(timeout))
         return self._access.await_commit(wanted, deadline, if_written=checkpoint_id is None)
 
@@ -214,8 +210,7 @@ class DDict(Mapped):
         Raises:
             DDictPersistError: there is no persister, or it failed.
         """
-        deadline = self._begin()
-        return int(self._access.ask_main("persist_newest", deadline=deadline)["checkpoint_id"])
+        return int(self._access.ask_main("persist_newest", deadline=self._begin())["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
@@ -261,11 +256,7 @@ class DDict(Mapped):
 
     def manager(self, manager: int) -> DDict:
         """A handle for the keys of one manager only: what it writes goes there, whatever the key."""
-        if type(manager) is not int or not 0 <= manager < self._configuration.managers:
-            raise InvalidArgumentError(
-                f"must be from 0 to {self._configuration.managers - 1}", argument="manager", value=manager
-            )
-        return self._clone(only=manager)
+        return self._clone(only=checked_integer("manager", manager, 0, self._configuration.managers - 1))
 
     @property
     def local_managers(self) -> list[int]:
@@ -309,8 +300,7 @@ class DDict(Mapped):
     # ---- handles ------------------------------------------------------------------------------------------
 
     def _clone(self, *, only: int | None) -> DDict:
-        epoch, read_only = self._access.standing.epoch, self._access.read_only
-        return _made(self._configuration, self.checkpoint_id, epoch, read_only, only)
+        return _made(self._configuration, self.checkpoint_id, self._access.standing.epoch, only)
 
     def __copy__(self) -> DDict:
         return self._clone(only=self._access.only)
@@ -320,8 +310,7 @@ class DDict(Mapped):
 
     def _described(self) -> tuple[Any, ...]:
         """What another handle like this one is made from, as plain JSON: see `_made`."""
-        access, standing = self._access, self._access.standing
-        return self._configuration.to_json(), standing.checkpoint_id, standing.epoch, access.read_only, access.only
+        return self._configuration.to_json(), self.checkpoint_id, self._access.standing.epoch, self._access.only
 
     def serialize(self) -> str:
         """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
@@ -340,10 +329,10 @@ class DDict(Mapped):
             DDictManagerLostError: the dictionary is not there.
         """
         try:
-            configuration, checkpoint_id, epoch, *rest = json.loads(base64.urlsafe_b64decode(serialized.encode()))
+            configuration, checkpoint_id, epoch, only = json.loads(base64.urlsafe_b64decode(serialized.encode()))
             for number in (checkpoint_id, epoch):
                 check_checkpoint_id(number, "serialized")
-            made = _made(configuration, checkpoint_id, epoch, *rest)
+            made = _made(configuration, checkpoint_id, epoch, only)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgumentError(
                 f"is not what serialize() returned: {error}", argument="serialized", value=serialized
@@ -419,14 +408,12 @@ class DDict(Mapped):
         )
 
 
-def _made(
-    configuration: Configuration | Mapping[str, Any], checkpoint_id: int, epoch: int, read_only: bool, only: int | None
-) -> DDict:
+def _made(configuration: Configuration | Mapping[str, Any], checkpoint_id: int, epoch: int, only: int | None) -> DDict:
     """A handle of a dictionary, which `DDict._described` has described."""
     if not isinstance(configuration, Configuration):
         configuration = Configuration.from_json(configuration)
-    handle = DDict.__new__(DDict)
+    handle: DDict = DDict.__new__(DDict)
     handle._runtime = handle._coordinator = None
     handle._creator = 0
-    handle._set_up(configuration, checkpoint_id, epoch, read_only=read_only, only=only)
+    handle._set_up(configuration, checkpoint_id, epoch, only)
     return handle

@@ -39,10 +39,8 @@ class Found(NamedTuple):
 class Access(Handle):
     """See the module. As thread-safe as any handle. ``only``: the one manager to use, whatever the key, if any."""
 
-    def __init__(
-        self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None
-    ) -> None:
-        super().__init__(configuration, checkpoint_id, epoch, read_only=read_only)
+    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, only: int | None) -> None:
+        super().__init__(configuration, checkpoint_id, epoch)
         self.only = only
 
     @property

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
 from ml_flashpoint.ddict.errors import (
-    DDictCheckpointRetiredError,
     DDictDestroyedError,
     DDictManagerLostError,
     DDictReadOnlyError,
@@ -38,9 +37,8 @@ _LEAVE_S = 5.0
 class Handle:
     """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it."""
 
-    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool) -> None:
+    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int) -> None:
         self.configuration = configuration
-        self.read_only = read_only or configuration.options.read_only
         self.timeout_s = configuration.options.timeout_s
         self._begin(checkpoint_id, epoch)
         _handles.add(self)
@@ -111,8 +109,8 @@ class Handle:
 
     def check_writable(self) -> None:
         """Raise `DDictReadOnlyError` if this handle may not write."""
-        if self.read_only:
-            raise DDictReadOnlyError("this handle was made with read_only=True")
+        if self.configuration.options.read_only:
+            raise DDictReadOnlyError("the dictionary was made with read_only=True")
 
     def in_writing(self, send: Callable[[int], _Result], deadline: float, *, lasting: bool = False) -> _Result:
         """Write at one manager. ``send``: makes the request, given the epoch, and returns its result. ``lasting``: the
@@ -206,9 +204,6 @@ class Handle:
         self._going_back = to
         try:
             state = self._ask_in_epoch("go_back", fields, deadline)
-        except (DDictCheckpointRetiredError, DDictDestroyedError):
-            self._going_back = None
-            raise
         except FlashpointError as error:
             if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
                 standing.checkpoint_id = to  # it may be done but for a manager that is away

@@ -137,22 +137,18 @@ def _joined(encodings: Iterable[bytes]) -> bytes:
     return b"".join(_LENGTH.pack(len(each)) + each for each in encodings)
 
 
-def _pickle(key: object) -> bytes:
+def _pickle(key: object, *, fast: bool = True) -> bytes:
     # Without the memo, since with it equal keys differ in which of their equal parts are one and the same object.
-    for fast in (True, False):
-        file = io.BytesIO()
-        pickler = cloudpickle.Pickler(file, protocol=5)
-        pickler.fast = fast
-        try:
-            pickler.dump(key)
-        except (ValueError, RecursionError) as error:
-            if fast:
-                continue  # it refers to itself
-            raise InvalidArgumentError(f"a key that cannot be pickled: {error}", argument="key", value=key) from error
-        except Exception as error:
-            raise InvalidArgumentError(f"a key that cannot be pickled: {error}", argument="key", value=key) from error
-        return file.getvalue()
-    raise AssertionError("unreachable")
+    file = io.BytesIO()
+    pickler = cloudpickle.Pickler(file, protocol=5)
+    pickler.fast = fast
+    try:
+        pickler.dump(key)
+    except Exception as error:
+        if fast and isinstance(error, (ValueError, RecursionError)):
+            return _pickle(key, fast=False)  # it refers to itself
+        raise InvalidArgumentError(f"a key that cannot be pickled: {error}", argument="key", value=key) from error
+    return file.getvalue()
 
 
 def _decode(data: bytes, depth: int) -> Hashable:

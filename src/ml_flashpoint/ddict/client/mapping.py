@@ -28,11 +28,9 @@ _MISSING: Any = object()
 class Mapped(MutableMapping[Any, Any]):
     """See the module; the base of `DDict` and of nothing else."""
 
-    def _set_up(
-        self, configuration: Configuration, checkpoint_id: int, epoch: int, *, read_only: bool, only: int | None = None
-    ) -> None:
+    def _set_up(self, configuration: Configuration, checkpoint_id: int, epoch: int, only: int | None) -> None:
         self._configuration = configuration
-        self._access = Access(configuration, checkpoint_id, epoch, read_only=read_only, only=only)
+        self._access = Access(configuration, checkpoint_id, epoch, only)
         self._batch: Batch | None = None
 
     # ---- one key ------------------------------------------------------------------------------------------
@@ -122,8 +120,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
-        deadline = self._begin()
-        return self._pop(key, default, deadline)
+        return self._pop(key, default, self._begin())
 
     def _pop(self, key: Any, default: Any, deadline: float) -> Any:
         encoded = encode_key(key)

@@ -65,11 +65,8 @@ class BarrierServer:
             tcp_host=host,
             max_connections=4 * parties + 100,
         )
-
-    @property
-    def address(self) -> Address:
+        self.address: Address = self._server.addresses[0]
         """Where it is."""
-        return self._server.addresses[0]
 
     def close(self) -> None:
         """End it: all connections close."""

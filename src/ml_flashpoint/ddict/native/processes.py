@@ -239,12 +239,11 @@ class ProcessGroup:
         self._break_barriers(f"process {member.puid} {member.how}")
 
     def _break_barriers(self, reason: str) -> None:
-        templates = {id(member.template): member.template for member in self._members}.values()
+        templates = [member.template for member in self._members]
         arguments = [each for one in templates for each in (*one.args, *(one.kwargs or {}).values())]
-        for barrier in arguments:
-            if isinstance(barrier, Barrier):
-                with contextlib.suppress(DDictError):
-                    barrier.abort(reason)
+        for barrier in {each for each in arguments if isinstance(each, Barrier)}:
+            with contextlib.suppress(DDictError):
+                barrier.abort(reason)
 
     def _dismiss(self) -> None:
         """SIGTERM to all that run, SIGKILL to those who do not heed it."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from ml_flashpoint.core.arguments import checked_integer
-from ml_flashpoint.ddict.client.keys import encode_key
 from ml_flashpoint.ddict.client.mapping import Mapped
 from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
@@ -275,7 +274,7 @@ class DDict(Mapped):
 
     def which_manager(self, key: Any) -> int:
         """Number of the manager that has a key, or would."""
-        return self._access.manager_of(encode_key(key))
+        return self._access.located(key)[0]
 
     def stats(self) -> list[ManagerStats]:
         """What each manager has."""

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -253,6 +254,18 @@ def test_a_large_value_that_is_deleted_while_all_are_read_is_left_out(
 
     monkeypatch.setattr(shared_memory, "read_value", delete_before)
     assert d.items() == [("there", 1)]
+
+
+def test_what_others_write_while_an_update_fails_is_there(d: DDict) -> None:
+    def items() -> Iterator[tuple[str, int]]:
+        yield "half an update", 1
+        with ThreadPoolExecutor(1) as another:
+            another.submit(d.put, "of another thread", 2).result(DEADLINE_S)
+        raise RuntimeError("it has no more")
+
+    with pytest.raises(RuntimeError):
+        d.update(items())
+    assert d["of another thread"] == 2
 
 
 # ---- several at once --------------------------------------------------------------------------------------

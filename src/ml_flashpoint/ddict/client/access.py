@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
-from ml_flashpoint.ddict.client.keys import decode_key, place, split_joined
+from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import REQUESTS, DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
 from ml_flashpoint.ddict.manager.requests import PERSISTENT
@@ -53,9 +54,10 @@ class Access(Handle):
         """Those of them on this node."""
         return [manager for manager in self.managers if self.client.is_local(manager)]
 
-    def manager_of(self, key: bytes) -> int:
-        """Which manager has an encoded key, or would."""
-        return place(key, self.configuration.managers) if self.only is None else self.only
+    def located(self, key: Hashable) -> tuple[int, bytes]:
+        """Which manager has a key, or would, and the key as it knows it."""
+        encoded = encode_key(key)
+        return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
     # ---- one key ------------------------------------------------------------------------------------------
 
@@ -261,35 +263,32 @@ class Batch:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._items: dict[int, dict[bytes, bytes]] = {}
-        self._bytes: dict[int, int] = {}
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was collected."""
+        self._items: defaultdict[int, dict[bytes, bytes]] = defaultdict(dict)
+        self._bytes: Counter[int] = Counter()
 
     def add(self, manager: int, key: bytes, inline: bytes, deadline: float) -> None:
         """Collect a write; sends what there is for this manager if that is much. ``inline``: the value, by
         `codec.to_inline`. Raises `FlashpointError`: what was sent could not be written."""
-        items = self._items.setdefault(manager, {})
-        items[key] = inline
-        self._bytes[manager] = self._bytes.get(manager, 0) + len(key) + len(inline)
-        if len(items) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
+        self._items[manager][key] = inline
+        self._bytes[manager] += len(key) + len(inline)
+        if len(self._items[manager]) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
             self._send(manager, deadline)
 
     def discard(self, manager: int, key: bytes) -> None:
         """Forget a write that a later one, which does not wait, has overtaken."""
-        self._items.get(manager, {}).pop(key, None)
+        self._items[manager].pop(key, None)
 
     def flush(self, deadline: float) -> None:
         """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again."""
         for manager in list(self._items):
             self._send(manager, deadline)
 
-    def drop(self) -> None:
-        """Forget what was collected."""
-        self._items.clear()
-        self._bytes.clear()
-
     def _send(self, manager: int, deadline: float) -> None:
-        items = list(self._items.get(manager, {}).items())
-        if not items:
+        if not (items := list(self._items[manager].items())):
             return
         blobs = [part for item in items for part in item]
         ops = [["put", {}, 2] for _ in items]

@@ -50,9 +50,8 @@ class Mapped(MutableMapping[Any, Any]):
             return default
 
     def _get(self, key: Any, *, copy: bool = False, wait: bool = True) -> Any:
-        encoded = encode_key(key)
         with _naming(key):
-            return self._access.get(self._access.manager_of(encoded), encoded, copy=copy, wait=wait).value
+            return self._access.get(*self._access.located(key), copy=copy, wait=wait).value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._put(key, value)
@@ -92,30 +91,31 @@ class Mapped(MutableMapping[Any, Any]):
                     raise
         raise AssertionError("there is a manager")
 
-    def _put(self, key: Any, value: Any, flags: int = 0, *, deadline: float | None = None) -> None:
-        deadline = self._access.deadline() if deadline is None else deadline
-        encoded_key, encoded = encode_key(key), codec.encode(value)
-        manager = self._access.manager_of(encoded_key)
-        if self._batch is not None:
+    def _put(self, key: Any, value: Any, flags: int = 0) -> None:
+        self._put_into(self._batch, key, value, self._access.deadline(), flags)
+
+    def _put_into(self, batch: Batch | None, key: Any, value: Any, deadline: float, flags: int = 0) -> None:
+        manager, encoded_key = self._access.located(key)
+        encoded = codec.encode(value)
+        if batch is not None:
             if encoded.inline and not flags:
                 self._access.check_writable()
-                self._batch.add(manager, encoded_key, codec.to_inline(encoded), deadline)
+                batch.add(manager, encoded_key, codec.to_inline(encoded), deadline)
                 return
-            self._batch.discard(manager, encoded_key)
+            batch.discard(manager, encoded_key)
         self._access.write(manager, encoded_key, encoded, flags, deadline=deadline)
 
     def __delitem__(self, key: Any) -> None:
         deadline = self._begin()
-        encoded = encode_key(key)
+        manager, encoded = self._access.located(key)
         with _naming(key):
-            self._access.change(self._access.manager_of(encoded), "delete", encoded, deadline=deadline)
+            self._access.change(manager, "delete", encoded, deadline=deadline)
 
     def __contains__(self, key: object) -> bool:
         try:
-            encoded = encode_key(key)
+            manager, encoded = self._access.located(key)
         except InvalidArgumentError:
             return False
-        manager = self._access.manager_of(encoded)
         return bool(self._access.ask(manager, "contains", encoded, deadline=self._access.deadline()).fields["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
@@ -123,8 +123,7 @@ class Mapped(MutableMapping[Any, Any]):
         return self._pop(key, default, self._begin())
 
     def _pop(self, key: Any, default: Any, deadline: float) -> Any:
-        encoded = encode_key(key)
-        manager = self._access.manager_of(encoded)
+        manager, encoded = self._access.located(key)
         try:
             with _naming(key):
                 while True:
@@ -153,8 +152,7 @@ class Mapped(MutableMapping[Any, Any]):
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
-        encoded_key = encode_key(key)
-        manager = self._access.manager_of(encoded_key)
+        manager, encoded_key = self._access.located(key)
         deadline = self._begin()
         while True:
             try:
@@ -175,8 +173,7 @@ class Mapped(MutableMapping[Any, Any]):
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
         deadline = self._begin()
-        encoded = encode_key(key)
-        manager = self._access.manager_of(encoded)
+        manager, encoded = self._access.located(key)
         added = self._access.change(manager, "add", encoded, deadline=deadline, amount=amount, default=default)
         before: float = added["before"]
         return before
@@ -191,8 +188,7 @@ class Mapped(MutableMapping[Any, Any]):
         Raises:
             DDictTimeoutError: it did not come in time.
         """
-        encoded = encode_key(key)
-        manager = self._access.manager_of(encoded)
+        manager, encoded = self._access.located(key)
         # 0: only if it is there.
         deadline = self._access.deadline(checked_timeout(timeout) if timeout else timeout)
         seen = 0
@@ -213,20 +209,14 @@ class Mapped(MutableMapping[Any, Any]):
         """Write many keys; small values travel together."""
         deadline = self._access.deadline()
         items = other.items() if isinstance(other, Mapping) else other
-        nested = self._batch is not None
-        self.start_batch_put()
-        try:
+        batch = Batch(self._access) if self._batch is None else self._batch
+        began = time.monotonic()
+        for key, value in itertools.chain(items, named.items()):
+            deadline += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
+            self._put_into(batch, key, value, deadline)
             began = time.monotonic()
-            for key, value in itertools.chain(items, named.items()):
-                deadline += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
-                self._put(key, value, deadline=deadline)
-                began = time.monotonic()
-        except BaseException:
-            if not nested:
-                self._batch = None
-            raise
-        if not nested:
-            self._end_batch(deadline)
+        if batch is not self._batch:
+            batch.flush(deadline)
 
     def start_batch_put(self) -> None:
         """Collect small values from now on, and send them together: when there are many, and at `end_batch_put`.

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
         DDictWritesLostError,
     )
     from ml_flashpoint.ddict.persistence import (
+        CheckpointPersister,
         DAOSCheckpointPersister,
         FsspecCheckpointPersister,
+        NullCheckpointPersister,
         PosixCheckpointPersister,
     )
-    from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, NullCheckpointPersister
 
 __all__ = [
     "CheckpointPersister",
@@ -53,21 +54,14 @@ __all__ = [
     "PosixCheckpointPersister",
 ]
 
-_ELSEWHERE = {
-    "CheckpointPersister": "persistence.persister",
-    "DAOSCheckpointPersister": "persistence",
-    "DDict": "dictionary",
-    "FsspecCheckpointPersister": "persistence",
-    "ManagerStats": "dictionary",
-    "NullCheckpointPersister": "persistence.persister",
-    "PosixCheckpointPersister": "persistence",
-}
+_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'errors')}"), name)
+    module = "persistence" if name.endswith("Persister") else _MODULES.get(name, "errors")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -184,12 +184,10 @@ class Options:
 
     def make_strategy(self) -> ReplicationStrategy:
         """Who holds copies of whom."""
-        if self.replication is None:
-            return NoReplicationStrategy()
-        if isinstance(self.replication, ReplicationStrategy):
-            return self.replication
-        strategy: ReplicationStrategy = _STRATEGIES[self.replication](self.managers_per_node)
-        return strategy
+        if isinstance(self.replication, str):
+            strategy: ReplicationStrategy = _STRATEGIES[self.replication](self.managers_per_node)
+            return strategy
+        return self.replication or NoReplicationStrategy()
 
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """For each manager, those that hold copies of it."""
@@ -201,11 +199,8 @@ class Options:
 
     def named(self) -> Options:
         """The same for other processes: with the persister's class by its name, since not every process needs it, or
-        can import it, and a path that does not depend on where one is.
-
-        Raises:
-            InvalidArgumentError: the class cannot be imported by others, or refuses its arguments.
-        """
+        can import it, and a path that does not depend on where one is. Raises `InvalidArgumentError`: the class cannot
+        be imported by others, or refuses its arguments."""
         if not self.persists:
             return dataclasses.replace(self, persister_class=None)
         given = self.persister_class
@@ -237,11 +232,7 @@ def _is_persister(given: object) -> TypeGuard[type[CheckpointPersister]]:
 
 
 def checked_timeout(timeout: float | None) -> float:
-    """Seconds that calls may take.
-
-    Raises:
-        InvalidArgumentError: it is no positive number.
-    """
+    """Seconds that calls may take. Raises `InvalidArgumentError`: it is no positive number."""
     if timeout is None:
         return DEFAULT_TIMEOUT_S
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:

@@ -54,16 +54,16 @@ class Mapped(MutableMapping[Any, Any]):
             return self._access.get(*self._access.located(key), copy=copy, wait=wait).value
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._put(key, value)
+        self.put(key, value)
 
     def put(self, key: Any, value: Any) -> None:
         """As ``d[key] = value``."""
-        self._put(key, value)
+        self._put(self._batch, key, value, self._access.deadline())
 
     def pput(self, key: Any, value: Any) -> None:
         """Write a key for all checkpoints from here on: it need not be written again at each (`wait_for_keys`), and
         does not make this a writing handle that others' checkpoints wait for."""
-        self._put(key, value, PERSISTENT)
+        self._put(self._batch, key, value, self._access.deadline(), PERSISTENT)
 
     def bput(self, key: Any, value: Any) -> None:
         """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
@@ -91,10 +91,7 @@ class Mapped(MutableMapping[Any, Any]):
                     raise
         raise AssertionError("there is a manager")
 
-    def _put(self, key: Any, value: Any, flags: int = 0) -> None:
-        self._put_into(self._batch, key, value, self._access.deadline(), flags)
-
-    def _put_into(self, batch: Batch | None, key: Any, value: Any, deadline: float, flags: int = 0) -> None:
+    def _put(self, batch: Batch | None, key: Any, value: Any, deadline: float, flags: int = 0) -> None:
         manager, encoded_key = self._access.located(key)
         encoded = codec.encode(value)
         if batch is not None:
@@ -213,7 +210,7 @@ class Mapped(MutableMapping[Any, Any]):
         began = time.monotonic()
         for key, value in itertools.chain(items, named.items()):
             deadline += time.monotonic() - began  # how long the caller takes to give them is the caller's matter
-            self._put_into(batch, key, value, deadline)
+            self._put(batch, key, value, deadline)
             began = time.monotonic()
         if batch is not self._batch:
             batch.flush(deadline)

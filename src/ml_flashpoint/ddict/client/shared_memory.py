@@ -129,18 +129,10 @@ def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memory
 
 
 def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size: int | None = None) -> object:
-    """The value in an object. For clients only: it may unpickle.
-
-    Args:
-        buffer: the file, or the part of it that is in use. Tensors and arrays are views of it, which keep it alive;
-            if it is read-only, of a copy.
-        copy: give tensors and arrays memory of their own; without, arrays are read-only.
-        file_size: bytes of the file, if `buffer` is only the part in use.
-
-    Raises:
-        StaleValueError: it holds another value, or none.
-        ObjectFormatError: it is damaged.
-    """
+    """The value in an object. For clients only: it may unpickle. ``buffer``: the file, or the part of it that is in
+    use, and ``file_size`` bytes of that; tensors and arrays are views of it, which keep it alive, or of a copy if it is
+    read-only. ``copy``: give them memory of their own; without, arrays are read-only. Raises `StaleValueError`: it
+    holds another value, or none; `ObjectFormatError`: it is damaged."""
     view = memoryview(buffer)
     if view.readonly:
         buffer = bytearray(buffer)
@@ -231,19 +223,10 @@ def _write(arena: Arena, value_id: str, encoded: Encoded) -> int:
 
 
 def read_value(path: str, value_id: str, *, copy: bool = False) -> object:
-    """The value in an arena of this machine. It may unpickle.
-
-    Each view has a file open. When they are too many for the soft limit of this process, it is raised to the hard one.
-
-    Args:
-        copy: give tensors and arrays memory of their own. Without, they are views: arrays are read-only, and what is
-            written to a tensor stays in this process.
-
-    Raises:
-        StaleValueError: it is not there any more: ask the manager again.
-        ObjectFormatError: it is damaged.
-        DDictError: too many files are open.
-    """
+    """The value in an arena of this machine. It may unpickle. ``copy``: see `read_object`; what is written to a view
+    stays in this process, and each has a file open. When they are too many for the soft limit of this process, it is
+    raised to the hard one. Raises `StaleValueError`: it is not there any more: ask the manager again;
+    `ObjectFormatError`: it is damaged; `DDictError`: too many files are open."""
     mapping = _with_many_files(lambda: _map_private(path, value_id))
     try:
         return read_object(mapping, value_id, copy=copy)

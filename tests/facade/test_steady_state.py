@@ -316,6 +316,7 @@ CHANGES: dict[str, Change] = {
     "load state": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "lr": _set_group(lr=0.3),
     "lr that is a tensor": _set_group(lr=torch.tensor(0.3)),
+    "lr that is another tensor": lambda job: _set_group(lr=torch.rand(()))(job),
     "further option": _set_group(option="yes"),
     "option of another kind": _set_group(option=[1.0]),
     "tensors as an option": _set_group(option=[torch.ones(1)]),

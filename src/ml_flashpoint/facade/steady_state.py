@@ -346,7 +346,10 @@ class _KnownOptimizer:
         others = [index for index, kind in enumerate(kinds) if kind not in _PLAIN]  # tensors are seen to by guards
         self._others, self._kinds = elements(others), [kinds[index] for index in others]
         self._sizes = [len(group["params"]) for group in groups]
-        self._groups = Structure(Leaves({"groups": saved["param_groups"]}))
+        leaves = Leaves({"groups": saved["param_groups"]})
+        self._groups = Structure(leaves)
+        loose = [index for index, value in enumerate(leaves.values) if isinstance(value, torch.Tensor)]
+        self._loose_tensors, self._had = elements(loose), list[Any]()
         self._seen = _Untouched((), ())
 
     def loose(self) -> Sequence[Any]:
@@ -370,10 +373,14 @@ class _KnownOptimizer:
         leaves = Leaves({"groups": group_state(groups, self._names)})
         if not self._groups.is_of(leaves):
             raise _OtherwiseError
+        had, self._had = self._had, list(self._loose_tensors(leaves.values))
+        if len(had) != len(self._had) or not all(map(is_, had, self._had)):
+            self._seen = _Untouched((), ())  # a learning rate, say, that the program makes anew for each step
         return leaves.values
 
     def is_untouched(self) -> bool:
-        """Whether :meth:`fixed` would give what it gave last."""
+        """Whether :meth:`fixed` would give what it gave last, and the tensors of the latest :meth:`loose` are those of
+        the one before."""
         return self._seen.are_so([self._optimizer.__dict__["state"]])
 
     def fixed(self, *, watch: bool) -> Sequence[Any]:

@@ -2,7 +2,8 @@
 
 Owns the calls of torch's `get_optimizer_state_dict` and `set_optimizer_state_dict`, a shortcut around the former
 (see `module_state`), and what they leave out: parameters without state, and state of another dtype than its
-parameter. An optimizer that they cannot name is saved whole, by each rank for itself.
+parameter. An optimizer that they cannot name is saved whole, by each rank for itself. State that a new optimizer does
+not have yet gets its places from `optimizer_places`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ml_flashpoint.facade.optimizer_places import add_places
 from ml_flashpoint.format.errors import LoadError
 
 _log = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ class OptimizerState:
         self._modules_had: list[list[str]] = []
         self._named: list[torch.Tensor] = []
         self._root: nn.Module | None = None
-        self._nameable = False
+        self._nameable = self._simple = False
         self._names: list[str] | None = None
         # At loading: state that the optimizer starts with and the checkpoint lacks, by parameter and key.
         self._absent: dict[str, _State] = {}
@@ -65,7 +68,9 @@ class OptimizerState:
         modules = self._modules.values()
         named: list[torch.Tensor] = [p for each in modules for _, p in each.named_parameters(remove_duplicate=False)]
         same = _are_same(parameters, self._examined) and _are_same(named, self._named)
-        if not same or names != self._modules_had:
+        simple = _is_table(self.optimizer)  # it may become another thing after any step
+        if not same or names != self._modules_had or simple != self._simple:
+            self._simple = simple
             self._examine(parameters)
             self._modules_had, self._named = names, named
         if not self._nameable:
@@ -84,11 +89,7 @@ class OptimizerState:
     def _examine(self, parameters: list[torch.Tensor]) -> None:
         self._examined, self._names = parameters, None
         self._root = _root_of(parameters, self._modules)
-        simple = all(
-            isinstance(key, torch.Tensor) and isinstance(values, dict) and all(map(_is_simple, values.values()))
-            for key, values in self.optimizer.state.items()
-        )
-        self._nameable = simple and self._root is not None
+        self._nameable = self._simple and self._root is not None
         if not self._nameable:
             why = (
                 "its state is no table of tensors" if self._root is not None else "no tracked module has its parameters"
@@ -100,7 +101,7 @@ class OptimizerState:
             )
             return
         assert self._root is not None
-        if any(isinstance(module, FullyShardedDataParallel) for module in self._root.modules()):
+        if _has_flat_parameters(self._root):
             return
         theirs = _by_torch(self._root, self.optimizer)
         names = _names_in(theirs)
@@ -109,8 +110,8 @@ class OptimizerState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def current(self, keys: Collection[str]) -> _State:
-        """What a checkpoint with items of these keys is loaded into. A fresh optimizer gets its state made.
+    def current(self, metadata: Metadata) -> _State:
+        """What a checkpoint is loaded into. A fresh optimizer gets its state made.
 
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
@@ -122,25 +123,48 @@ class OptimizerState:
                 f"optimizer {self._name!r} was saved by parameter names, and no tracked module has its parameters",
                 hint="track the same modules as when it was saved",
             )
-        if not self.optimizer.state:
-            # Torch makes the state by a step without effect, which it does not dare to while there are gradients.
-            self.optimizer.zero_grad(set_to_none=True)
-        with _not_frozen(parameters):
-            state = _by_torch(root, self.optimizer)
+        state = self._by_torch_or_empty(root, parameters)
         names = _names_in(state)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         self._absent = {}
         present: dict[str, _State] = {}
+        keys = metadata.state_dict_metadata
         for name, values in state["state"].items():
             kept = {k: v for k, v in values.items() if self._is_saved(f"{self._name}.state.{name}.{k}", v, keys)}
-            if len(kept) < len(values):
+            if len(kept) < len(values) or not values:
                 self._absent[name] = {k: v for k, v in values.items() if k not in kept}
             if kept:
                 present[name] = kept
-        return {"state": present, "param_groups": state["param_groups"]}
+        target = {"state": present, "param_groups": state["param_groups"]}
+        if not _has_flat_parameters(root):
+            add_places(self._name, target, metadata, self._parameters)
+        return target
+
+    def _by_torch_or_empty(self, root: nn.Module, parameters: list[torch.Tensor]) -> _State:
+        """The state by names; empty for each parameter where a new optimizer takes no step without effect."""
+        optimizer, fresh = self.optimizer, not self.optimizer.state
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if fresh:
+            # Torch makes the state by a step without effect, which it does not dare to while there are gradients.
+            optimizer.zero_grad(set_to_none=True)
+        try:
+            with _not_frozen(parameters):
+                return _by_torch(root, optimizer)
+        except Exception as error:  # of whatever kind: it may want sparse gradients, or a closure
+            if not fresh or _has_flat_parameters(root):
+                raise
+            _log.info("optimizer %r takes no step without gradients: %s", self._name, error)
+        optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        optimizer.state.clear()
+        for parameter in parameters:
+            optimizer.state[parameter] = {}  # torch takes it for made, now and when it is loaded
+        return _by_torch(root, optimizer)
 
     @staticmethod
-    def _is_saved(key: str, value: object, keys: Collection[str]) -> bool:
+    def _is_saved(key: str, value: object, keys: Mapping[str, object]) -> bool:
         return key in keys or isinstance(value, (dict, list, tuple))
 
     def load(self, state: _State) -> None:
@@ -189,6 +213,10 @@ class OptimizerState:
         elif defaults.get("momentum"):
             copies = 1
         return [p for p in _parameters(self.optimizer) if p.requires_grad] * copies
+
+
+def _has_flat_parameters(root: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in root.modules())
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -266,5 +294,23 @@ def _is_same(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_table(optimizer: Optimizer) -> bool:
+    """Whether all of the state has a name of its own in a checkpoint, under which it comes back as what it was."""
+    return all(
+        isinstance(key, torch.Tensor)
+        and isinstance(values, dict)
+        and set(map(type, values)) <= {str}
+        and all(map(_is_simple, values.values()))
+        for key, values in optimizer.state.items()
+    ) and all(_has_named_parts(value) for group in optimizer.param_groups for value in group.values())
+
+
 def _is_simple(value: object) -> bool:
     return isinstance(value, (torch.Tensor, DTensor, bool, int, float, str, type(None)))
+
+
+def _has_named_parts(value: object) -> bool:
+    """Whether all keys in it are strings, as they are made of any others."""
+    if isinstance(value, Mapping):
+        return set(map(type, value)) <= {str} and all(map(_has_named_parts, value.values()))
+    return not isinstance(value, list) or all(map(_has_named_parts, value))

@@ -313,7 +313,7 @@ class TrackedState:
                 state[name] = tensors
         for name, optimizer in self._optimizers.items():
             if name in structured:
-                state[name] = optimizer.current(keys)
+                state[name] = optimizer.current(metadata)
         wanted = packed_names & {RNG, *self._optimizers, *self._others}
         if wanted:
             state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}

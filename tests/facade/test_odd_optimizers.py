@@ -1,0 +1,193 @@
+"""Optimizers that are not as torch expects them: what was saved of them comes back, in a new one of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ml_flashpoint import Flashpoint
+from tests.support.loops import assert_same_state, resumed, save
+
+STEPS, LATER = 5, 3
+
+
+def _state(key: str, make: Callable[[int, torch.Tensor], Any]) -> Callable[[Own], None]:
+    def change(optimizer: Own) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter][key] = make(optimizer.steps, parameter.detach())
+
+    return change
+
+
+def _group(make: Callable[[int], Any]) -> Callable[[Own], None]:
+    return lambda optimizer: optimizer.param_groups[0].update(extra=make(optimizer.steps))
+
+
+def _whole(key: str) -> Callable[[Own], None]:
+    return lambda optimizer: optimizer.state.update({key: {"count": optimizer.steps}})
+
+
+def _in_place(optimizer: Own) -> None:
+    optimizer.param_groups[0].setdefault("extra", torch.zeros(2)).add_(1)
+
+
+CHANGES: dict[str, Callable[[Own], None]] = {
+    "tensor": _state("extra", lambda step, parameter: parameter * step),
+    "tensor of another shape": _state("extra", lambda step, parameter: parameter.flatten()[:step].clone()),
+    "number": _state("extra", lambda step, _: step),
+    "nothing, at times": _state("extra", lambda step, parameter: parameter * step if step % 2 else None),
+    "list": _state("extra", lambda step, parameter: [parameter * step, step]),
+    "table": _state("extra", lambda step, parameter: {"of": parameter * step}),
+    "by number": _state(7, lambda step, _: step),  # type: ignore[arg-type]
+    "of none of the parameters": _whole("all"),
+    "number in the group": _group(lambda step: step),
+    "list in the group": _group(lambda step: [step, step]),
+    "table in the group": _group(lambda step: {"at": {"step": step}}),
+    "table by number in the group": _group(lambda step: {step: 1.5}),
+    "tensor in the group, in place": _in_place,
+    "tensor in the group, another each time": _group(lambda step: torch.ones(2) * step),
+    "tensors in the group, others each time": _group(lambda step: [torch.ones(2) * step]),
+}
+
+
+class Own(torch.optim.Optimizer):
+    """One that some more things belong to from some step on."""
+
+    def __init__(self, params: Any, change: Callable[[Own], None]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.steps, self._change = 0, change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+                moment.lerp_(parameter.grad, 0.5)
+                parameter.sub_(moment, alpha=self.param_groups[0]["lr"])
+        if self.steps >= LATER:
+            self._change(self)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_belongs_to_an_optimizer_from_some_step_on_comes_back(base: Path, name: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = Own(model.parameters(), CHANGES[name])
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for _ in range(STEPS):
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            fp.step()
+    fresh = nn.Linear(4, 2)
+    restored = Own(fresh.parameters(), CHANGES[name])
+    assert resumed(base, model=fresh, optimizer=restored) == STEPS
+    assert torch.equal(model.weight, fresh.weight)
+    assert _plain(restored.state_dict()) == _plain(optimizer.state_dict())
+
+
+def _plain(value: Any) -> Any:
+    """With lists in the place of tensors, to be compared."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class WithClosure(torch.optim.Optimizer):
+    """One that takes no step by itself, as those that look for flat minima."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "it needs a closure"
+        closure()
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+            moment.add_(parameter.grad)
+            parameter.data.sub_(moment)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_optimizer_that_takes_no_step_without_gradients(base: Path, frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(not frozen)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = WithClosure(trained)
+    optimizer.step(lambda: model(torch.ones(3, 4)).square().sum().backward())
+    save(base, model=model, optimizer=optimizer)
+    fresh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    restored = WithClosure(fresh.parameters() if not frozen else fresh[1].parameters())
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+    assert restored.param_groups[0]["lr"] == 0.1
+    assert all(parameter.grad is None for parameter in fresh.parameters())
+
+
+def test_an_optimizer_of_sparse_gradients(base: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Embedding(8, 4, sparse=True)
+        return model, torch.optim.SparseAdam(model.parameters())
+
+    model, optimizer = make()
+    model(torch.tensor([1, 2])).square().sum().backward()
+    optimizer.step()
+    save(base, model=model, optimizer=optimizer)
+    fresh, restored = make()
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+
+
+def test_a_failed_load_leaves_such_an_optimizer_as_it_was(base: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = WithClosure(model.parameters())
+    optimizer.step(lambda: model(torch.ones(3, 4)).square().sum().backward())
+    save(base, model=model, optimizer=optimizer)
+    fresh = nn.Linear(4, 3)
+    restored = WithClosure(fresh.parameters())
+    with Flashpoint(base) as fp:
+        assert fp.track(model=fresh, optimizer=restored).resume(fallback=lambda: 0) == 0
+    assert not restored.state
+    assert restored.param_groups[0]["lr"] == 0.1
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_state_that_comes_later(base: Path) -> None:
+    change = CHANGES["tensor"]
+
+    def make() -> tuple[nn.Module, Own]:
+        model = nn.Linear(4, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        return model, Own(model.parameters(), change)
+
+    model, optimizer = make()
+    for _ in range(STEPS):
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    save(base, model=model, optimizer=optimizer)
+    fresh, restored = make()
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        saved, found = optimizer.state[one]["extra"], restored.state[other]["extra"]
+        assert isinstance(found, DTensor)
+        assert found.placements == saved.placements
+        assert torch.equal(found.to_local(), saved.to_local())

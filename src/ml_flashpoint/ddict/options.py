@@ -140,11 +140,6 @@ class Options:
         return self.total_mem // self.managers
 
     @property
-    def timeout_s(self) -> float:
-        """Seconds that calls may take, where handles do not say otherwise."""
-        return checked_timeout(self.timeout)
-
-    @property
     def persists(self) -> bool:
         """Whether checkpoints can be persisted."""
         return self.persister_class not in (None, NullCheckpointPersister)

@@ -267,12 +267,6 @@ def _raw(tensor: torch.Tensor) -> bytes:
         return tensor_octets(tensor).tobytes()
 
 
-def _type_of(tensor: torch.Tensor, described: str | None) -> tuple[bytes, bytes]:
-    if described is None:
-        return b"T", _describe(dtype_name(tensor.dtype), tensor.shape).encode()
-    return b"A", described.encode()
-
-
 def to_inline(encoded: Encoded) -> bytes:
     """A small value in one row of bytes."""
     tensors = encoded.tensors
@@ -282,14 +276,17 @@ def to_inline(encoded: Encoded) -> bytes:
         return b"p" + encoded.pickled
     if encoded.kind == "bytes":
         return b"p" + pickle.dumps(_raw(tensors[0]), 5)
-    types = list(map(_type_of, tensors, encoded.arrays))
+    types = [
+        (b"T", _describe(dtype_name(tensor.dtype), tensor.shape)) if array is None else (b"A", array)
+        for tensor, array in zip(tensors, encoded.arrays, strict=True)
+    ]
     head = [_PART.pack(tag, tensor.nbytes, len(text)) for (tag, text), tensor in zip(types, tensors, strict=True)]
     return b"".join(
         (
             b"P",
             _MANY.pack(len(tensors), len(encoded.pickled)),
             *head,
-            *(text for _, text in types),
+            *(text.encode() for _, text in types),
             encoded.pickled,
             *map(_raw, tensors),
         )

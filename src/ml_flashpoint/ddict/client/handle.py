@@ -25,7 +25,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     StaleEpochError,
 )
-from ml_flashpoint.ddict.options import COORDINATOR, Configuration
+from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 
 _Result = TypeVar("_Result")
@@ -39,7 +39,7 @@ class Handle:
 
     def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int) -> None:
         self.configuration = configuration
-        self.timeout_s = configuration.options.timeout_s
+        self.timeout_s = checked_timeout(configuration.options.timeout)
         self._begin(checkpoint_id, epoch)
         _handles.add(self)
 
@@ -72,7 +72,13 @@ class Handle:
             try:
                 return send(epoch)
             except StaleEpochError as error:
-                self._catch_up(epoch, deadline, error)
+                if standing.epoch != epoch:
+                    continue  # another thread has heard of the next one
+                standing.catch_up(self.client.links, deadline)
+                if standing.epoch == epoch and standing.untold is None:
+                    if time.monotonic() + _PAUSE_S > deadline:
+                        raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
+                    time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
     def in_one_epoch(self, make: Callable[[], _Result], deadline: float) -> _Result:
         """Make several requests, all in one epoch: what they find is of one cut. ``make``: makes them; again, if an
@@ -84,16 +90,6 @@ class Handle:
                 return found
             if time.monotonic() >= deadline:
                 raise DDictTimeoutError("epochs begin faster than all managers can be asked")
-
-    def _catch_up(self, epoch: int, deadline: float, error: StaleEpochError) -> None:
-        standing = self.standing
-        if standing.epoch != epoch:
-            return  # another thread has
-        standing.catch_up(self.client.links, deadline)
-        if standing.epoch == epoch and standing.untold is None:
-            if time.monotonic() + _PAUSE_S > deadline:
-                raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
-            time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
     def ask_main(self, operation: str, *, deadline: float | None = None, **fields: Any) -> dict[str, Any]:
         """Ask the coordinator something, in whichever epoch."""

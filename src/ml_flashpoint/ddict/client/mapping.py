@@ -139,8 +139,8 @@ class Mapped(MutableMapping[Any, Any]):
             DDictKeyError: there is none.
         """
         deadline = self._begin()
-        while self._access.count(self._access.managers, deadline):
-            for key in self._access.keys(self._access.managers, deadline):
+        while keys := list(self._access.keys(self._access.managers, deadline)):
+            for key in keys:
                 with contextlib.suppress(DDictKeyError):
                     return key, self._pop(key, _MISSING, deadline)
                 if time.monotonic() >= deadline:

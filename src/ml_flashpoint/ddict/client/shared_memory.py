@@ -59,14 +59,11 @@ _SINGLE: Final = frozenset(("tensor", "array", "bytes"))
 # In the header: the value's id and kind.
 _HEADER_RESERVE: Final = 512
 
-_Signature = tuple[tuple[str, tuple[int, ...]], ...]
-
 
 @lru_cache(maxsize=64)
-def _tensor_layout(signature: _Signature, items: tuple[tuple[str, int], ...]) -> Layout:
-    return plan_layout(
-        [(f"t{index}", dtype, shape) for index, (dtype, shape) in enumerate(signature)], items, reserve=_HEADER_RESERVE
-    )
+def _tensor_layout(types: tuple[tuple[str, tuple[int, ...]], ...], items: tuple[tuple[str, int], ...]) -> Layout:
+    tensors = [(f"t{index}", dtype, shape) for index, (dtype, shape) in enumerate(types)]
+    return plan_layout(tensors, items, reserve=_HEADER_RESERVE)
 
 
 def _layout(encoded: Encoded) -> tuple[Layout, dict[str, bytes]]:

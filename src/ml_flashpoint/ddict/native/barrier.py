@@ -39,13 +39,6 @@ _NO_END_S = 1e6
 _MOST_REASON = 1000
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Session:
-    channel: Channel
-    counts: bool = False
-    """Whether it has waited, and not said farewell: its end is that of a process that others count on."""
-
-
 class BarrierServer:
     """The barrier itself. ``host``: address of this machine that processes on others reach it at; None: there are
     none."""
@@ -53,7 +46,9 @@ class BarrierServer:
     def __init__(self, parties: int, secret: bytes, host: str | None = None) -> None:
         self._parties = parties
         self._broken = ""
-        self._waiting: list[_Session] = []
+        self._waiting: list[Channel] = []
+        self._members: set[Channel] = set()
+        """Of those that have waited, and not said farewell: their end is that of processes that others count on."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._server = RequestServer(
@@ -76,13 +71,13 @@ class BarrierServer:
 
     # ---- requests: see `RequestHandler` -------------------------------------------------------------------
 
-    def open(self, peer: Peer) -> _Session:
+    def open(self, peer: Peer) -> Channel:
         """A process has connected."""
         assert peer.channel is not None
-        return _Session(peer.channel)
+        return peer.channel
 
     def handle(
-        self, session: _Session, op: str, fields: Fields, blobs: list[bytes]
+        self, session: Channel, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Any]] | None:
         """Do what it says."""
         with self._lock:
@@ -92,7 +87,7 @@ class BarrierServer:
             if op == "state":
                 return {"waiting": len(self._waiting), "broken": self._broken}, ()
             if op == "bye":
-                session.counts = False
+                self._members.discard(session)
             elif op in ("abort", "reset"):
                 self._break(text(fields, "reason"))
                 self._broken = self._broken if op == "abort" else ""
@@ -100,21 +95,22 @@ class BarrierServer:
                 raise ProtocolError(f"there is no operation {op!a}")
             return {}, ()
 
-    def closed(self, session: _Session) -> None:
+    def closed(self, session: Channel) -> None:
         """It has gone, one way or another."""
         with self._lock:
             if session in self._waiting:
                 self._waiting.remove(session)
-            if session.counts and not self._is_closed:
+            if session in self._members and not self._is_closed:
+                self._members.discard(session)
                 self._break("a process that uses it died, or gave up")
 
     # ---- the barrier --------------------------------------------------------------------------------------
 
-    def _join(self, session: _Session) -> None:
+    def _join(self, session: Channel) -> None:
         if self._broken:
             self._tell(session)
             return
-        session.counts = True
+        self._members.add(session)
         self._waiting.append(session)
         if len(self._waiting) == self._parties:
             released, self._waiting = self._waiting, []
@@ -127,14 +123,14 @@ class BarrierServer:
         for session in waiting:
             self._tell(session)
 
-    def _tell(self, session: _Session, index: int | None = None) -> None:
+    def _tell(self, session: Channel, index: int | None = None) -> None:
         # A few bytes to one who waits for nothing else always fit into the socket; who is gone is heard of later.
         broken = BarrierBrokenError(f"the barrier is broken: {self._broken}")
         try:
             if index is None:
-                session.channel.send(BARRIERS.describe(broken), {})
+                session.send(BARRIERS.describe(broken), {})
             else:
-                session.channel.send(None, {"index": index})
+                session.send(None, {"index": index})
         except FlashpointError as error:
             _log.debug("a process could not be told of a barrier: %s", error)
 

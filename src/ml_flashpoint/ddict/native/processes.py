@@ -105,7 +105,9 @@ class ProcessGroup:
         if not isinstance(template, ProcessTemplate):
             raise InvalidArgumentError("must be a ProcessTemplate", argument="template", value=template)
         self._check_not_started()
-        self._members += [_Member(_next_puid(), template) for _ in range(nproc)]
+        # Numbers unlike all others of this program, also of groups that a member starts.
+        numbers = [(this_process.my_puid << 16) + next(_numbers) for _ in range(nproc)]
+        self._members += [_Member(number, template) for number in numbers]
 
     def init(self) -> None:
         """Make ready to start, so that `start` is fast: the fork server imports what members need.
@@ -236,14 +238,11 @@ class ProcessGroup:
             _log.warning("process %d %s", member.puid, member.how)
         else:
             threading.Thread(target=self._dismiss, name="ddict-group-end", daemon=True).start()
-        self._break_barriers(f"process {member.puid} {member.how}")
-
-    def _break_barriers(self, reason: str) -> None:
         templates = [member.template for member in self._members]
         arguments = [each for one in templates for each in (*one.args, *(one.kwargs or {}).values())]
         for barrier in {each for each in arguments if isinstance(each, Barrier)}:
             with contextlib.suppress(DDictError):
-                barrier.abort(reason)
+                barrier.abort(f"process {member.puid} {member.how}")
 
     def _dismiss(self) -> None:
         """SIGTERM to all that run, SIGKILL to those who do not heed it."""
@@ -259,11 +258,6 @@ class ProcessGroup:
 
 
 _started: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-
-
-def _next_puid() -> int:
-    # Unlike all others of this program, also of groups that a member starts.
-    return (this_process.my_puid << 16) + next(_numbers)
 
 
 def _fork_server() -> Any:

@@ -146,8 +146,7 @@ class Knowing(Player):
 
 
 def configuration_of(address: Address) -> Configuration:
-    runtime = {"kind": "ray", "coordinator": list(address)}
-    return Configuration("0" * 12, Options(1, 2), "", "run", runtime, ((), ()), SECRET)
+    return Configuration("0" * 12, Options(1, 2), "", "run", address, ((), ()), SECRET)
 
 
 def test_the_coordinator_says_where_managers_are_and_where_they_are_now() -> None:

@@ -243,7 +243,7 @@ class Configuration:
         dictionary: id, 12 hexadecimal digits.
         base: folder of the dictionary; each node has ``node-<k>`` in it, on its own machine.
         run_id: of this dictionary's persisted checkpoints.
-        runtime: how managers run and are found: ``{"kind": "embedded"}``, or what the Ray runtime needs.
+        coordinator: its address; None: all is in that folder, on one machine.
         holders: see `Options.holders`.
     """
 
@@ -251,7 +251,7 @@ class Configuration:
     options: Options
     base: str
     run_id: str
-    runtime: dict[str, Any]
+    coordinator: Sequence[Any] | None
     holders: Sequence[Sequence[int]]
     secret: bytes = dataclasses.field(repr=False)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.format.errors import AuthenticationError, ProtocolError
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError, check_address
 
@@ -73,16 +73,12 @@ class Places:
 
 
 def locator(configuration: Configuration, node: str | None = None) -> Places:
-    """Finds the managers of a dictionary. ``node``: Ray node of this process, where that is known. Raises
-    `InvalidArgumentError`: the runtime is not known."""
-    kind = configuration.runtime.get("kind")
-    if kind == "embedded":
+    """Finds the managers of a dictionary. ``node``: Ray node of this process, where that is known."""
+    if configuration.coordinator is None:
         base = Path(configuration.base)
         places = {each: Place("", str(base / f"m-{each}.sock"), "", 0) for each in range(configuration.managers)}
         return Places("", ("unix", str(base / "c.sock")), lambda timeout_s: places)
-    if kind != "ray":
-        raise InvalidArgumentError("no such runtime", argument="runtime", value=kind)
-    coordinator = check_address(configuration.runtime["coordinator"])
+    coordinator = check_address(configuration.coordinator)
 
     def ask(timeout_s: float) -> dict[int, Place]:
         # Not by `Links`, which this is a part of; and not often.

@@ -168,8 +168,7 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
     kind = options.runtime or ("ray" if is_on_ray() else "embedded")
     dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
-    its = {"kind": kind}
-    configuration = Configuration(dictionary, options.named(), "", new_run_id(), its, options.holders(), secret)
+    configuration = Configuration(dictionary, options.named(), "", new_run_id(), None, options.holders(), secret)
     if kind == "ray":
         from ml_flashpoint.ddict.runtime.ray_runtime import RayRuntime
 

@@ -111,9 +111,7 @@ class RayRuntime:
         # A client of the cluster is no part of it, and its processes may not reach this one.
         told = configuration.to_json(), environment
         self._coordinator = Hosted(_coordinator, *told) if is_client() else _coordinator(*told)
-        self.configuration = configuration = dataclasses.replace(
-            configuration, runtime={**configuration.runtime, "coordinator": list(self._coordinator.address)}
-        )
+        self.configuration = configuration = dataclasses.replace(configuration, coordinator=self._coordinator.address)
         """With what clients need to find the coordinator, which knows where the managers are."""
         self._creator, self._lock = os.getpid(), threading.Lock()
         self._stopped = False

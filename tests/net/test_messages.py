@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 
 import pytest
@@ -20,7 +21,8 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.net import handshake, messages
-from ml_flashpoint.net.messages import HEAD_BYTES, MessageCode, parse_text
+from ml_flashpoint.net.channel import Channel
+from ml_flashpoint.net.messages import HEAD_BYTES, WORKING, MessageCode, parse_text
 from ml_flashpoint.replication.transfer_protocol import TRANSFERS
 
 SECRET = b"s" * 32
@@ -231,3 +233,29 @@ def test_any_refusal_is_an_error_of_ours(content: dict[str, str | int | bool | N
     error = TRANSFERS.rebuild(content)
     assert isinstance(error, FlashpointError)
     assert isinstance(str(error), str)
+
+
+def test_a_reply_is_read_that_came_along_with_the_word_that_it_is_still_to_come() -> None:
+    # As to one that was held up itself, and finds both there.
+    ours, theirs = (Channel(each, TRANSFERS, peer="the test") for each in socket.socketpair())
+    try:
+        for each in (ours, theirs):
+            each.take_keys_as_server(handshake.SessionKeys(b"", b""))  # none are used on a Unix socket
+        for _ in range(2):
+            theirs.send(WORKING, {})
+        theirs.send(None, {"a": 1}, [b"blob"], payload_bytes=3)
+        theirs.send_payload(memoryview(b"xyz"))
+
+        reply = ours.receive_reply()
+
+        assert (reply.fields, reply.blobs, reply.payload_bytes) == ({"a": 1}, [b"blob"], 3)
+        payload = bytearray(3)
+        ours.receive_payload(memoryview(payload))
+        assert payload == b"xyz"
+        for _ in range(2):
+            theirs.send(None, {})
+        with pytest.raises(ProtocolError, match="more than one message at once"):
+            ours.receive_reply()
+    finally:
+        ours.close()
+        theirs.close()

@@ -108,7 +108,7 @@ class Channel:
         self._receiving: MessageCode | None = None
         self._authenticated = False
         self._payload = b""
-        """What of a payload came along with its message."""
+        """What came along with a message: of its payload, or of what follows when that says that it is still to come."""
         sock.settimeout(None)
         if not self.local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -201,7 +201,8 @@ class Channel:
         if not self._authenticated:
             raise ProtocolError("messages need a handshake first")
         wait = _Wait(self, until if idle_s is None else time.monotonic() + idle_s, cancelled)
-        data = self._some(_FIRST_READ, 0, wait)
+        data, self._payload = self._payload, b""
+        data = data or self._some(_FIRST_READ, 0, wait)
         if idle_s is not None:
             wait.go_on(until)
         if len(data) < HEAD_BYTES:
@@ -216,8 +217,6 @@ class Channel:
         coded = total if self._receiving is None else total + CODE_BYTES
         if len(data) > coded:
             data, self._payload = data[:coded], data[coded:]
-            if len(self._payload) > payload_bytes:
-                raise ProtocolError(f"{self.peer} sent more than one message at once")
         elif len(data) < coded <= _READ_AT_ONCE:
             data += self._rest(coded - len(data), wait)
         elif len(data) < end:
@@ -233,6 +232,8 @@ class Channel:
             code += self._rest(CODE_BYTES - len(code), wait)
             self._receiving.check((data[:end], *blobs), code)
         subject, fields = parse_text(data[at:end], request=request)
+        if len(self._payload) > payload_bytes and subject != WORKING:
+            raise ProtocolError(f"{self.peer} sent more than one message at once")
         return Message(subject, fields, blobs, payload_bytes)
 
     def receive_reply(self, *, until: float | None = None, cancelled: Cancelled | None = None) -> Message:

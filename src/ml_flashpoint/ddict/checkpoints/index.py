@@ -154,9 +154,43 @@ def gather(
     return told, segment
 
 
-def index_bytes(entry: Entry) -> int:
-    """About what an entry takes in an index and the segment beside it."""
-    return _ROW_BYTES + len(entry.key) + (entry.value.nbytes if isinstance(entry.value, InlineValue) else 0)
+def index_bytes(entries: Iterable[Entry]) -> int:
+    """About what entries take in an index and the segment beside it."""
+    values = ((len(each.key), each.value) for each in entries)
+    return sum(_ROW_BYTES + key + (its.nbytes if isinstance(its, InlineValue) else 0) for key, its in values)
+
+
+def part_of(value: StoredValue) -> PartRef:
+    """The part that a large value is, once it was sealed."""
+    assert value.part is not None
+    return value.part
+
+
+def parts_of(entries: Iterable[Entry]) -> frozenset[PartRef]:
+    """The parts that the large values of entries are."""
+    return frozenset(part_of(entry.value) for entry in entries if isinstance(entry.value, StoredValue))
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltSnapshot:
+    """A snapshot in the store."""
+
+    ref: PartRef  # its part
+    # parts with the indices that it consists of, a full one first. Its own is not among them where nothing has changed
+    chain: tuple[PartRef, ...]
+    entries: frozenset[Entry]  # all of them; no two are equal
+    stored: frozenset[PartRef]  # the parts that their large values are
+    chain_bytes: int  # of the indices of the chain and the segments beside them, about
+    live_bytes: int  # those that a full one would take
+
+    @property
+    def needs(self) -> frozenset[PartRef]:
+        """The parts without which it cannot be read, itself among them."""
+        return self.stored.union((self.ref, *self.chain))
+
+
+NO_SNAPSHOT: Final = BuiltSnapshot(PartRef("", -1), (), frozenset(), frozenset(), 0, 0)
+"""What the first one builds on."""
 
 
 def fold(indices: Iterable[Index]) -> list[IndexEntry]:

@@ -1,12 +1,8 @@
-"""The parts of snapshots: what a manager puts into them, and reading them back.
+"""Reading back the snapshots of a manager.
 
-Owns committing values and snapshots to the store, which index is full, and the verification of every byte that a
-recovered snapshot consists of: from the own store, and what is missing or damaged there from the holders. Keeping,
-copying and dropping them is `snapshots`'; which are wanted is known, as the coordinator names each by its part.
-
-A snapshot has what has changed since the one before. It is full after `index.LONGEST_CHAIN` that were not, and
-when those would take more than twice what a full one does: so there is never more in their segments that is dead than
-what lives.
+Owns the verification of every byte that a recovered snapshot consists of: from the own store, and what is missing or
+damaged there from the holders. Which are wanted is known, as the coordinator names each by its part. What is in a part
+is `index`'s; making, keeping, copying and dropping them, `snapshots`'.
 """
 
 from __future__ import annotations
@@ -16,45 +12,32 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.copies import Peers
 from ml_flashpoint.ddict.checkpoints.index import (
-    GONE,
     INLINE,
-    LONGEST_CHAIN,
-    STAMP_LABEL,
     STORED,
+    BuiltSnapshot,
     Index,
     IndexEntry,
     PartRef,
     decode_index,
-    encode_index,
     fold,
-    gather,
     index_bytes,
     is_part,
-    plan_object,
+    parts_of,
     split_object,
 )
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
-from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, digest_workers, verify_blocks
-from ml_flashpoint.format.errors import (
-    DamagedError,
-    FlashpointError,
-    ManifestError,
-    ObjectNotFoundError,
-)
+from ml_flashpoint.format.digest import digest_workers, verify_blocks
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestError, ObjectNotFoundError
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.object_format import encode_header
+from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.replication.small_fetch import fetch_manifest
 from ml_flashpoint.replication.store_backend import IncomingCopy
@@ -65,130 +48,6 @@ _Key = TypeVar("_Key")
 _Found = TypeVar("_Found")
 
 _AT_ONCE = 8  # parts that are verified, or fetched, at a time
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltSnapshot:
-    """A snapshot in the store."""
-
-    ref: PartRef  # its part
-    # parts with the indices that it consists of, a full one first. Its own is not among them where nothing has changed
-    chain: tuple[PartRef, ...]
-    entries: frozenset[Entry]  # all of them; no two are equal
-    stored: frozenset[PartRef]  # the parts that their large values are
-    chain_bytes: int  # of the indices of the chain and the segments beside them, about
-    live_bytes: int  # those that a full one would take
-
-    @property
-    def needs(self) -> frozenset[PartRef]:
-        """The parts without which it cannot be read, itself among them."""
-        return self.stored.union((self.ref, *self.chain))
-
-
-@dataclass(frozen=True, slots=True)
-class PartBuilder:
-    """Commits the parts of one manager. For one thread at a time. ``stamp`` gives the next stamp."""
-
-    _store: RankStore
-    _node: str
-    _managers: int
-    _stamp: Callable[[], str]
-
-    def build(
-        self,
-        own: PartRef,
-        stamp: str,
-        entries: Sequence[Entry],
-        before: BuiltSnapshot | None,
-        check: Callable[[], None],
-    ) -> BuiltSnapshot:
-        """Commit a snapshot, and before it every stored value that is no part yet.
-
-        Takes time proportional to what changed, but for a few passes in C.
-
-        Args:
-            own: its part.
-            before: one whose parts are all here, to build on.
-            check: called now and then; may raise.
-
-        Raises:
-            FlashpointError: the store refuses. There is no snapshot then, but values may have been committed.
-        """
-        current, known = frozenset(entries), frozenset() if before is None else before.entries
-        lost, fresh = list(known - current), list(current - known)
-        for entry in fresh:
-            if isinstance(entry.value, StoredValue) and entry.value.part is None:
-                check()
-                self._seal_value(own.step, entry.value)
-        check()
-        stored = (frozenset() if before is None else before.stored - _stored(lost)) | _stored(fresh)
-        new_keys = {entry.key for entry in fresh}
-        missing = [entry.key for entry in lost if entry.key not in new_keys]
-        live_bytes = (0 if before is None else before.live_bytes) + _bytes_of(fresh) - _bytes_of(lost)
-        changes = _bytes_of(fresh) + sum(map(len, missing))
-        told: tuple[PartRef, ...] = ()
-        if before is None or self._is_full_due(before, changes, live_bytes):
-            fresh, missing, chain_bytes = list(entries), [], live_bytes
-        else:
-            told, chain_bytes = before.chain, before.chain_bytes + changes
-        chain = (*told, own) if fresh or missing or not told else told
-        listed, segment = gather(own, fresh, _part_of)
-        listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
-        index = encode_index(Index(own, self._store.rank, self._managers, told, listed))
-        self._write(own, stamp, index, segment)
-        return BuiltSnapshot(own, chain, current, stored, chain_bytes, live_bytes)
-
-    def _is_full_due(self, before: BuiltSnapshot, changes: int, live_bytes: int) -> bool:
-        found = [self._store.find(ref.attempt, self._store.rank) for ref in before.chain]
-        if any(part is None or part.doomed for part in found):
-            return True
-        is_long = len(before.chain) >= LONGEST_CHAIN and changes > 0
-        return is_long or before.chain_bytes + changes >= max(1, 2 * live_bytes)
-
-    def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
-        ref = PartRef(value.value_id, checkpoint_id)
-        try:
-            self._commit(ref, value.arena, value.size, self._stamp())
-        finally:
-            if self._store.find(ref.attempt, self._store.rank) is not None:
-                value.part = ref  # its arena is the store's to free, also if the commit has failed after it
-
-    def _commit(self, ref: PartRef, arena: Arena, size: int, stamp: str) -> None:
-        rank = self._store.rank
-        block_size = knobs.block_bytes()
-        digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_size).finish()
-        record = ObjectRecord(object_name(rank, ref.attempt), size, arena.size, digests, block_size)
-        labels = {STAMP_LABEL: stamp}
-        manifest = Manifest(ref.version, rank, self._managers, ref.attempt, self._node, (record,), labels)
-        self._store.commit(manifest, [arena])
-
-    def _write(self, ref: PartRef, stamp: str, index: bytes, segment: Sequence[bytes]) -> None:
-        layout = plan_object(len(index), sum(map(len, segment)))
-        arena = self._store.acquire(layout.size)
-        try:
-            arena.buffer[: layout.data_start] = encode_header(layout, arena.size)
-            for key, pieces in (("index", [index]), ("segment", segment)):
-                at = layout.by_key[key].begin
-                for data in pieces:
-                    arena.buffer[at : at + len(data)] = data
-                    at += len(data)
-            self._commit(ref, arena, layout.size, stamp)
-        except BaseException:
-            self._store.release(arena)
-            raise
-
-
-def _bytes_of(entries: Iterable[Entry]) -> int:
-    return sum(map(index_bytes, entries))
-
-
-def _part_of(value: StoredValue) -> PartRef:
-    assert value.part is not None  # it was sealed
-    return value.part
-
-
-def _stored(entries: Iterable[Entry]) -> frozenset[PartRef]:
-    return frozenset(_part_of(entry.value) for entry in entries if isinstance(entry.value, StoredValue))
 
 
 class Recoverer:
@@ -254,7 +113,7 @@ class Recoverer:
             chain.pop()
         chain_bytes = sum(self._index(each)[1].nbytes for each in chain) + sum(len(each.entries) for each in indices)
         self.built[ref.step] = BuiltSnapshot(
-            ref, tuple(chain), entries, _stored(entries), chain_bytes, _bytes_of(entries)
+            ref, tuple(chain), entries, parts_of(entries), chain_bytes, index_bytes(entries)
         )
 
     def _index(self, ref: PartRef) -> tuple[Index, memoryview]:

@@ -1,12 +1,15 @@
 """Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
 
-Owns the life of snapshots: when a part is committed, pushed, kept and dropped. The bytes of a snapshot are `index`'s,
-what goes into a part, and reading it back, `parts`', the copies at other managers `copies`'. Which checkpoint is
+Owns the life of snapshots: what goes into a part, when it is committed, pushed, kept and dropped. The bytes of a
+snapshot are `index`'s, reading it back `recovery`'s, the copies at other managers `copies`'. Which checkpoint is
 committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
 
 A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the
 entries and the small values written since the snapshot before. Large values are parts of their own, committed the first
 time that a snapshot refers to them. So a snapshot of what did not change copies no value, neither here nor to a peer.
+
+It is full after `index.LONGEST_CHAIN` that were not, and when those would take more than twice what a full one does: so
+there is never more in their segments that is dead than what lives.
 """
 
 from __future__ import annotations
@@ -18,16 +21,38 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
+from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, HolderBackend, Peers
-from ml_flashpoint.ddict.checkpoints.index import STAMP_LABEL, PartRef, is_part, is_stamp, snapshot_ref
-from ml_flashpoint.ddict.checkpoints.parts import BuiltSnapshot, PartBuilder, Recoverer
+from ml_flashpoint.ddict.checkpoints.index import (
+    GONE,
+    LONGEST_CHAIN,
+    NO_SNAPSHOT,
+    STAMP_LABEL,
+    BuiltSnapshot,
+    Index,
+    IndexEntry,
+    PartRef,
+    encode_index,
+    gather,
+    index_bytes,
+    is_part,
+    is_stamp,
+    part_of,
+    parts_of,
+    plan_object,
+    snapshot_ref,
+)
+from ml_flashpoint.ddict.checkpoints.recovery import Recoverer
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
-from ml_flashpoint.ddict.manager.shard import Entry
+from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
+from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
-from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
@@ -74,7 +99,6 @@ class Snapshots:
         manager = store.rank
         self._store = store
         self._manager = manager
-        self._managers = len(nodes)
         self._incarnation = incarnation
         self._values = values
         snapshot_ref(_FIRST_STAMP, incarnation, 0)  # refuses what cannot be in a name
@@ -84,12 +108,10 @@ class Snapshots:
         self.copies = Copies(store, self.holders, self._peers)
         self._service: TransferService | None = None
         self._host = host
-        # Taken in this order. Network is only waited for with the first, and users are called without the last.
+        # Taken in this order. Network is only waited for with the first. What changes, does so with the second.
         self._sealing = threading.Lock()
         self._building = threading.Lock()
-        self._lock = threading.Lock()
-        self._builder = PartBuilder(store, nodes[manager], self._managers, self._next_stamp)
-        self._snapshots: dict[int, BuiltSnapshot] = {}
+        self._snapshots: dict[int, BuiltSnapshot] = {}  # ascending; never changed, but replaced
         self._last_stamp = self._newest_stamp()
         self._closed = threading.Event()
 
@@ -104,7 +126,7 @@ class Snapshots:
             ReplicationError: cannot listen.
         """
         if self.holders or self.held:
-            backend = HolderBackend(self._store, self.held, self._managers)
+            backend = HolderBackend(self._store, self.held, len(self._peers.nodes))
             secret, deadline_s = self._peers.secret, transfer_deadline_s()
             service = TransferService(secret, backend, host=self._host, deadline_s=deadline_s)
             service.start()
@@ -142,8 +164,8 @@ class Snapshots:
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s
         with self._turn(deadline):
-            with self._building:
-                built = self._build(checkpoint_id, list(entries), deadline)
+            with self._building, collection_paused():
+                built = self._build(checkpoint_id, entries, deadline)
             self._push(deadline)
         return built.ref
 
@@ -157,9 +179,11 @@ class Snapshots:
         finally:
             self._sealing.release()
 
-    def _build(self, checkpoint_id: int, entries: list[Entry], deadline: float) -> BuiltSnapshot:
+    def _build(self, checkpoint_id: int, entries: Sequence[Entry], deadline: float) -> BuiltSnapshot:
+        """Commit a snapshot, and before it every large value that is no part yet. Takes time proportional to what
+        changed, but for a few passes in C. If the store refuses, there is no snapshot, but values may be parts."""
         newest = max(self._snapshots, default=-1)
-        before = self._snapshots.get(newest)
+        before = self._snapshots.get(newest, NO_SNAPSHOT)
         if checkpoint_id < newest:
             raise InvalidArgumentError(
                 f"checkpoint {newest} is sealed already",
@@ -167,7 +191,8 @@ class Snapshots:
                 value=checkpoint_id,
                 hint="seal in ascending order, or call forget_after() first",
             )
-        if before is not None and checkpoint_id == newest and before.entries == set(entries):
+        current = frozenset(entries)
+        if checkpoint_id == newest and before.entries == current:
             return before
 
         def check() -> None:
@@ -176,26 +201,76 @@ class Snapshots:
             if time.monotonic() > deadline:
                 raise DeadlineError("not sealed in time", step=checkpoint_id, rank=self._manager)
 
+        lost, fresh = list(before.entries - current), list(current - before.entries)
+        for entry in fresh:
+            if isinstance(entry.value, StoredValue) and entry.value.part is None:
+                check()
+                self._seal_value(checkpoint_id, entry.value)
         check()
-        stamp = self._next_stamp()
-        own = snapshot_ref(stamp, self._incarnation, checkpoint_id)
-        with collection_paused():
-            built = self._builder.build(own, stamp, entries, before, check)
-        with self._lock:
-            self._snapshots[checkpoint_id] = built
+        new_keys = {entry.key for entry in fresh}
+        missing = [entry.key for entry in lost if entry.key not in new_keys]
+        stored = (before.stored - parts_of(lost)) | parts_of(fresh)
+        changes = index_bytes(fresh) + sum(map(len, missing))
+        live_bytes = before.live_bytes + index_bytes(fresh) - index_bytes(lost)
+        told, chain_bytes = before.chain, before.chain_bytes + changes
+        is_long = len(told) >= LONGEST_CHAIN and changes > 0
+        if is_long or chain_bytes >= max(1, 2 * live_bytes) or not self._has_all(told):
+            told, fresh, missing, chain_bytes = (), list(entries), [], live_bytes
+        own = snapshot_ref(self._next_stamp(), self._incarnation, checkpoint_id)
+        chain = (*told, own) if fresh or missing or not told else told
+        self._write(own, told, fresh, missing)
+        built = BuiltSnapshot(own, chain, current, stored, chain_bytes, live_bytes)
+        self._snapshots = {**self._snapshots, checkpoint_id: built}
         return built
 
+    def _has_all(self, parts: Iterable[PartRef]) -> bool:
+        found = [self._store.find(ref.attempt, self._manager) for ref in parts]
+        return not any(part is None or part.doomed for part in found)
+
+    def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
+        ref = PartRef(value.value_id, checkpoint_id)
+        try:
+            self._commit(ref, value.arena, value.size)
+        finally:
+            if self._store.find(ref.attempt, self._manager) is not None:
+                value.part = ref  # its arena is the store's to free, also if the commit has failed after it
+
+    def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
+        listed, segment = gather(own, entries, part_of)
+        listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
+        index = encode_index(Index(own, self._manager, len(self._peers.nodes), told, listed))
+        layout = plan_object(len(index), sum(map(len, segment)))
+        arena = self._store.acquire(layout.size)
+        try:
+            arena.buffer[: layout.data_start] = encode_header(layout, arena.size)
+            for key, pieces in (("index", [index]), ("segment", segment)):
+                at = layout.by_key[key].begin
+                for data in pieces:
+                    arena.buffer[at : at + len(data)] = data
+                    at += len(data)
+            self._commit(own, arena, layout.size)
+        except BaseException:
+            self._store.release(arena)
+            raise
+
+    def _commit(self, ref: PartRef, arena: Arena, size: int) -> None:
+        nodes, labels = self._peers.nodes, {STAMP_LABEL: self._next_stamp()}
+        digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_bytes()).finish()
+        record = ObjectRecord(object_name(self._manager, ref.attempt), size, arena.size, digests, block_bytes())
+        manifest = Manifest(
+            ref.version, self._manager, len(nodes), ref.attempt, nodes[self._manager], (record,), labels
+        )
+        self._store.commit(manifest, [arena])
+
     def _push(self, deadline: float) -> None:
-        with self._lock:
-            snapshots = [self._snapshots[checkpoint_id].needs for checkpoint_id in sorted(self._snapshots)]
+        snapshots = [built.needs for built in self._snapshots.values()]
         # Snapshots last, by age: what a holder has without what it refers to is of no use to anyone.
         in_order = [sorted(needs, key=lambda ref: (ref.attempt.startswith("s-"), ref.attempt)) for needs in snapshots]
         self.copies.push(list(dict.fromkeys(chain(*in_order))), snapshots[-1] if snapshots else (), deadline)
 
     def _next_stamp(self) -> str:
-        with self._lock:
-            self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
-            return f"{self._last_stamp:020}"
+        self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
+        return f"{self._last_stamp:020}"
 
     def replicate(self, deadline_s: float) -> None:
         """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
@@ -206,14 +281,14 @@ class Snapshots:
 
     def sealed(self) -> dict[int, PartRef]:
         """The snapshots in this store, by checkpoint. Not only those whose copies are verified."""
-        with self._lock:
-            return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
+        return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
     def copied_to(self) -> list[int]:
         """Those of `holders` that are known to have verified copies of every snapshot here."""
-        with self._lock:
-            attempts = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
-        return self.copies.held_by(attempts)
+        return self.copies.held_by(self._needed())
+
+    def _needed(self) -> set[str]:
+        return {ref.attempt for built in self._snapshots.values() for ref in built.needs}
 
     # ---- retention ----------------------------------------------------------------------------------------
 
@@ -236,9 +311,7 @@ class Snapshots:
 
     def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
         with self._building:
-            with self._lock:
-                for checkpoint_id in list(filter(is_dropped, self._snapshots)):
-                    del self._snapshots[checkpoint_id]
+            self._snapshots = {each: built for each, built in self._snapshots.items() if not is_dropped(each)}
             keep = self._sweep()
             # Whatever is sealed from now on has a later stamp, and no holder will drop it for this message.
             before = self._next_stamp()
@@ -250,8 +323,7 @@ class Snapshots:
 
     def _sweep(self) -> list[str]:
         """Drop the parts that nothing needs; returns the attempts of the others."""
-        with self._lock:
-            needed = {ref.attempt for built in self._snapshots.values() for ref in built.needs}
+        needed = self._needed()
         mine = [part for part in self._store.held() if part.rank == self._manager]
         keep = {each.save_id for each in mine if each.save_id in needed or self._values.is_needed(each.save_id)}
         self._drop([part for part in mine if part.save_id not in keep])
@@ -293,9 +365,8 @@ class Snapshots:
             recoverer = Recoverer(self._store, self._values, self.holders, self._peers, self._closed.is_set)
             with collection_paused():
                 recoverer.recover(snapshots)
-            with self._lock:
-                self._snapshots.update(recoverer.built)
-                self._last_stamp = max(self._last_stamp, self._newest_stamp())
+            self._snapshots = dict(sorted({**self._snapshots, **recoverer.built}.items()))
+            self._last_stamp = max(self._last_stamp, self._newest_stamp())
         return {step: list(built.entries) for step, built in recoverer.built.items()}, recoverer.failures
 
     def _newest_stamp(self) -> int:

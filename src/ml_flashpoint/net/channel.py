@@ -108,7 +108,7 @@ class Channel:
         self._receiving: MessageCode | None = None
         self._authenticated = False
         self._payload = b""
-        """What came along with a message: of its payload, or of what follows when that says that it is still to come."""
+        """What came along with a message: of its payload, or of the one after a word that it is still to come."""
         sock.settimeout(None)
         if not self.local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -68,19 +68,27 @@ def cluster(one_cluster: RayCluster, base: Path) -> Iterator[RayCluster]:
     wait_until(lambda: not list(base.iterdir()), f"no folder is left: {list(base.iterdir())}", DEADLINE_S)
 
 
-def actor_pids() -> set[int]:
-    """Of the actors on this machine, as Ray names their processes."""
-    found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = process.info["cmdline"] or [""]
-        if line[0].startswith("ray::RayNode") and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.add(process.pid)
-    return found
-
-
 def actor_of(d: DDict, node: int) -> Any:
     """Of one manager, where each has a node of its own."""
     return ray.get_actor(actor_name(d._configuration.dictionary, node), namespace=NAMESPACE)
+
+
+def pids_of(d: DDict, nodes: int) -> list[int]:
+    """Of the actors' processes."""
+    asked = [actor_of(d, node).__ray_call__.remote(lambda _: os.getpid()) for node in range(nodes)]
+    return list(ray.get(asked, timeout=DEADLINE_S))
+
+
+def await_ended(pids: list[int]) -> None:
+    """Wait until there are no such processes, or only what nobody has waited for."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    wait_until(lambda: not any(map(runs, pids)), f"all actors' processes have ended: {pids}", DEADLINE_S)
 
 
 def place_of(d: DDict, manager: int) -> dict[str, Any]:
@@ -228,8 +236,7 @@ def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) 
     d["x"] = value_of(0, 0)
     other = DDict.attach(d.serialize())
     assert len(list(base.iterdir())) == NODES
-    pids = actor_pids()
-    assert len(pids) >= NODES
+    pids = pids_of(d, NODES)
     managers = {pid for node in range(NODES) for pid in place_of(d, node)["pids"].values()}
     assert len(managers) == 2 * NODES
 
@@ -240,7 +247,7 @@ def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) 
     for node in range(NODES):
         with pytest.raises(ValueError, match="Failed to look up actor"):
             actor_of(d, node)
-    wait_until(lambda: not actor_pids() & pids, "all actors' processes have ended", DEADLINE_S)
+    await_ended(pids)
     states = [group["state"] for group in ray.util.placement_group_table().values()]
     assert set(states) <= {"REMOVED"}
     with pytest.raises(DDictDestroyedError):
@@ -248,7 +255,6 @@ def test_destroy_leaves_no_actor_and_no_folder(cluster: RayCluster, base: Path) 
 
 
 def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
-    before = actor_pids()  # of other tests' clusters, on the same machine
     creator = subprocess.Popen(
         [sys.executable, "-m", ddict_ray.__name__, cluster.address],
         stdout=subprocess.PIPE,
@@ -262,12 +268,11 @@ def test_all_ends_with_the_creator(cluster: RayCluster, base: Path) -> None:
         d = DDict.attach(serialized, timeout=30)  # another job of the cluster
         assert float(d["x"].sum()) == ddict_ray.LARGE
         assert len(list(base.iterdir())) == 2
-        pids = actor_pids() - before
-        assert len(pids) >= 2
+        pids = pids_of(d, 2)
     finally:
         creator.send_signal(signal.SIGKILL)
         creator.wait(DEADLINE_S)
-    wait_until(lambda: not actor_pids() & pids, "all actors' processes have ended", DEADLINE_S)
+    await_ended(pids)
     wait_until(lambda: not list(base.iterdir()), "the folders are gone", DEADLINE_S)
     with pytest.raises(DDictError):
         d["x"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _Found = TypeVar("_Found")
 GRACE_S = 0.5  # what a request may take more than the manager is told, so that its own error comes first
+
+_MANAGER_AWAY = "call again: with replication it comes back; without, its values are gone"
+_COORDINATOR_AWAY = "it is in the process that made the dictionary, and the dictionary ends with that"
 
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
@@ -124,8 +127,7 @@ class Links:
     def __init__(self, locator: Places, secret: bytes) -> None:
         self._locator = locator
         self._secret = secret
-        self._lock = threading.Lock()
-        self._idle: dict[int, list[Connection]] = {}
+        self._idle: defaultdict[int, list[Connection]] = defaultdict(list)  # each change is one step
         self._doubtful: set[int] = set()
         self._closed = False
 
@@ -166,27 +168,19 @@ class Links:
                 self._drop_idle(manager)
                 left = deadline - time.monotonic()
                 if left <= pause or (isinstance(error, RequestLostError) and not again):
-                    who, hint = (
-                        f"manager {manager}",
-                        "call again: with replication it comes back; without, its values are gone",
-                    )
+                    who, hint = f"manager {manager}", _MANAGER_AWAY
                     if manager == COORDINATOR:
-                        who, hint = (
-                            "the coordinator",
-                            "it is in the process that made the dictionary, which ends with that",
-                        )
+                        who, hint = "the coordinator", _COORDINATOR_AWAY
                     why = f"{who} is not there: {error.message}"
                     raise DDictManagerLostError(why, manager=manager, hint=hint) from error
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _take(self, manager: int, timeout_s: float) -> Connection:
-        with self._lock:
-            idle = self._idle.get(manager)
-            while idle:
-                link = idle.pop()
-                if not link.closed:
-                    return link
+        with contextlib.suppress(IndexError):
+            while (link := self._idle[manager].pop()).closed:
+                pass
+            return link
         return self.connect(manager, timeout_s)
 
     def connect(self, manager: int, timeout_s: float) -> Connection:
@@ -219,29 +213,23 @@ class Links:
             raise
 
     def _give_back(self, manager: int, link: Connection) -> None:
-        if link.closed:
+        if link.closed or len(self._idle[manager]) >= _KEPT_IDLE:
+            link.close()
             return
-        with self._lock:
-            idle = self._idle.setdefault(manager, [])
-            if not self._closed and len(idle) < _KEPT_IDLE:
-                idle.append(link)
-                return
-        link.close()
+        self._idle[manager].append(link)
+        if self._closed:
+            self.close()  # which has not seen it
 
     def _drop_idle(self, manager: int) -> None:
         """The others lead to the same process, which is gone."""
-        with self._lock:
-            dropped = self._idle.pop(manager, [])
-            self._doubtful.add(manager)
-        for link in dropped:
-            link.close()
+        self._doubtful.add(manager)
+        idle = self._idle[manager]
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            while idle:
+                idle.pop().close()
 
     def close(self) -> None:
         """Close all connections; requests under way fail. Idempotent."""
-        with self._lock:
-            self._closed = True
-            dropped = [link for links in self._idle.values() for link in links]
-            self._idle.clear()
-        for link in dropped:
-            with contextlib.suppress(DDictTimeoutError):
-                link.close()
+        self._closed = True
+        for manager in list(self._idle):
+            self._drop_idle(manager)

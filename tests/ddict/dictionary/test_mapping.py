@@ -34,7 +34,9 @@ from tests.workers import ddict_handles
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "value", [None, True, 3, -(2**70), 1.5, "text", b"bytes", (1, [2]), {"a": {1}}, "x" * (1 << 20)], ids=repr
+    "value",
+    [None, True, 3, -(2**70), 1.5, "text", b"bytes", (1, [2]), {"a": {1}}, "x" * (1 << 20)],
+    ids=lambda value: repr(value)[:30],
 )
 def test_values_come_back_as_they_were(d: DDict, value: Any) -> None:
     d["key"] = value

@@ -121,7 +121,6 @@ class Member:
             values=self.arenas,
             incarnation=self.incarnation,
         )
-        self.snapshots.start()
         self.is_up = True
 
     def _ask(self, number: int, operation: str, fields: dict[str, Any]) -> dict[str, Any]:

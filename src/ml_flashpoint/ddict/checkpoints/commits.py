@@ -145,7 +145,7 @@ class Committer:
             if self._returned.get(manager) == incarnation:
                 return  # it has said so before
             self._returned[manager] = incarnation
-            base = self._safe()
+            base = self._committed if self._restored is None else self._restored[0]  # which it has, or can read
             at = f"checkpoint {base}" if base >= 0 else "the beginning, as nothing was committed yet"
             why = f"manager {manager} was lost, and all go on from {at}"
             self._begin_epoch(Beginning(base, base, why, manager=manager))
@@ -160,10 +160,6 @@ class Committer:
         """Raises `ProtocolError`: there is no such manager."""
         if not 0 <= manager < self._rules.managers:
             raise ProtocolError(f"there is no manager {manager}")
-
-    def _safe(self) -> int:
-        """The newest checkpoint that a manager that comes back has."""
-        return self._committed if self._restored is None else self._restored[0]
 
     def _let_begin(self) -> None:
         """Have managers begin the epoch that they are behind of. Those that cannot be reached now must before anything

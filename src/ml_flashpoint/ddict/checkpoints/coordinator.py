@@ -67,15 +67,9 @@ class Coordinator(Committer):
         self, handle: str, session_id: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
     ) -> dict[str, Any]:
         """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
-
-        Returns:
-            The state, and where it is now, ``position``.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictWritesLostError: told once: what a handle had written that is gone was lost.
-            DDictTimeoutError: others did not do their part in time: commits, or writers, or keys, are behind.
-        """
+        Returns the state, and where it is now, ``position``. Raises `StaleEpochError`: see `catch_up`;
+        `DDictWritesLostError`: told once: what a handle had written that is gone was lost; `DDictTimeoutError`: others
+        did not do their part in time: commits, or writers, or keys, are behind."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch, handle)
@@ -110,24 +104,21 @@ class Coordinator(Committer):
             if self._rules.whole_steps:
                 while behind := self._writers.behind(retires, but=handle):
                     why = f"checkpoint {retires} cannot retire: {'; '.join(behind)}"
-                    self._wait(epoch, handle, deadline, retires, why)
+                    self._wait_for(retires, epoch, handle, deadline, why)
             # What is not committed stays in memory, which would fill up with it.
             while self._rules.snapshots and self._committed < min(
                 self._target(), position - self._rules.working_set_size - 2
             ):
-                self._wait_for(epoch, handle, deadline, self._committed + 1)
+                self._wait_for(self._committed + 1, epoch, handle, deadline)
         if self._rules.wait_for_keys and position > self._writers.newest:
             self._managers.ask("complete", {"checkpoint_id": retires}, deadline - time.monotonic(), apart=True)
 
-    def _wait(self, epoch: int, handle: str, deadline: float, checkpoint_id: int, why: str) -> None:
+    def _wait_for(self, checkpoint_id: int, epoch: int, handle: str, deadline: float, why: str = "") -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise self._too_late(why, checkpoint_id)
+            raise self._too_late(why or self._why_not(checkpoint_id), checkpoint_id)
         self._changed.wait(min(left, RETRY_S))
         self._check_epoch(epoch, handle)
-
-    def _wait_for(self, epoch: int, handle: str, deadline: float, checkpoint_id: int) -> None:
-        self._wait(epoch, handle, deadline, checkpoint_id, self._why_not(checkpoint_id))
 
     def leave(self, handle: str, need: int, epoch: int) -> None:
         """A handle writes no more. What it wrote counts, and can be lost like all the rest."""
@@ -145,17 +136,10 @@ class Coordinator(Committer):
     def rollback(
         self, handle: str, session_if_any: str | None, position: int, epoch: int, timeout_s: float
     ) -> dict[str, Any]:
-        """A handle goes back to a checkpoint, and what it wrote above is discarded. Below what is committed, all go
-        back: an epoch begins there.
-
-        Args:
-            session_if_any: None: the handle is not attached.
-
-        Raises:
-            StaleEpochError: see `catch_up`; but not for a handle that was killed, which comes back by this.
-            DDictCheckpointRetiredError: nobody can go back there.
-            DDictTimeoutError: not all managers could be reached; the same call again finishes it.
-        """
+        """A handle, which need not be attached, goes back to a checkpoint, and what it wrote above is discarded. Below
+        what is committed, all go back: an epoch begins there. Raises `StaleEpochError`: see `catch_up`; but not for a
+        handle that was killed, which comes back by this; `DDictCheckpointRetiredError`: nobody can go back there;
+        `DDictTimeoutError`: not all managers could be reached; the same call again finishes it."""
         deadline, to, session = time.monotonic() + timeout_s, position, session_if_any
         with self._changed:
             self._check_epoch(epoch)
@@ -208,18 +192,10 @@ class Coordinator(Committer):
             raise StaleEpochError("this request is of another epoch")
 
     def catch_up(self, handle: str, position: int, need: int, epoch: int, timeout_s: float) -> dict[str, Any]:
-        """A handle was told that its epoch is over, or will be: what that means for it.
-
-        Args:
-            need: the checkpoint whose commit covers all that it wrote; -1: nothing that it does not know committed.
-
-        Returns:
-            The state, and ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to
-            go on from; ``taken``: what was committed below where it stands was taken back.
-
-        Raises:
-            DDictTimeoutError: managers have not begun it in time.
-        """
+        """A handle was told that its epoch is over, or will be: what that means for it. ``need``: see `Epochs.account`.
+        Returns the state, and ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what
+        to go on from; ``taken``: what was committed below where it stands was taken back. Raises `DDictTimeoutError`:
+        managers have not begun it in time."""
         self._await_open(time.monotonic() + timeout_s)
         with self._changed:
             writer = self._writers.live.get(handle)
@@ -254,16 +230,9 @@ class Coordinator(Committer):
         self, epoch: int | None, timeout_s: float, is_gone: IsGone = lambda: False, *, tells: bool = True
     ) -> dict[str, Any]:
         """The newest committed checkpoint, once what can be committed now is. Where nobody writes, all go on from it,
-        whatever was begun by those now gone.
-
-        Args:
-            tells: whether this is one of the calls that losses of handles now gone are told by.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictWritesLostError: told once: what a handle had written that is gone was lost.
-            DDictTimeoutError: commits did not end in time.
-        """
+        whatever was begun by those now gone. ``tells``: whether this is one of the calls that losses of handles now
+        gone are told by. Raises `StaleEpochError`, `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`:
+        commits did not end in time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             epoch = self.epoch if epoch is None else epoch
@@ -283,7 +252,7 @@ class Coordinator(Committer):
                     return self.state()
                 if tells:
                     self._raise_orphaned()
-                self._wait_for(epoch, "", deadline, wanted)
+                self._wait_for(wanted, epoch, "", deadline)
             if not self._writers.live:
                 if self._writers.lost_at:
                     why = f"processes were killed, and all go on from checkpoint {self._committed}"
@@ -316,7 +285,7 @@ class Coordinator(Committer):
                     self._raise_orphaned()
                 if if_written and not self._writers.live and self._committed >= self._target():
                     break
-                self._wait_for(epoch, handle, deadline, checkpoint_id)
+                self._wait_for(checkpoint_id, epoch, handle, deadline)
             return self.state()
 
     def _raise_orphaned(self) -> None:
@@ -393,5 +362,5 @@ class Coordinator(Committer):
             while self._committed < checkpoint_id and not self._closing:
                 why = f"it is restored, but has no copies yet: {self._why_not(checkpoint_id)}"
                 with contextlib.suppress(StaleEpochError):  # a manager was lost: all go on from what is restored
-                    self._wait(self.epoch, "", deadline, checkpoint_id, why)
+                    self._wait_for(checkpoint_id, self.epoch, "", deadline, why)
             return self.state()

@@ -64,7 +64,8 @@ _SPARE_ARENAS = 8  # free arenas that are kept, at least, for what comes next
 
 
 class Snapshots:
-    """See the module. Thread-safe; seals come one after the other.
+    """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, it serves
+    peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
 
     Args:
         store: of this manager; its rank is the manager's number.
@@ -82,6 +83,7 @@ class Snapshots:
 
     Raises:
         InvalidArgumentError: an argument is out of range.
+        ReplicationError: it cannot listen.
     """
 
     def __init__(
@@ -107,34 +109,20 @@ class Snapshots:
         self._peers = Peers(secret, nodes, ask)
         self.copies = Copies(store, self.holders, self._peers)
         self._service: TransferService | None = None
-        self._host = host
         # Taken in this order. Network is only waited for with the first. What changes, does so with the second.
         self._sealing = threading.Lock()
         self._building = threading.Lock()
         self._snapshots: dict[int, BuiltSnapshot] = {}  # ascending; never changed, but replaced
         self._last_stamp = self._newest_stamp()
         self._closed = threading.Event()
-
-    # ---- life ---------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Serve peers: take in their copies, give them theirs back. Before :meth:`recover`: they may need ours.
-
-        Does nothing where no manager holds anything of another.
-
-        Raises:
-            ReplicationError: cannot listen.
-        """
         if self.holders or self.held:
-            backend = HolderBackend(self._store, self.held, len(self._peers.nodes))
-            secret, deadline_s = self._peers.secret, transfer_deadline_s()
-            service = TransferService(secret, backend, host=self._host, deadline_s=deadline_s)
-            service.start()
-            self._service = service
+            backend = HolderBackend(store, self.held, len(nodes))
+            self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
+            self._service.start()
 
     @property
     def address(self) -> Address | None:
-        """Where peers reach :meth:`start`'s service; None if there is none."""
+        """Where peers reach it; None if it serves none."""
         return None if self._service is None else self._service.address
 
     def close(self) -> None:
@@ -147,19 +135,13 @@ class Snapshots:
     # ---- sealing ------------------------------------------------------------------------------------------
 
     def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
-        """Have a verified snapshot of this checkpoint here and at every holder; returns its part.
+        """Have a verified snapshot of this checkpoint, with the entries of all keys that there are, here and at every
+        holder; returns its part.
 
         What is there already is not written or sent again, so that calling it again after an error is cheap, as long
         as the entries are the same objects. Sealing a checkpoint again with other entries replaces its snapshot. Copies
-        of earlier snapshots that a holder has lost are pushed first.
-
-        Args:
-            entries: of all keys that there are.
-
-        Raises:
-            DeadlineError: not all holders had it in time.
-            CapacityError: no room, here or at a holder.
-            FlashpointError: a holder is not there or refuses; a value is not what was sealed before.
+        of earlier snapshots that a holder has lost are pushed first. Raises `DeadlineError`: not all holders had it in
+        time; `CapacityError`: no room, here or at a holder; `FlashpointError`: a holder is not there or refuses.
         """
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s

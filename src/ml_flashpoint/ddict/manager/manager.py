@@ -116,8 +116,6 @@ class Manager:
 
     def _start(self, *, restarted: bool) -> None:
         """One that was started anew is ready when the epoch has begun that it asks for."""
-        if self.rules.replicated:
-            self.snapshots.start()
         if restarted:
             threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
         else:

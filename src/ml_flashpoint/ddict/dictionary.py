@@ -226,8 +226,7 @@ class DDict(Mapped):
             DDictTimeoutError: not in time. If the message says that it is restored, only copies of it are missing.
             DamagedError: it is not what was written.
         """
-        check_checkpoint_id(checkpoint_id)
-        self._restore(checkpoint_id, self._access.deadline())
+        self._restore(check_checkpoint_id(checkpoint_id), self._access.deadline())
 
     def _restore(self, checkpoint_id: int, deadline: float) -> None:
         if self._batch is not None:

@@ -159,12 +159,8 @@ class Options:
         """Whether nobody is left behind: a commit that is more than a number is made of whole steps only."""
         return self.wait_for_writers or self.snapshots
 
-    def is_due(self, checkpoint_id: int) -> bool:
-        """Whether a checkpoint is to be persisted on its own."""
-        return self.next_due(checkpoint_id - 1) == checkpoint_id
-
     def next_due(self, committed: int) -> int | None:
-        """The first checkpoint above ``committed`` that is."""
+        """The first checkpoint above ``committed`` that is to be persisted on its own."""
         freq = self.persist_freq if self.persist_count else 0
         return ((committed + 1) // freq + 1) * freq - 1 if freq else None
 

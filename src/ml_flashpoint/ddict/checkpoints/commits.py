@@ -259,7 +259,7 @@ class Committer:
             self._committed = checkpoint_id
             self._restored = None
             self._sealed[checkpoint_id] = sealed
-            if self._rules.is_due(checkpoint_id):
+            if self._rules.next_due(checkpoint_id - 1) == checkpoint_id:
                 self._persisting.add(checkpoint_id, due=True)
             self._changed.notify_all()
         self._settle()

@@ -61,11 +61,8 @@ class Access(Handle):
 
     # ---- one key ------------------------------------------------------------------------------------------
 
-    def get(
-        self, manager: int, key: bytes, *, deadline: float | None = None, copy: bool = False, wait: bool = False
-    ) -> Found:
+    def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
-        deadline = self.deadline() if deadline is None else deadline
 
         def get() -> Found:
             answer = self.ask(manager, "get", key, deadline=deadline, wait=wait)

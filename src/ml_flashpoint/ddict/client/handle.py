@@ -173,10 +173,8 @@ class Handle:
         standing.checkpoint_id = checkpoint_id
 
     def rollback(self, to: int, *, discard: bool, deadline: float) -> None:
-        """Go back to a checkpoint, and discard what this handle wrote above it.
-
-        If a manager cannot be reached, whatever the handle does next begins with finishing this.
-        """
+        """Go back to a checkpoint, and discard what this handle wrote above it. If a manager cannot be reached,
+        whatever the handle does next begins with finishing this."""
         with self._turn(deadline):
             self._finish_rollback(deadline)
             if to <= self.standing.checkpoint_id:

@@ -99,8 +99,7 @@ class Standing:
                 self._forget_committed(committed)
 
     def _forget_committed(self, committed: int) -> None:
-        if self.uncommitted:
-            self.uncommitted = {at: need for at, need in self.uncommitted.items() if need > committed}
+        self.uncommitted = {at: need for at, need in self.uncommitted.items() if need > committed}
 
     def went_back(self, to: int, state: dict[str, Any], *, restored: bool = False) -> None:
         """It is at ``to`` now, and nothing of it is left above."""

@@ -50,8 +50,9 @@ class Mapped(MutableMapping[Any, Any]):
             return default
 
     def _get(self, key: Any, *, copy: bool = False, wait: bool = True) -> Any:
+        at, deadline = self._access.located(key), self._access.deadline()
         with _naming(key):
-            return self._access.get(*self._access.located(key), copy=copy, wait=wait).value
+            return self._access.get(*at, deadline=deadline, copy=copy, wait=wait).value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.put(key, value)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.overlap import Overlap
@@ -93,6 +94,10 @@ def test_parameters_that_change_places_keep_their_optimizer_state(base: Path) ->
             assert torch.equal(value, optimizer_again.state[other][key])
 
 
+def _of_all(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    return register_optimizer_step_pre_hook(hook)
+
+
 @pytest.fixture
 def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that copies gets no processor time before it is asked for."""
@@ -154,6 +159,67 @@ def test_what_an_optimizer_has_and_does_not_update_is_copied_at_once(base: Path,
     with Flashpoint(base) as fp:
         assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 3
     assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
+
+
+class Walked(nn.Linear):
+    """A layer that has a say in its state dict, so that every save walks through the model."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Walked])
+def test_what_is_frozen_later_is_copied_at_once_from_then_on(base: Path, nobody_copies: None, kind: type) -> None:
+    """Whatever changes it then need not be noticed: a few numbers, through `.data`."""
+    model = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved: dict[str, torch.Tensor] = {}
+    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+        fp.track(model=model, optimizer=optimizer).resume()
+        for number in range(5):
+            if number > 1:
+                model[0].requires_grad_(False)
+            if number > 2:  # the save before has found it frozen
+                model[0].weight.data[0, 0] += 1
+            _step(model, optimizer)
+            saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            fp.step()
+        model[0].weight.data[0, 0] += 1
+        fp.before_update()
+    again = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 5
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("register", [torch.optim.Optimizer.register_step_pre_hook, _of_all])
+def test_hooks_of_the_program_that_change_parameters_in_a_step_come_after_the_copy(
+    base: Path, nobody_copies: None, register: Callable[..., Any]
+) -> None:
+    def decay(*_: object) -> None:
+        model[0].weight.data[0, 0] *= 0.5
+
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    hook = register(optimizer, decay)  # before it is tracked
+    try:
+        with Flashpoint(base, strict=True, verify_staging=True) as fp:
+            fp.track(model=model, optimizer=optimizer).resume()
+            saved = model[0].weight.detach().clone()
+            for _ in range(4):
+                _step(model, optimizer)
+                saved = model[0].weight.detach().clone()
+                fp.step()
+            _step(model, optimizer)
+    finally:
+        hook.remove()
+    again = _layers()
+    with Flashpoint(base) as fp:
+        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 4
+    assert torch.equal(again[0].weight, saved)
 
 
 def test_steps_in_several_threads_all_wait(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ml_flashpoint.core.aliases import Aliases
 from ml_flashpoint.core.background import BackgroundThread
@@ -129,7 +130,9 @@ class Overlap:
             self._captured = self._captured or cuda.is_capturing()
             self.before_update()
 
-        self._hooks.append(optimizer.register_step_pre_hook(wait))
+        hook, hooks = optimizer.register_step_pre_hook(wait), cast(Any, optimizer._optimizer_step_pre_hooks)
+        hooks.move_to_end(hook.id, last=False)  # the program's own may change what is copied
+        self._hooks.append(hook)
         return True
 
     def owned(self) -> dict[int, Owned]:
@@ -145,6 +148,12 @@ class Overlap:
                 if known is None or known[0] < local.nbytes:  # else it is a part of that one
                     owned[local.data_ptr()] = local.nbytes, each
         return owned
+
+    def owners(self) -> list[object]:
+        """Equal to what it was before only if the watched optimizers have the same parameters, and the same of them are
+        trained."""
+        given = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        return [self.active, *map(id, given), *[parameter.requires_grad for parameter in given]]
 
     def _updated(self) -> list[Any]:
         """What the watched optimizers update; with values of their state that are no tensors."""
@@ -240,6 +249,8 @@ class Overlap:
         optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
         stepped, self._stepped = self._stepped, set()
         if not self.active or len(tensors) <= late_from:
+            return False
+        if self._hooks and _global_optimizer_pre_hooks:  # they come before ours, and may change anything
             return False
         if cuda.are_on_devices(tensor for _, tensor in islice(tensors, late_from, None)):
             by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)

@@ -266,15 +266,28 @@ class Share:
         self._plain: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None  # takes all, if all are values themselves
         self._late: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
         self._late_from = 0
+        self._owners: Sequence[object] = ()
+        self._addresses: list[int] = []
         self._kept: object = None
         self._found: tuple[NamedTensors, tuple[torch.Tensor, ...]] = NamedTensors((), ()), ()
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
 
-    def sort_again(self) -> None:
-        """Ask again, at the next capture, which tensors may be copied late."""
-        self._sorted = False
+    def sort_again(self, values: Sequence[Any], owners: Sequence[object]) -> None:
+        """Ask again which tensors of a state may be copied late, when it is captured, if they may have become others.
+
+        Args:
+            owners: equal to those of the last time only if memory that could be copied late then still can be.
+        """
+        if owners != self._owners or self._late_addresses(values) != self._addresses:
+            self._owners, self._sorted = owners, False
+
+    def _late_addresses(self, values: Sequence[Any]) -> list[int]:
+        if self._plain is not None:
+            return list(map(torch.Tensor.data_ptr, self._late(values)))
+        late = ((source or _Source(index)).tensor(values) for _, index, source in self._taken[self._late_from :])
+        return list(map(torch.Tensor.data_ptr, late))
 
     def capture(self, leaves: Leaves, owned: Callable[[], Mapping[int, Owned]] = dict) -> Captured:
         """Take what is to be written out of a state.
@@ -358,6 +371,7 @@ class Share:
         indices = [index for _, index, _ in self._taken]
         self._plain = elements(indices) if direct else None
         self._late = elements(indices[self._late_from :])
+        self._addresses = self._late_addresses(values)
         place = {number: index for index, number in enumerate(taken)}
         self._of = {number: place[first] for number, first in first_of.items()}
         self._sorted = True

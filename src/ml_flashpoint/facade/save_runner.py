@@ -211,9 +211,9 @@ class SaveRunner:
             return Leaves.known(values, self._tracked.versions, self._tracked.kept)
         state = self._tracked.to_save()
         leaves = self._exchange.look_at(state)
-        changed, share = self._tracked.keep(state, leaves.values), self._exchange.share
-        if changed and share is not None:
-            share.sort_again()
+        self._tracked.keep(state, leaves.values)
+        if (share := self._exchange.share) is not None:
+            share.sort_again(leaves.values, self.overlap.owners())
         return leaves
 
     def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:

@@ -69,7 +69,6 @@ class SteadyState:
             others.
         kept: the same object as after the :meth:`values` before only if the tensors are the same ones, and what they
             were but for their content: where that is, too. None if nobody can tell.
-        changed: whether the latest :meth:`values` has found something else than what was known, or could not tell.
     """
 
     def __init__(self, modules: Mapping[str, ModuleState], optimizers: Mapping[str, OptimizerState]) -> None:
@@ -86,12 +85,10 @@ class SteadyState:
         self._addresses: list[list[int]] = []
         self.kept: object = None
         self.versions: Callable[[], Sequence[int | None]] = tuple
-        self.changed = False
 
     def values(self) -> Sequence[Any] | None:
         """The values of all modules and optimizers, in the order in which a walk would give them; None if it has to be
         walked."""
-        self.changed = False
         if self._known is None:
             return None
         try:
@@ -99,7 +96,6 @@ class SteadyState:
             self.versions = self._versions_of(taken)
         except _UNCLEAR:  # whatever a program has made of its objects: the walk says what is wrong with them
             self._forget()
-            self.changed = True
             return None
         self._walks = 0
         return values

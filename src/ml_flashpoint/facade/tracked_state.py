@@ -232,19 +232,15 @@ class TrackedState:
         `SteadyState.kept`."""
         return self._steady.kept
 
-    def keep(self, state: Mapping[str, Any], values: Sequence[Any]) -> bool:
+    def keep(self, state: Mapping[str, Any], values: Sequence[Any]) -> None:
         """Keep what :meth:`to_save` gave, for :meth:`values_as_before`.
 
         Args:
             values: of ``state``, in the order of `Leaves`.
-
-        Returns:
-            Whether what was kept until now has turned out to be changed since.
         """
         packed = state[PACKED][rank_key(self.rank)]
         if type(self).to_save is TrackedState.to_save and packed.keys() == {*self._others, RNG}:
             self._steady.learn(state, values[: -len(packed)])
-        return self._steady.changed
 
     @property
     def left_out(self) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -145,13 +146,38 @@ def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
         assert psutil.pid_exists(in_use.pids()[0])
 
 
-def test_a_folder_that_is_being_made_is_not_swept(tmpfs: Path) -> None:
-    unfinished = tmpfs / ".new-0123456789ab"
-    unfinished.mkdir()
-    (unfinished / "owner").touch()
+def test_a_folder_that_is_swept_while_it_is_made_is_made_anew(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[list[Path]] = []
+    hold = runtime_folder.FolderHold.__init__
+
+    def hold_late(self: runtime_folder.FolderHold, folder: Path) -> None:
+        if len(swept) < 2:
+            if swept:
+                (folder / runtime_folder.LOCK).unlink()  # as before it is made
+            swept.append(runtime_folder.sweep(tmpfs))
+        hold(self, folder)
+
+    monkeypatch.setattr(runtime_folder.FolderHold, "__init__", hold_late)
+    made = runtime_folder.make_folder(tmpfs)
+    assert [len(each) for each in swept] == [1, 1]
+    assert list(tmpfs.iterdir()) == [made.folder]
     assert runtime_folder.sweep(tmpfs) == []
-    os.utime(unfinished, (0, 0))
-    assert runtime_folder.sweep(tmpfs) == [unfinished]
+    made.close()
+
+
+@pytest.mark.parametrize("at", ["the rename", "the removal"])
+def test_what_a_killed_remover_leaves_is_swept(tmpfs: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    hold = runtime_folder.make_folder(tmpfs)
+    (hold.folder / "node-0").mkdir()
+    (hold.folder / "node-0" / "arena").write_bytes(bytes(100))
+    hold.close()
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        where, name = (os, "rename") if at == "the rename" else (runtime_folder.shutil, "rmtree")
+        patch.setattr(where, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        runtime_folder.remove_now(hold.folder)
+    assert len(list(tmpfs.iterdir())) == 1
+    runtime_folder.sweep(tmpfs)
+    assert list(tmpfs.iterdir()) == []
 
 
 def test_the_folder_of_dictionaries_may_be_chosen(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

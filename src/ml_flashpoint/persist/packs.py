@@ -238,22 +238,17 @@ class PackReader:
 
 def digested(chunks: Iterable[memoryview], digests: list[str], block_bytes: int) -> Iterator[memoryview]:
     """Passes chunks on, and appends the digest of each block of them as it ends, at the latest at the end."""
-    block = xxhash.xxh3_64()
-    room = block_bytes
+    block, room = xxhash.xxh3_64(), block_bytes
     for chunk in chunks:
-        for begin in range(0, len(chunk), PIECE_BYTES):
+        while len(chunk):
             # In pieces, so that what is written is still in the processor's cache.
-            piece = chunk[begin : begin + PIECE_BYTES]
-            left = piece
-            while len(left):
-                taken = left[:room]
-                block.update(taken)
-                left = left[len(taken) :]
-                room -= len(taken)
-                if not room:
-                    digests.append(block.hexdigest())
-                    block = xxhash.xxh3_64()
-                    room = block_bytes
+            piece = chunk[: min(room, PIECE_BYTES)]
+            chunk = chunk[len(piece) :]
+            block.update(piece)
+            room -= len(piece)
+            if not room:
+                digests.append(block.hexdigest())
+                block, room = xxhash.xxh3_64(), block_bytes
             yield piece
     if room < block_bytes:
         digests.append(block.hexdigest())

@@ -102,9 +102,7 @@ class EmbeddedRuntime:
 
         try:
             for config in configs:
-                self._managers.append(
-                    Supervised(config["manager"], {**told, "config": config}, self._changed, restarted)
-                )
+                self._managers.append(Supervised({**told, "config": config}, self._changed, restarted))
             with self._changed:
                 if not self._changed.wait_for(is_settled, timeout_s):
                     raise DDictTimeoutError(

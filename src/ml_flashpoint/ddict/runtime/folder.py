@@ -27,9 +27,9 @@ BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 
 LOCK = "owner"  # file in the folder that those who use it have a shared lock of
 _SHM = Path("/dev/shm")
-_NAME = re.compile(r"[0-9a-f]{12}")
-_UNFINISHED = re.compile(r"\.new-[0-9a-f]{12}")
-_UNFINISHED_AGE_S = 60.0
+_REMOVED = ".gone-"  # before the name of a folder that nobody holds any more
+_NAME = re.compile(rf"({re.escape(_REMOVED)})?[0-9a-f]{{12}}")
+_TRIES = 100
 _LOOK_EVERY_S = 0.005
 
 LAST_WORDS_S = 0.5  # for `remove_unused` by a process that was told of the end of another by a socket
@@ -53,6 +53,8 @@ class FolderHold:
             try:
                 self._lock = undo.enter_context(open(open_own(folder / LOCK, os.O_RDWR), "rb"))
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if not is_at(self._lock.fileno(), folder / LOCK):
+                    raise FileNotFoundError("it was removed")
             except (OSError, UnsafePathError) as error:
                 raise DDictError(f"the dictionary's folder is gone: {error}", path=folder) from error
             undo.pop_all()
@@ -96,51 +98,29 @@ def _default_root() -> Path:
 
 def make_folder(root: Path) -> FolderHold:
     """Make a fresh folder in `root`, held by this process. Raises `DDictError`: it cannot be made."""
-    name = secrets.token_hex(6)
-    unfinished = root / f".new-{name}"
-    try:
+    for tries_left in reversed(range(_TRIES)):
+        folder = root / secrets.token_hex(6)
         try:
-            unfinished.mkdir(mode=0o700)
-        except FileNotFoundError:
-            _default_root().mkdir(mode=0o700, exist_ok=True)  # the last one that had a folder there took it away
-            unfinished.mkdir(mode=0o700)
-        (unfinished / LOCK).touch(mode=0o600)
-        hold = FolderHold(unfinished)
-        # It has its name only once it is held, so no sweep ever sees it free.
-        os.rename(unfinished, root / name)
-    except OSError as error:
-        raise DDictError(f"no folder for the dictionary: {error}", path=root) from error
-    hold.folder = root / name
-    return hold
+            folder.mkdir(mode=0o700)
+            (folder / LOCK).touch(mode=0o600)
+            return FolderHold(folder)
+        except (OSError, DDictError) as error:
+            # Before it is held it may be swept; and who had the last folder here may have taken the root away.
+            if not tries_left or not isinstance(error, (FileNotFoundError, DDictError)):
+                raise DDictError(f"no folder for the dictionary: {error}", path=root) from error
+            _default_root().mkdir(mode=0o700, exist_ok=True)
+    raise AssertionError("the last try returns or raises")
 
 
 def remove_now(folder: Path) -> bool:
     """Remove a dictionary's folder if no process holds it; whether it is gone."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        # The lock is the last file to go: whoever was here before may have been killed just after.
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return not folder.exists()
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not is_at(descriptor, folder / LOCK):
-            return not folder.exists()  # it was removed before the lock was free; this one is somebody else's
-        for entry in list(os.scandir(folder)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name != LOCK:
-                os.unlink(entry.path)
-        os.unlink(folder / LOCK)
-        folder.rmdir()
-    except OSError:
-        return not folder.exists()
-    finally:
-        os.close(descriptor)
-    return True
+    with contextlib.suppress(OSError, UnsafePathError), open(open_own(folder / LOCK, os.O_RDWR), "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_at(lock.fileno(), folder / LOCK):  # else somebody was faster, and what is there now is another one's
+            removed = folder.with_name(_REMOVED + folder.name)
+            os.rename(folder, removed)
+            shutil.rmtree(removed, ignore_errors=True)
+    return not folder.exists()
 
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
@@ -161,15 +141,14 @@ def sweep(root: Path) -> list[Path]:
     swept = []
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(root)):
-            if not entry.is_dir(follow_symlinks=False):
-                continue
+            found, path = _NAME.fullmatch(entry.name), Path(entry.path)
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-                if status.st_uid != os.geteuid():
+                if not found or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                     continue
-                old = time.time() - status.st_mtime > _UNFINISHED_AGE_S
-                ours = _NAME.fullmatch(entry.name) or (old and _UNFINISHED.fullmatch(entry.name))
-                # An empty folder by such a name may be anybody's; ours have the lock, or are being removed.
-                if ours and remove_unused(Path(entry.path)):
-                    swept.append(Path(entry.path))
+                if found[1]:
+                    shutil.rmtree(path, ignore_errors=True)  # its remover was killed
+                elif not remove_unused(path):
+                    path.rmdir()  # works where it is empty: its maker was killed, or will make another one
+                swept.append(path)
     return swept

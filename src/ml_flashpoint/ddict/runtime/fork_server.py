@@ -53,6 +53,8 @@ def main(descriptor: int) -> None:
     # Ctrl-C is for the creator: when it ends, so does all this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the creator watches them, and nobody has to wait for them
+    with contextlib.suppress(OSError):  # unless it is closed
+        os.dup2(2, 1)
     creator = socket.socket(fileno=descriptor)
     creator.set_inheritable(False)
     with contextlib.suppress(Exception):  # told by the manager that needs it
@@ -80,22 +82,13 @@ def _fork(creator: socket.socket, control: Connection) -> tuple[int, str]:
             pid = os.fork()
     except OSError as error:
         return 0, str(error)
-    if pid == 0:
-        creator.close()  # it would hide the end of the creator from others
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _become_manager(control)
-    return pid, ""
-
-
-# ---- a manager ------------------------------------------------------------------------------------------------------
-
-
-def _become_manager(control: Connection) -> None:
+    if pid:
+        return pid, ""
     code = 1
     try:
+        creator.close()  # it would hide the end of the creator from others
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = _run(control)
-    except BaseException:
-        traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -103,35 +96,37 @@ def _become_manager(control: Connection) -> None:
         os._exit(code)
 
 
+# ---- a manager ------------------------------------------------------------------------------------------------------
+
+
 def _run(control: Connection) -> int:
     try:
         told = control.recv()
     except EOFError:
         return 1
-    sys.path[:] = told["sys_path"]
-    for name in [name for name in os.environ if name.startswith("FLASHPOINT_")]:
-        del os.environ[name]
-    os.environ.update(told["env"])
-    with contextlib.suppress(OSError):
-        os.chdir(told["cwd"])
-    hold = FolderHold(Path(told["folder"]))
-    stop, orphaned = threading.Event(), threading.Event()
-    threading.Thread(
-        target=_watch, args=(control, stop, orphaned, hold), name="ddict-parent-watchdog", daemon=True
-    ).start()
-    code = 1
+    hold, stop, orphaned = None, threading.Event(), threading.Event()
     try:
+        sys.path[:] = told["sys_path"]
+        for name in [name for name in os.environ if name.startswith("FLASHPOINT_")]:
+            del os.environ[name]
+        os.environ.update(told["env"])
+        with contextlib.suppress(OSError):
+            os.chdir(told["cwd"])
+        hold = FolderHold(Path(told["folder"]))
+        watch = (control, stop, orphaned, hold)
+        threading.Thread(target=_watch, args=watch, name="ddict-parent-watchdog", daemon=True).start()
         entry: Entry = pkgutil.resolve_name(told["entry"])
         entry(told["config"], lambda: control.send(READY), stop)
-        code = 0
+        return 0
     except BaseException as error:
         print(f"manager {told['config']['manager']} of a dictionary failed:", file=sys.stderr)
         traceback.print_exc()
         with contextlib.suppress(OSError):
             control.send(REQUESTS.describe(error))
-    if orphaned.is_set():
-        _leave(hold)
-    return code
+        return 1
+    finally:
+        if hold is not None and orphaned.is_set():
+            _leave(hold)
 
 
 def run_manager(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import logging
 import multiprocessing
@@ -36,8 +35,8 @@ _log = logging.getLogger(__name__)
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds or before it serves, stays down."""
 
-_RETRIES_S = (0.25, 0.5, 1.0, 2.0)
-"""Seconds until a manager that could not be forked again is tried once more; the last one again and again."""
+_RETRY_S = 0.5
+"""Seconds until a manager that could not be forked again is tried once more."""
 _ANSWER_S = 30.0
 _END_S = 30.0
 _MOST_ANSWER = 4096
@@ -88,7 +87,7 @@ class ForkServer:
                 ],
                 pass_fds=[its_socket.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=_standard_error(),
+                stdout=subprocess.DEVNULL,  # until it is standard error
                 # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
                 start_new_session=True,
             )
@@ -180,10 +179,8 @@ class Supervised:
         restarted: whether there was one before, in another place.
     """
 
-    def __init__(
-        self, number: int, told: Mapping[str, Any], changed: threading.Condition, restarted: bool = False
-    ) -> None:
-        self.number = number
+    def __init__(self, told: Mapping[str, Any], changed: threading.Condition, restarted: bool = False) -> None:
+        self.number = int(told["config"]["manager"])
         self.process: Forked | None = None
         """While there is one."""
         self.ready_pid: int | None = None
@@ -196,7 +193,7 @@ class Supervised:
         self._changed = changed
         self._stopping = threading.Event()
         self._deaths: deque[float] = deque()
-        name = f"ddict-supervisor-{number}"
+        name = f"ddict-supervisor-{self.number}"
         self._thread = threading.Thread(target=self._supervise, args=(restarted,), name=name, daemon=True)
         self._thread.start()
 
@@ -230,9 +227,7 @@ class Supervised:
 
     def _start(self, restarted: bool) -> Forked | None:
         """Its next process, which is waited for if it is not the first; None: there is to be none."""
-        for retry_s in itertools.chain(_RETRIES_S, itertools.repeat(_RETRIES_S[-1])):
-            if self._stopping.is_set():
-                break
+        while not self._stopping.is_set():
             try:
                 process = _fork()
             except (OSError, ValueError) as error:
@@ -244,9 +239,9 @@ class Supervised:
                 # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
                 _log.warning(
                     "manager %d of %s could not be forked again, and is tried once more in %g s: %s",
-                    *(self.number, self._told["folder"], retry_s, error),
+                    *(self.number, self._told["folder"], _RETRY_S, error),
                 )
-                self._stopping.wait(retry_s)
+                self._stopping.wait(_RETRY_S)
                 continue
             config = {**self._told["config"], "incarnation": secrets.token_hex(8), "restarted": restarted}
             self._tell(process, {**self._told, "config": config})
@@ -296,11 +291,3 @@ class Supervised:
             "manager %d of %s (pid %d) %s, the last of more than %d times within %g s or in a row, and stays down",
             *(self.number, self._told["folder"], pid, how, MOST_DEATHS, DEATHS_WITHIN_S),
         )
-
-
-def _standard_error() -> int:
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -37,8 +37,36 @@ _log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 
 
-class EmbeddedRuntime:
-    """The managers of one dictionary. Thread-safe.
+class Runtime:
+    """What runs the managers of a dictionary. Thread-safe. It is stopped at the end of this process at the latest."""
+
+    def __init__(self) -> None:
+        self._creator = os.getpid()
+        self._stopping = threading.Lock()
+        self._is_stopped = False
+        atexit.register(self.stop)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped, or is that of the parent of this process."""
+        return self._is_stopped or self._creator != os.getpid()
+
+    def stop(self, timeout_s: float = END_GRACE_S) -> None:
+        """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
+        ``timeout_s``: seconds that managers get to end by themselves; then they are killed."""
+        if self._creator == os.getpid():
+            with self._stopping:
+                atexit.unregister(self.stop)
+                if not self._is_stopped:
+                    self._is_stopped = True
+                    self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        raise NotImplementedError
+
+
+class EmbeddedRuntime(Runtime):
+    """The managers of one dictionary on this machine.
 
     Making one makes the dictionary's folder, removes those of dictionaries that nobody uses any more, and begins to
     import the managers' code in the fork server. Managers that die are started again; when this process ends, in
@@ -61,15 +89,12 @@ class EmbeddedRuntime:
         self.base = self._hold.folder
         self._changed = threading.Condition()
         self._managers: list[Supervised] = []
-        self._stopped = False
-        self._stop_lock = threading.Lock()
-        self._creator = os.getpid()
+        super().__init__()
         try:
             fork_server()
         except BaseException:
             self.stop()
             raise
-        atexit.register(self.stop)
 
     def start(
         self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S, restarted: bool = False
@@ -87,7 +112,7 @@ class EmbeddedRuntime:
             DDictError: likewise, for another reason; ``manager`` says which, the message why.
             DDictTimeoutError: not all were ready in time. All have ended then.
         """
-        if self._stopped or self._creator != os.getpid():
+        if self.is_stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
         told = {
             "entry": self._entry,
@@ -120,26 +145,17 @@ class EmbeddedRuntime:
         with self._changed:
             return {one.number: one.process.pid for one in self._managers if one.process is not None}
 
-    def stop(self, timeout_s: float = END_GRACE_S) -> None:
-        """End all managers and remove the folder. Nothing happens the second time, or in a forked child. ``timeout_s``:
-        seconds that managers get to end by themselves; then they are killed."""
-        if self._creator != os.getpid():
-            return
-        with self._stop_lock:
-            if self._stopped:
-                return
-            self._stopped = True
-            atexit.unregister(self.stop)
-            try:
-                for one in self._managers:
-                    one.stop()
-                give_up = time.monotonic() + timeout_s
-                for one in self._managers:
-                    one.join(give_up)
-            finally:
-                self._hold.close()
-                if not remove_unused(self.base):
-                    _log.error("a manager did not end; its folder stays: %s", self.base)
+    def _end(self, timeout_s: float) -> None:
+        try:
+            for one in self._managers:
+                one.stop()
+            give_up = time.monotonic() + timeout_s
+            for one in self._managers:
+                one.join(give_up)
+        finally:
+            self._hold.close()
+            if not remove_unused(self.base):
+                _log.error("a manager did not end; its folder stays: %s", self.base)
 
 
 def _error_of(failed: Supervised) -> FlashpointError:
@@ -150,13 +166,6 @@ def _error_of(failed: Supervised) -> FlashpointError:
             f"a manager did not start: {failed.down}", manager=failed.number, hint="its stderr has the stack trace"
         )
     return error
-
-
-class Runtime(Protocol):
-    """What runs the managers of a dictionary."""
-
-    def stop(self, timeout_s: float = ...) -> None:
-        """End them, orderly if they do in time."""
 
 
 def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, Runtime]:

@@ -15,12 +15,10 @@ them, can be had by whoever may run code in the Ray cluster, who could do everyt
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import logging
 import os
-import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -35,7 +33,7 @@ from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native.ray import Hosted, is_client, own_host
 from ml_flashpoint.ddict.options import Configuration
-from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
+from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE
 
@@ -46,7 +44,6 @@ MANAGER_BYTES: Final = 384 << 20  # memory that Ray reserves for a manager's pro
 START_TIMEOUT_S: Final = 120.0
 
 _BEGIN_AGAIN_S: Final = 1.0
-_STOP_S: Final = 20.0
 
 
 def actor_name(dictionary: str, node: int) -> str:
@@ -97,7 +94,7 @@ def _coordinator(configuration: Mapping[str, Any], environment: Mapping[str, str
     return CoordinatorServer(Configuration.from_json(configuration), own_host())
 
 
-class RayRuntime:
+class RayRuntime(Runtime):
     """The managers of one dictionary. Thread-safe. Raises `InvalidArgumentError`: the cluster has fewer nodes than
     asked for; `DDictError`: the managers cannot be placed or started. None is left then; `DDictTimeoutError`: they were
     not ready in time. None is left then."""
@@ -113,10 +110,9 @@ class RayRuntime:
         self._coordinator = Hosted(_coordinator, *told) if is_client() else _coordinator(*told)
         self.configuration = configuration = dataclasses.replace(configuration, coordinator=self._coordinator.address)
         """With what clients need to find the coordinator, which knows where the managers are."""
-        self._creator, self._lock = os.getpid(), threading.Lock()
-        self._stopped = False
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
+        super().__init__()  # at the end of this process before Ray's own, which was registered before
         try:
             self._group = _place(configuration)
             for node in range(configuration.options.n_nodes):
@@ -125,7 +121,6 @@ class RayRuntime:
         except BaseException:
             self.stop()
             raise
-        atexit.register(self.stop)  # before Ray's own, which was registered before
 
     def _await_nodes(self) -> list[str]:
         """The nodes that the managers are on, once all are ready."""
@@ -140,16 +135,7 @@ class RayRuntime:
         except RayError as error:
             raise DDictError(f"a manager did not start: {error}") from error
 
-    def stop(self, timeout_s: float = _STOP_S) -> None:
-        """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
-        ``timeout_s``: seconds that managers get to end by themselves; then they are killed."""
-        if self._creator != os.getpid():
-            return
-        with self._lock:
-            if self._stopped:
-                return
-            self._stopped = True
-        atexit.unregister(self.stop)
+    def _end(self, timeout_s: float) -> None:
         with contextlib.suppress(Exception):  # whatever it says, there is nothing else to be done
             self._coordinator.close()
         if not ray.is_initialized():

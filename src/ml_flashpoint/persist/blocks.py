@@ -19,17 +19,7 @@ _CACHED_BLOCKS: Final = 2
 
 
 class VerifiedFile:
-    """See the module. Thread-safe.
-
-    Args:
-        store: where it is.
-        name: in the store.
-        record: what it should be.
-
-    Attributes:
-        path: what the user would call it.
-        record: as given.
-    """
+    """See the module. Thread-safe. ``path`` is what the user would call it."""
 
     def __init__(self, store: DurableStore, name: str, record: ObjectRecord) -> None:
         self.path = store.path_of(name)

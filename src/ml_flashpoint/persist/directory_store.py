@@ -44,11 +44,7 @@ _NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class DirectoryStore(DurableStore):
-    """Files below a directory, which is made when the first one is written. Thread-safe.
-
-    Args:
-        path: the directory.
-    """
+    """Files below a directory, which is made when the first one is written. Thread-safe."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(path).absolute()

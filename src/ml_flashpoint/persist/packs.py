@@ -162,25 +162,29 @@ def check_pack(store: DurableStore, folder: str, receipt: PackReceipt) -> Manife
     if xxhash.xxh3_128(data).hexdigest() != receipt.digest:
         raise ManifestError("this is not the manifest that was written: its digest differs", path=path)
     manifest = decode(data, path)
-    own = object_name(manifest.rank, manifest.save_id)
-    if len(manifest.objects) != 1 or manifest.objects[0].name != own:
-        raise ManifestError("the manifest is not that of a pack", path=path)
-    size = store.size(f"{folder}/{own}")
-    if size != manifest.objects[0].file_size:
+    record = only_object(manifest, path)
+    size = store.size(f"{folder}/{record.name}")
+    if size != record.file_size:
         raise DamagedError(
-            f"the file has {size} bytes, and not {manifest.objects[0].file_size} as recorded",
-            path=store.path_of(f"{folder}/{own}"),
+            f"the file has {size} bytes, and not {record.file_size} as recorded",
+            path=store.path_of(f"{folder}/{record.name}"),
         )
     return manifest
 
 
+def only_object(manifest: Manifest, path: str | None = None) -> ObjectRecord:
+    """Returns the one object that a pack is.
+
+    Raises:
+        ManifestError: the part has others.
+    """
+    if [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]:
+        raise ManifestError("the part has not one object of its own name", rank=manifest.rank, path=path)
+    return manifest.objects[0]
+
+
 class PackReader:
     """Reads a pack by ranges; whatever it returns has been verified. Thread-safe.
-
-    Args:
-        store: where it is.
-        folder: the folder in it.
-        receipt: from `write_pack`.
 
     Raises:
         FlashpointError: see `check_pack`; `DamagedError` also for a header that is not what was written.

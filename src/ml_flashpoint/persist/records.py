@@ -19,11 +19,7 @@ MAX_RECORD_BYTES: Final = 64 * 2**20
 
 
 def encode_record(kind: str, content: dict[str, Any]) -> bytes:
-    """Returns the file of a record.
-
-    Args:
-        kind: what it is a record of.
-        content: plain JSON.
+    """Returns the file of a record, whose content is plain JSON.
 
     Raises:
         InvalidArgumentError: it would be larger than `MAX_RECORD_BYTES`.

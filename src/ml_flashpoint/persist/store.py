@@ -22,11 +22,7 @@ PIECE_BYTES: Final = 16 * 2**20
 
 
 def split_name(name: str, *, allow_root: bool = False) -> tuple[str, ...]:
-    """Returns the segments of a name, which cannot lead out of the store.
-
-    Args:
-        name: segments with slashes between them.
-        allow_root: whether "" is a name: that of the root.
+    """Returns the segments of a name, which cannot lead out of the store. With ``allow_root``, "" is that of the root.
 
     Raises:
         InvalidNameError: it is empty, absolute, or has a segment that `validate_segment` refuses.
@@ -122,11 +118,7 @@ class DurableStore(ABC):
         """
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """Returns a small file.
-
-        Args:
-            name: of the file.
-            limit: most bytes that it may have.
+        """Returns a small file, of ``limit`` bytes at most.
 
         Raises:
             ObjectNotFoundError: there is no such file.

@@ -38,11 +38,10 @@ from ml_flashpoint.format.manifest import (
     Manifest,
     ObjectRecord,
     manifest_name,
-    object_name,
     parse_manifest_name,
     parse_object_name,
 )
-from ml_flashpoint.persist.packs import PackReceipt, check_pack, receipt_of
+from ml_flashpoint.persist.packs import PackReceipt, check_pack, only_object, receipt_of
 from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.persist.store import DurableStore
 
@@ -173,7 +172,7 @@ def write_part(
     Raises:
         FlashpointError: see `DurableStore.write`; or what the content raises.
     """
-    record = _only_object(manifest)
+    record = only_object(manifest)
     folder = folder_of(manifest.version, manifest.save_id)
     receipt, data = receipt_of(manifest)
     try:
@@ -225,13 +224,6 @@ def complete(store: DurableStore, version: str, save_id: str, world_size: int) -
         if other is not None and other[1] < save_id:
             try_to_remove(store.remove, f"{folder}/{name}")
     return found
-
-
-def _only_object(manifest: Manifest) -> ObjectRecord:
-    own = object_name(manifest.rank, manifest.save_id)
-    if len(manifest.objects) != 1 or manifest.objects[0].name != own:
-        raise ManifestError("the part has not one object of its own name", step=manifest.step, rank=manifest.rank)
-    return manifest.objects[0]
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------

@@ -170,9 +170,9 @@ class StoredCheckpointPersister(CheckpointPersister):
         return found
 
     def _runs(self) -> dict[str, _Run]:
-        return {run: record for run in self._run_ids() if (record := self._record(run)) is not None}
+        return {run: self._record(run) for run in self._run_ids()}
 
-    def _record(self, run: str) -> _Run | None:
+    def _record(self, run: str) -> _Run:
         name = f"{self._folder(run)}/{_RUN_RECORD}"
         try:
             content = decode_record(_RUN_KIND, self.store.read(name, limit=MAX_RECORD_BYTES), self.store.path_of(name))
@@ -181,7 +181,7 @@ class StoredCheckpointPersister(CheckpointPersister):
                 raise ManifestError("this is the record of another run", path=self.store.path_of(name))
             return _Run(content["sequence"], lineage)
         except ObjectNotFoundError:
-            return None
+            return _Run(0)
         except (DamagedError, InvalidArgumentError, KeyError, TypeError, ValueError) as error:
             self._tell("the history of this run is not known, which another version may have written: %s", error)
             return _Run(0)
@@ -260,7 +260,7 @@ class StoredCheckpointPersister(CheckpointPersister):
 
     def _visible(self) -> dict[int, PersistedCheckpoint]:
         """The checkpoints of the run, or, before it has any history, of the newest run that has some."""
-        if self._run is not None and (self._marked(self._run) or self._lineage(self._run)):
+        if self._run is not None and (self._marked(self._run) or self._record(self._run).lineage):
             return dict(self._history(self._run))
         runs = self._runs()
         for run in sorted(runs, key=lambda run: (runs[run].sequence, run), reverse=True):
@@ -271,7 +271,7 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _history(self, run: str) -> Iterator[tuple[int, PersistedCheckpoint]]:
         """Valid checkpoints of a run and of those that it continues; of two with one id, the latter's is left out."""
         found: set[int] = set()
-        for ancestor, limit in [(run, MAX_CHECKPOINT_ID), *self._lineage(run)]:
+        for ancestor, limit in [(run, MAX_CHECKPOINT_ID), *self._record(run).lineage]:
             for checkpoint_id in self._marked(ancestor):
                 if checkpoint_id not in found and checkpoint_id <= limit:
                     checkpoint = self._valid(ancestor, checkpoint_id)
@@ -279,14 +279,10 @@ class StoredCheckpointPersister(CheckpointPersister):
                         found.add(checkpoint_id)
                         yield checkpoint_id, checkpoint
 
-    def _lineage(self, run: str) -> tuple[tuple[str, int], ...]:
-        record = self._record(run)
-        return () if record is None else record.lineage
-
     def _continued(self, restored: PersistedCheckpoint) -> tuple[tuple[str, int], ...]:
         """The lineage of a run that begins with a checkpoint."""
         limit = restored.checkpoint_id
-        before = ((run, min(limit, highest)) for run, highest in self._lineage(restored.run))
+        before = ((run, min(limit, highest)) for run, highest in self._record(restored.run).lineage)
         return ((restored.run, limit), *before)
 
     def _steps(self, run: str) -> list[int]:
@@ -364,7 +360,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         for checkpoint_id in self._steps(run):
             if checkpoint_id < kept[0]:
                 self._remove(run, checkpoint_id)
-        for ancestor, _ in self._lineage(run):
+        for ancestor, _ in self._record(run).lineage:
             if not self._marked(ancestor):
                 try_to_remove(self.store.remove_folder, self._folder(ancestor))
 

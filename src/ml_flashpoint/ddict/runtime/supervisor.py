@@ -75,7 +75,8 @@ class ForkServer:
     def __init__(self) -> None:
         self._asking = threading.Lock()
         self._socket, its_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        close_in_children(self._socket)
+        for each in (self._socket, its_socket):
+            close_in_children(each)
         with its_socket:
             self.process = subprocess.Popen(
                 [
@@ -102,7 +103,8 @@ class ForkServer:
         control, its_control = multiprocessing.Pipe()
         with contextlib.ExitStack() as undo:
             undo.enter_context(control)
-            close_in_children(control)
+            for each in (control, its_control):
+                close_in_children(each)
             with its_control, self._asking:
                 pid, error = self._ask(its_control)
             if error:

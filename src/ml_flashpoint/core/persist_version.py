@@ -47,7 +47,7 @@ from ml_flashpoint.persist.versions import (
     list_persisted,
     write_part,
 )
-from ml_flashpoint.persist.watched_store import WatchedStore
+from ml_flashpoint.persist.watched_store import watched_store
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def persist_version(
     store = open_store(checked)
 
     def persist(moved: Callable[[], None]) -> Persisted:
-        watched = WatchedStore(store, moved)
+        watched = watched_store(store, moved)
         with owned_store(store, period_s, moved) as ownership:
             return if_kept(
                 lambda: _persist_first(watched, checked, ownership, whole_saves(bases, step), progress), step

@@ -19,7 +19,7 @@ from ml_flashpoint.persist.opening import open_store
 from ml_flashpoint.persist.ownership import PERIOD_S
 from ml_flashpoint.persist.store import DurableStore
 from ml_flashpoint.persist.versions import MARKER, list_persisted
-from ml_flashpoint.persist.watched_store import WatchedStore
+from ml_flashpoint.persist.watched_store import watched_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def removable(
     """What `remove_persisted` would remove now, oldest first. Raises what that would raise; locks nothing."""
     store = open_store(durable_url(url))
     return while_it_moves(
-        lambda moved: _chosen(WatchedStore(store, moved), step, newest), deadline_s, store.path_of("")
+        lambda moved: _chosen(watched_store(store, moved), step, newest), deadline_s, store.path_of("")
     )
 
 
@@ -77,7 +77,7 @@ def remove_persisted(
     store = open_store(durable_url(url))
 
     def remove(moved: Callable[[], None]) -> list[str]:
-        watched = WatchedStore(store, moved)
+        watched = watched_store(store, moved)
         _chosen(watched, step, newest)  # before anybody is disturbed, and before a lock is made where there is nothing
         with owned_store(store, period_s, moved) as ownership:
             chosen = _chosen(watched, step, newest)

@@ -52,7 +52,7 @@ class Ownership:
         self._lock: AbstractContextManager[object] | None = None
         self._leased = False
         self._beats = 0
-        self._seen: tuple[bytes, float] | None = None
+        self._seen: tuple[object, float] | None = None
         self._ended = threading.Event()
         self.taken = self.owner_may_be_dead = False
 
@@ -75,7 +75,7 @@ class Ownership:
             JobInUseError: it was lost. It may be taken again.
             FlashpointError: the store failed.
         """
-        if self._leased and self._owner_of(self._read()) != self._owner:
+        if self._leased and not self._is_ours():
             self._lose()
             raise JobInUseError("another process has taken this over", path=self._store.path_of(_LEASE))
 
@@ -89,7 +89,7 @@ class Ownership:
         if self._leased:
             self._leased = False
             try:
-                if self._owner_of(self._read()) == self._owner:
+                if self._is_ours():
                     self._store.remove(_LEASE)
             except FlashpointError as error:
                 _log.debug("the lease cannot be given up, and ends by itself: %s", error)
@@ -98,19 +98,18 @@ class Ownership:
 
     def _take_lease(self) -> None:
         self.owner_may_be_dead = True
-        now = self._read()
-        if now is not None and self._owner_of(now) is not None:
+        if (now := self._read()) is not None:
             if self._seen is None or self._seen[0] != now:
                 self._seen = (now, time.monotonic())
             if time.monotonic() - self._seen[1] < _PERIODS * self._period_s:
                 raise JobInUseError(
-                    f"{self._owner_of(now)} persists here, or did until a moment ago",
+                    f"{now[0]} persists here, or did until a moment ago",
                     path=self._store.path_of(_LEASE),
                     hint="give each job a URL of its own",
                 )
         self._renew()
         time.sleep(self._period_s * _SETTLE)  # of two that found nobody, the one that wrote last has it
-        if self._owner_of(self._read()) != self._owner:
+        if not self._is_ours():
             raise JobInUseError("another process was faster", path=self._store.path_of(_LEASE))
         self._leased, self._seen, self._ended = True, None, threading.Event()
         threading.Thread(target=self._keep, args=(self._ended,), name="flashpoint-lease", daemon=True).start()
@@ -122,7 +121,7 @@ class Ownership:
     def _keep(self, ended: threading.Event) -> None:
         while not ended.wait(self._period_s):
             try:
-                if self._owner_of(self._read()) != self._owner:
+                if not self._is_ours():
                     _log.error("another process persists at %s: this one does not any more", self._store.path_of(""))
                     return
                 self._renew()
@@ -134,16 +133,14 @@ class Ownership:
         content = {"owner": self._owner, "beats": self._beats}
         self._store.write(_LEASE, [encode_record(_KIND, content)])
 
-    def _read(self) -> bytes | None:
+    def _read(self) -> tuple[str, object] | None:
+        """Who has the lease, and how often it was renewed; None: nobody."""
         try:
-            return self._store.read(_LEASE, limit=_MOST_BYTES)
+            content = decode_record(_KIND, self._store.read(_LEASE, limit=_MOST_BYTES))
         except (ObjectNotFoundError, DamagedError):
             return None
+        return str(content.get("owner")), content.get("beats")
 
-    def _owner_of(self, data: bytes | None) -> str | None:
-        if data is None:
-            return None
-        try:
-            return str(decode_record(_KIND, data).get("owner"))
-        except DamagedError:
-            return None
+    def _is_ours(self) -> bool:
+        found = self._read()
+        return found is not None and found[0] == self._owner

@@ -35,7 +35,7 @@ from ml_flashpoint.persist.ownership import PERIOD_S
 from ml_flashpoint.persist.packs import digested, receipt_of
 from ml_flashpoint.persist.store import DurableStore, as_octets
 from ml_flashpoint.persist.versions import PersistedVersion, complete, folder_of, list_persisted
-from ml_flashpoint.persist.watched_store import WatchedStore
+from ml_flashpoint.persist.watched_store import watched_store
 from ml_flashpoint.ranks.rank_group import new_run_id
 from ml_flashpoint.staging.state_dict_stager import storable_name
 from ml_flashpoint.staging.torch_dtypes import dtype_name
@@ -100,7 +100,7 @@ def import_version(
     nbytes = sum(item.nbytes for item in found.items)
 
     def write(moved: Callable[[], None]) -> PersistedVersion:
-        watched = WatchedStore(store, moved)
+        watched = watched_store(store, moved)
         with owned_store(store, period_s, moved) as ownership:
             there, _ = list_persisted(watched)
             save_id = f"{new_run_id(there[0].save_id if there else None)}-{1:019d}"

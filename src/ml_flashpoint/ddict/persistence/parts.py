@@ -9,7 +9,7 @@ large one an item with its object, named by its value id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,12 +89,9 @@ class PartReader:
         """The entries of a checkpoint that this manager is to have. Raises `DamagedError`: something is not what was
         written; `FlashpointError`: it cannot be read, or there is no room."""
         own = [self._store.rank] if checkpoint.managers == self._managers else range(checkpoint.managers)
-        entries: list[Entry] = []
-        for part in own:
-            self._read_part(checkpoint, part, entries)
-        return entries
+        return [entry for part in own for entry in self._read_part(checkpoint, part)]
 
-    def _read_part(self, checkpoint: PersistedCheckpoint, part: int, entries: list[Entry]) -> None:
+    def _read_part(self, checkpoint: PersistedCheckpoint, part: int) -> Iterator[Entry]:
         own = PartRef(_INLINE, checkpoint.checkpoint_id)
         data = memoryview(self._run.persister.read_index(checkpoint, part))
         told = fold([decode_index(data, own, part, checkpoint.managers, f"index of part {part}")])
@@ -106,7 +103,7 @@ class PartReader:
                     value = each.inline_value(inline)
                 else:
                     value = self._read_object(checkpoint, part, each.part.attempt, each.length)
-                entries.append(each.entry(value))
+                yield each.entry(value)
 
     def _is_for_us(self, told: IndexEntry, part: int, before: int) -> bool:
         if before == self._managers:

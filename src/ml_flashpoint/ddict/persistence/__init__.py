@@ -21,6 +21,7 @@ from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.persist.daos_store import DaosStore, has_pydaos
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
+from ml_flashpoint.persist.opening import is_url
 from ml_flashpoint.persist.store import DurableStore
 
 __all__ = [
@@ -73,7 +74,7 @@ class FsspecCheckpointPersister(StoredCheckpointPersister):
     @classmethod
     def resolve_path(cls, persist_path: str) -> str:
         """Returns the URL, with an absolute path if it is one of this machine."""
-        return persist_path if "://" in persist_path or "::" in persist_path else os.path.abspath(persist_path)
+        return persist_path if is_url(persist_path) else os.path.abspath(persist_path)
 
     def open_store(self) -> DurableStore:
         """Returns the URL as a store.

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 
@@ -71,8 +72,7 @@ class PersistedCheckpoint:
     def __post_init__(self) -> None:
         check_checkpoint_id(self.checkpoint_id)
         check_run_id(self.run)
-        if type(self.managers) is not int or not 1 <= self.managers <= MAX_WORLD_SIZE:
-            raise InvalidArgumentError("managers must be a positive integer", argument="managers", value=self.managers)
+        checked_integer("managers", self.managers, 1, MAX_WORLD_SIZE)
         if (
             not isinstance(self.parts, tuple)
             or len(self.parts) != self.managers
@@ -102,15 +102,13 @@ class PersistedCheckpoint:
             raise InvalidArgumentError("no persisted checkpoint", argument="fields", value=fields) from error
 
 
-def check_checkpoint_id(checkpoint_id: object, argument: str = "checkpoint_id") -> int:
+def check_checkpoint_id(checkpoint_id: Any, argument: str = "checkpoint_id") -> int:
     """Returns a checkpoint id.
 
     Raises:
         InvalidArgumentError: It is not an integer from 0 to `MAX_CHECKPOINT_ID`.
     """
-    if type(checkpoint_id) is not int or not 0 <= checkpoint_id <= MAX_CHECKPOINT_ID:
-        raise InvalidArgumentError("must be an integer from 0", argument=argument, value=checkpoint_id)
-    return checkpoint_id
+    return checked_integer(argument, checkpoint_id, 0, MAX_CHECKPOINT_ID)
 
 
 class CheckpointPersister(ABC):
@@ -141,11 +139,9 @@ class CheckpointPersister(ABC):
         for argument, value in (("persist_path", persist_path), ("name", name)):
             if not isinstance(value, str):
                 raise InvalidArgumentError(f"{argument} must be text", argument=argument, value=value)
-        if type(managers) is not int or not 1 <= managers <= MAX_WORLD_SIZE:
-            raise InvalidArgumentError("managers must be a positive integer", argument="managers", value=managers)
         self.persist_path = persist_path
         self.name = name
-        self.managers = managers
+        self.managers = checked_integer("managers", managers, 1, MAX_WORLD_SIZE)
 
     @classmethod
     def resolve_path(cls, persist_path: str) -> str:
@@ -258,9 +254,7 @@ class CheckpointPersister(ABC):
         Args:
             count: -1: all stay. 0 would mean that nothing is persisted in the first place: nothing is removed.
         """
-        if type(count) is not int or count < -1:
-            raise InvalidArgumentError("count must be an integer from -1", argument="count", value=count)
-        if count > 0:
+        if checked_integer("count", count, -1) > 0:
             for checkpoint_id in self.ids()[:-count]:
                 self.remove(checkpoint_id)
 

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence.persister import (
     MAX_CHECKPOINT_ID,
@@ -209,18 +210,12 @@ class StoredCheckpointPersister(CheckpointPersister):
     def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> PersistedCheckpoint:
         """See `CheckpointPersister.complete`."""
         run = self._current_run()
-        if len(receipts) != self.managers:
-            raise InvalidArgumentError(
-                f"there must be a receipt of each of {self.managers} managers", argument="receipts", value=receipts
-            )
         checkpoint = PersistedCheckpoint(checkpoint_id, run, self.managers, tuple(receipts))
         self._check_parts(checkpoint)
         folder = self._folder(run, checkpoint_id)
         self.store.write(f"{folder}/{MARKER}", [encode_record(MARKER_KIND, checkpoint.to_fields())])
-        wanted = {MARKER}
-        for receipt in map(PackReceipt.parse, receipts):
-            wanted |= set(receipt.files)
-        for name in set(self.store.list(folder)) - wanted:
+        wanted = itertools.chain([MARKER], *(PackReceipt.parse(receipt).files for receipt in receipts))
+        for name in set(self.store.list(folder)).difference(wanted):
             try_to_remove(self.store.remove, f"{folder}/{name}")
         return checkpoint
 
@@ -325,8 +320,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         return self._reader(checkpoint, part).item(name, into)
 
     def _open(self, checkpoint: PersistedCheckpoint, part: int) -> PackReader:
-        if type(part) is not int or not 0 <= part < checkpoint.managers:
-            raise InvalidArgumentError(f"must be from 0 to {checkpoint.managers - 1}", argument="part", value=part)
+        checked_integer("part", part, 0, checkpoint.managers - 1)
         folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
         reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
         self._check_manifest(checkpoint, part, reader.manifest, reader.path)
@@ -346,10 +340,8 @@ class StoredCheckpointPersister(CheckpointPersister):
         Acts on the history of this run only. Of this run, also removes older ones that are incomplete or damaged; of
         those that it continues, also the folder, once nothing complete is left in it.
         """
-        if type(count) is not int or count < -1:
-            raise InvalidArgumentError("count must be an integer from -1", argument="count", value=count)
         run = self._current_run()
-        if count < 1:
+        if checked_integer("count", count, -1) < 1:
             return
         history = dict(self._history(run))
         kept = sorted(history)[-count:]

@@ -51,7 +51,7 @@ def actor_name(dictionary: str, node: int) -> str:
     return f"{dictionary}-{node}"
 
 
-class RayNode:
+class RayNode(EmbeddedRuntime):
     """An actor with the managers of one node, which serve from construction on.
 
     When the actor's process dies, they end, and Ray makes it anew, here or on another node; then this is constructed
@@ -64,13 +64,13 @@ class RayNode:
             warnings.simplefilter("ignore")  # Ray's own use of what it deprecates
             restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         try:
-            self._runtime = EmbeddedRuntime()
+            super().__init__()
             here = {
-                "configuration": {**configuration, "base": str(self._runtime.base)},
+                "configuration": {**configuration, "base": str(self.base)},
                 "host": own_host(),
                 "place": str(ray.get_runtime_context().get_node_id()),
             }
-            self._runtime.start([{**here, "manager": number} for number in managers], restarted=restarted)
+            self.start([{**here, "manager": number} for number in managers], restarted=restarted)
         except Exception as error:
             if not restarted:
                 raise
@@ -82,11 +82,7 @@ class RayNode:
     def place(self) -> dict[str, Any]:
         """The node that this is on, the folder there, and the managers' process ids, by number."""
         node = str(ray.get_runtime_context().get_node_id())
-        return {"node": node, "folder": str(self._runtime.base), "pids": self._runtime.pids()}
-
-    def stop(self, timeout_s: float) -> None:
-        """End the managers. Idempotent."""
-        self._runtime.stop(timeout_s)
+        return {"node": node, "folder": str(self.base), "pids": self.pids()}
 
 
 def _coordinator(configuration: Mapping[str, Any], environment: Mapping[str, str]) -> CoordinatorServer:

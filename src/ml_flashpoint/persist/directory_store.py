@@ -55,14 +55,11 @@ class DirectoryStore(DurableStore):
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """See `DurableStore.write`: a temporary file, fsync, rename, fsync of the folder."""
-        *folder, last = split_name(name)
-        directory = self._root.joinpath(*folder)
-        self._refuse_links(*folder)
-        target = directory / last
-        temporary = directory / f".{secrets.token_hex(8)}.tmp"
+        target = self._path(name)
+        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
         written = 0
-        with _writing(str(target)):
-            _make_directory(directory)
+        with _writing(target):
+            _make_directory(target.parent)
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 with open(os.open(temporary, flags, 0o644), "wb", buffering=_BUFFER_BYTES) as file:
@@ -75,7 +72,7 @@ class DirectoryStore(DurableStore):
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
                 raise
-            sync_directory(directory)
+            sync_directory(target.parent)
         return written
 
     def size(self, name: str) -> int:
@@ -98,8 +95,9 @@ class DirectoryStore(DurableStore):
 
     def list(self, folder: str = "") -> list[str]:
         """See `DurableStore.list`."""
-        path = self.path_of(folder)
-        self._refuse_links(*split_name(folder, allow_root=True))
+        path = self._path(folder, allow_root=True)
+        if path != self._root and path.is_symlink():
+            raise DamagedError("this is a symbolic link", path=path)
         try:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -109,33 +107,31 @@ class DirectoryStore(DurableStore):
 
     def remove(self, name: str) -> None:
         """See `DurableStore.remove`."""
-        self._refuse_links(*split_name(name)[:-1])
-        path = self.path_of(name)
+        path = self._path(name)
         with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
-            sync_directory(Path(path).parent)
+            sync_directory(path.parent)
 
     def remove_folder(self, folder: str) -> None:
         """See `DurableStore.remove_folder`. A symbolic link is removed, not followed."""
-        self._refuse_links(*split_name(folder)[:-1])
-        path = self.path_of(folder)
+        path = self._path(folder)
         with _writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.islink(path):
+            if path.is_symlink():
                 os.unlink(path)
             else:
                 shutil.rmtree(path)
-            sync_directory(Path(path).parent)
+            sync_directory(path.parent)
 
     def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
         """See `DurableStore.lock`: a file lock, which works between nodes where the filesystem supports it there. In a
         forked child, it stays the parent's."""
-        path = self.path_of(name)
+        path = self._root.joinpath(*split_name(name))
         give_up = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
             with _writing(path):
-                check_unplanted(Path(path))
-                _make_directory(Path(path).parent)
-                check_unplanted(Path(path))  # nobody else can be there first any more
+                check_unplanted(path)
+                _make_directory(path.parent)
+                check_unplanted(path)  # nobody else can be there first any more
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 file = undo.enter_context(open(os.open(path, flags, 0o644), "rb"))
             close_in_children(file)
@@ -154,19 +150,19 @@ class DirectoryStore(DurableStore):
                     return None
                 time.sleep(_POLL_S)
 
-    def _refuse_links(self, *folders: str) -> None:
-        """Raise a `DamagedError` for a symbolic link below the root: nobody here makes any, and it leads elsewhere."""
+    def _path(self, name: str, *, allow_root: bool = False) -> Path:
+        """Where a name is. Raises `DamagedError`: by a symbolic link, which nobody here makes; it leads elsewhere."""
         path = self._root
-        for folder in folders:
-            path = path / folder
-            if path.is_symlink():
+        for segment in split_name(name, allow_root=allow_root):
+            if path != self._root and path.is_symlink():
                 raise DamagedError("this is a symbolic link", path=path)
+            path = path / segment
+        return path
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
         """A descriptor of a regular file, and its size."""
-        self._refuse_links(*split_name(name)[:-1])
-        path = self.path_of(name)
+        path = self._path(name)
         try:
             # Without O_NONBLOCK, a FIFO of this name would block the reader for good.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -186,7 +182,7 @@ class DirectoryStore(DurableStore):
 
 
 @contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Says what went wrong in the package's terms."""
     try:
         yield

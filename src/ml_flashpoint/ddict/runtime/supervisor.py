@@ -7,7 +7,6 @@ with its managers is `embedded`'s.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -28,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ml_flashpoint.ddict.runtime.fork_server import READY
-from ml_flashpoint.format.at_exit import close_in_children
+from ml_flashpoint.format.at_exit import at_exit, close_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +149,6 @@ def fork_server() -> ForkServer:
             if _current is not None:
                 _log.error("the fork server of the managers (pid %d) has ended; there is another one now", _current.pid)
             _current = ForkServer()
-            atexit.register(_current.end)  # not before the dictionaries that are made with it
         return _current
 
 
@@ -159,6 +157,12 @@ def _fork() -> Forked:
         return fork_server().fork()
     except ConnectionError:
         return fork_server().fork()
+
+
+@at_exit  # after the dictionaries, which are made later than this is imported
+def _end_at_exit() -> None:
+    if _current is not None:
+        _current.end()
 
 
 def _after_fork_in_child() -> None:

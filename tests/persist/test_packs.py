@@ -16,6 +16,7 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
+from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.persist import blocks, packs
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
@@ -26,18 +27,8 @@ FOLDER = "run/step-7_ckpt"
 
 
 def _write(store: DurableStore, items: list[tuple[str, bytes]], index: bytes = b"{}", **others: str) -> PackReceipt:
-    return write_pack(
-        store,
-        FOLDER,
-        version="step-7_ckpt",
-        rank=1,
-        world_size=2,
-        attempt=others.pop("attempt", "first"),
-        node="node-0",
-        index=index,
-        items=items,
-        labels=others,
-    )
+    part = Manifest("step-7_ckpt", 1, 2, others.pop("attempt", "first"), "node-0", (), others)
+    return write_pack(store, FOLDER, part, index, items)
 
 
 @pytest.fixture

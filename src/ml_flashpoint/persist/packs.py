@@ -8,7 +8,8 @@ beside it records digests by blocks of 1 MiB; a pack exists once its manifest do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -96,47 +97,31 @@ class PackReceipt:
 
 
 def write_pack(
-    store: DurableStore,
-    folder: str,
-    *,
-    version: str,
-    rank: int,
-    world_size: int,
-    attempt: str,
-    node: str,
-    index: Buffer,
-    items: Sequence[tuple[str, Buffer]],
-    labels: Mapping[str, str] | None = None,
+    store: DurableStore, folder: str, part: Manifest, index: Buffer, items: Sequence[tuple[str, Buffer]]
 ) -> PackReceipt:
     """Writes a pack and its manifest; both are durable on return.
 
     Args:
         store: where to.
-        folder: the folder in it; its last segment should be `version`.
-        version: of the manifest, as for `rank`, `world_size`, `attempt`, `node` and `labels`.
-        rank: which part of the version this is.
-        world_size: number of its parts.
-        attempt: one that no other pack of this part has.
-        node: of the writer.
+        folder: the folder in it; its last segment should be the version.
+        part: the manifest that it is to have, without objects. No other pack of this rank there has its save id.
         index: anything.
         items: distinct names, and contiguous buffers that do not change meanwhile.
-        labels: see `Manifest`.
 
     Raises:
-        InvalidArgumentError: an argument is out of range, a name occurs twice, or there are so many items (some
-            300,000) that the header would be longer than safetensors allows.
+        InvalidArgumentError: a name occurs twice, or there are so many items (some 300,000) that the header would be
+            longer than safetensors allows.
         FlashpointError: see `DurableStore.write`.
     """
     views = [as_octets(index), *(as_octets(buffer) for _, buffer in items)]
     names = [_INDEX, *(_ITEM + name for name, _ in items)]
     layout = plan_layout([], list(zip(names, map(len, views), strict=True)), reserve=0)
-    name = object_name(rank, attempt)
+    name = object_name(part.rank, part.save_id)
     digests: list[str] = []
     header = encode_header(layout, layout.size, {"flashpoint": "pack"})
     store.write(f"{folder}/{name}", digested([memoryview(header), *views], digests, PACK_BLOCK_BYTES))
     record = ObjectRecord(name, layout.size, layout.size, tuple(digests), PACK_BLOCK_BYTES)
-    manifest = Manifest(version, rank, world_size, attempt, node, (record,), labels or {})
-    receipt, data = receipt_of(manifest)
+    receipt, data = receipt_of(dataclasses.replace(part, objects=(record,)))
     store.write(f"{folder}/{receipt.manifest}", [data])
     return receipt
 

@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import DDictPersistError
@@ -43,6 +43,7 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
+from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
 from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.persist.store import DurableStore
@@ -193,19 +194,9 @@ class StoredCheckpointPersister(CheckpointPersister):
         """See `CheckpointPersister.write_part`."""
         run = self._current_run()
         version = CheckpointContainerId.format_version_container(check_checkpoint_id(checkpoint_id))
-        receipt = write_pack(
-            self.store,
-            self._folder(run, checkpoint_id),
-            version=version,
-            rank=manager,
-            world_size=self.managers,
-            attempt=new_run_id(),
-            node=os.uname().nodename or "unknown",
-            index=index,
-            items=items,
-            labels={_RUN_LABEL: run},
-        )
-        return str(receipt)
+        node = os.uname().nodename or "unknown"
+        part = Manifest(version, manager, self.managers, new_run_id(), node, (), {_RUN_LABEL: run})
+        return str(write_pack(self.store, self._folder(run, checkpoint_id), part, index, items))
 
     def complete(self, checkpoint_id: int, receipts: Sequence[str]) -> PersistedCheckpoint:
         """See `CheckpointPersister.complete`."""
@@ -226,7 +217,7 @@ class StoredCheckpointPersister(CheckpointPersister):
             self._check_manifest(checkpoint, manager, manifest, self.store.path_of(folder))
 
     @staticmethod
-    def _check_manifest(checkpoint: PersistedCheckpoint, part: int, manifest: Any, path: str) -> None:
+    def _check_manifest(checkpoint: PersistedCheckpoint, part: int, manifest: Manifest, path: str) -> None:
         found = (manifest.step, manifest.rank, manifest.world_size, manifest.labels.get(_RUN_LABEL))
         if found != (checkpoint.checkpoint_id, part, checkpoint.managers, checkpoint.run):
             raise ManifestError(

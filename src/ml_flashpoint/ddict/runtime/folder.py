@@ -72,22 +72,17 @@ def runtime_root() -> Path:
     root = Path(chosen).absolute() if chosen else _default_root()
     try:
         check_way(root)
-    except UnsafePathError as error:
-        raise DDictError(
-            f"no safe folder for dictionaries: {error.message}",
-            path=error.path,
-            hint=f"set {BASE_VARIABLE} to a folder of your own in memory, such as /dev/shm/<user>/ddict",
-        ) from error
-    try:
         root.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
         status = root.lstat()
-    except OSError as error:
-        raise DDictError(f"no folder for dictionaries: {error}", path=root, hint=f"set {BASE_VARIABLE}") from error
-    # The default is in a folder that everybody may write to: somebody else may have been there first.
-    if not chosen and (
-        not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077
-    ):
-        raise DDictError("is not a private folder of this user", path=root, hint=f"set {BASE_VARIABLE}")
+        mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not chosen and not mine:  # in a folder that everybody may write to: somebody else may have been there first
+            raise UnsafePathError("it is not a private folder of this user", path=root)
+    except (OSError, UnsafePathError) as error:
+        raise DDictError(
+            f"no safe folder for dictionaries: {error}",
+            path=root,
+            hint=f"set {BASE_VARIABLE} to a folder of your own in memory, such as /dev/shm/<user>/ddict",
+        ) from error
     return root
 
 

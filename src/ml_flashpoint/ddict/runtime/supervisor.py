@@ -77,14 +77,9 @@ class ForkServer:
         for each in (self._socket, its_socket):
             close_in_children(each)
         with its_socket:
+            its_arguments = [str(its_socket.fileno()), json.dumps(sys.path)]
             self.process = subprocess.Popen(
-                [
-                    multiprocessing.spawn.get_executable(),
-                    "-c",
-                    _PROGRAM,
-                    str(its_socket.fileno()),
-                    json.dumps(sys.path),
-                ],
+                [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, *its_arguments],
                 pass_fds=[its_socket.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # until it is standard error

@@ -9,6 +9,7 @@ beside it records digests by blocks of 1 MiB; a pack exists once its manifest do
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -45,7 +46,7 @@ PACK_BLOCK_BYTES: Final = 2**20
 
 _INDEX: Final = "index"
 _ITEM: Final = "item/"
-_DIGEST_LENGTH: Final = 32
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,7 @@ class PackReceipt:
     def __post_init__(self) -> None:
         if not isinstance(self.manifest, str) or parse_manifest_name(self.manifest) is None:
             raise InvalidArgumentError("not the name of a manifest", argument="manifest", value=self.manifest)
-        if (
-            not isinstance(self.digest, str)
-            or len(self.digest) != _DIGEST_LENGTH
-            or not set(self.digest) <= set("0123456789abcdef")
-        ):
+        if not isinstance(self.digest, str) or not _DIGEST.fullmatch(self.digest):
             raise InvalidArgumentError("not a digest", argument="digest", value=self.digest)
 
     @property

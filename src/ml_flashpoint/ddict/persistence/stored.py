@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -247,23 +247,23 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _visible(self) -> dict[int, PersistedCheckpoint]:
         """The checkpoints of the run, or, before it has any history, of the newest run that has some."""
         if self._run is not None and (self._marked(self._run) or self._record(self._run).lineage):
-            return dict(self._history(self._run))
+            return self._history(self._run)
         runs = self._runs()
         for run in sorted(runs, key=lambda run: (runs[run].sequence, run), reverse=True):
             if run != self._run and any(self._valid(run, i) for i in self._marked(run)):
-                return dict(self._history(run))
+                return self._history(run)
         return {}
 
-    def _history(self, run: str) -> Iterator[tuple[int, PersistedCheckpoint]]:
+    def _history(self, run: str) -> dict[int, PersistedCheckpoint]:
         """Valid checkpoints of a run and of those that it continues; of two with one id, the latter's is left out."""
-        found: set[int] = set()
+        found: dict[int, PersistedCheckpoint] = {}
         for ancestor, limit in [(run, MAX_CHECKPOINT_ID), *self._record(run).lineage]:
             for checkpoint_id in self._marked(ancestor):
                 if checkpoint_id not in found and checkpoint_id <= limit:
                     checkpoint = self._valid(ancestor, checkpoint_id)
                     if checkpoint is not None:
-                        found.add(checkpoint_id)
-                        yield checkpoint_id, checkpoint
+                        found[checkpoint_id] = checkpoint
+        return found
 
     def _continued(self, restored: PersistedCheckpoint) -> tuple[tuple[str, int], ...]:
         """The lineage of a run that begins with a checkpoint."""
@@ -334,7 +334,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         run = self._current_run()
         if checked_integer("count", count, -1) < 1:
             return
-        history = dict(self._history(run))
+        history = self._history(run)
         kept = sorted(history)[-count:]
         if not kept:
             return

@@ -177,10 +177,13 @@ class Links:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _take(self, manager: int, timeout_s: float) -> Connection:
-        with contextlib.suppress(IndexError):
-            while (link := self._idle[manager].pop()).closed:
-                pass
-            return link
+        idle = self._idle[manager]
+        try:
+            while idle:
+                if not (link := idle.pop()).closed:
+                    return link
+        except IndexError:
+            pass  # another thread has taken the last one
         return self.connect(manager, timeout_s)
 
     def connect(self, manager: int, timeout_s: float) -> Connection:

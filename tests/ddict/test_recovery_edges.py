@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +12,13 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictTimeoutError, DDictWritesLostError
-from tests.support.dictionaries import DEADLINE_S, pid_of, stopped
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+)
+from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
 from tests.workers.ddict_persisters import FLAG, KilledWhileRestoring
 
 pytestmark = pytest.mark.slow
@@ -113,3 +119,21 @@ def test_a_rollback_that_does_not_reach_a_manager_is_finished_before_anything_el
 
         dictionary.checkpoint_id = 3
         assert [dictionary[key] for key in keys] == [1, 1, 1]
+
+
+def test_what_a_manager_hears_too_late_of_a_commit_takes_nothing_away_that_was_committed_since() -> None:
+    with DDict(1, 2, 64 << 20, working_set_size=3, replication="ring", timeout=DEADLINE_S) as dictionary:
+        for number in range(3):
+            dictionary["key"] = number
+            dictionary.checkpoint()
+            assert dictionary.wait_for_commit() == number
+        await_that(lambda: {its.sealed for its in dictionary.stats()} == {(1, 2)})  # all have heard of the last commit
+        manager, links = dictionary.which_manager("key"), dictionary._access.client.links
+        late = {"e": 0, "checkpoint_id": 1, "committed": 0}
+
+        with pytest.raises(DDictError, match="has been committed since"):
+            links.call(manager, "prepare", late, deadline=time.monotonic() + DEADLINE_S)
+
+        kill_manager(dictionary, manager)
+        assert dictionary.sync_to_newest_checkpoint() == 2
+        assert dictionary["key"] == 2

@@ -69,8 +69,15 @@ class DDictCheckpointRetiredError(DDictError):
     """
 
 
-def never_committed(checkpoint_id: int, committed: int, kept: Iterable[int]) -> DDictCheckpointRetiredError:
-    """The error for a checkpoint that commits have skipped."""
+def retired(checkpoint_id: int, oldest: int, committed: int, kept: Iterable[int]) -> DDictCheckpointRetiredError:
+    """The error for a checkpoint that is older than the oldest, or that commits have skipped."""
+    if checkpoint_id < oldest:
+        return DDictCheckpointRetiredError(
+            f"checkpoint {checkpoint_id} has left the working set; the oldest is {oldest}",
+            checkpoint_id=oldest,
+            hint="sync_to_newest_checkpoint() goes to the newest committed one; a larger working_set_size keeps "
+            "checkpoints longer",
+        )
     return DDictCheckpointRetiredError(
         f"checkpoint {checkpoint_id} was never committed by itself, and {committed} is: nobody can go back to it",
         checkpoint_id=min((each for each in kept if each > checkpoint_id), default=committed),

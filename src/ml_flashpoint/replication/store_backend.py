@@ -32,10 +32,14 @@ class StoreBackend:
 
     Args:
         store: gives the store; may wait for it, and raise `FlashpointError` where it does not come.
+        check: raises `FlashpointError` for a part that no copy is taken of.
     """
 
-    def __init__(self, store: Callable[[], RankStore]) -> None:
+    def __init__(
+        self, store: Callable[[], RankStore], check: Callable[[Manifest], None] = lambda manifest: None
+    ) -> None:
         self._store = store
+        self._check = check
 
     def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
         """See `TransferBackend`."""
@@ -54,6 +58,7 @@ class StoreBackend:
     def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
         """See `TransferBackend`."""
         _check_names(manifest)  # before the store is asked for, which may have to be waited for
+        self._check(manifest)
         store = self._store()
         held = store.find(manifest.save_id, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:

@@ -13,12 +13,7 @@ from typing import Any, TypeAlias
 
 from ml_flashpoint.ddict.checkpoints.commits import RETRY_S, Committer
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Session
-from ml_flashpoint.ddict.errors import (
-    DDictCheckpointRetiredError,
-    DDictDestroyedError,
-    StaleEpochError,
-    never_committed,
-)
+from ml_flashpoint.ddict.errors import DDictDestroyedError, StaleEpochError, retired
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.format.errors import FlashpointError
 
@@ -180,12 +175,9 @@ class Coordinator(Committer):
     def _check_there(self, checkpoint_id: int) -> None:
         """Raise unless a checkpoint can be gone back to, read and written at."""
         oldest = self._oldest()  # managers may be about to hear of it
-        if checkpoint_id < oldest:
-            raise DDictCheckpointRetiredError(
-                f"checkpoint {checkpoint_id} has left the working set", checkpoint_id=oldest
-            )
-        if self._rules.snapshots and checkpoint_id < self._committed and checkpoint_id not in self._sealed:
-            raise never_committed(checkpoint_id, self._committed, self._sealed)
+        is_skipped = self._rules.snapshots and checkpoint_id < self._committed and checkpoint_id not in self._sealed
+        if checkpoint_id < oldest or is_skipped:
+            raise retired(checkpoint_id, oldest, self._committed, self._sealed)
 
     def _check_epoch(self, epoch: int, handle: str = "") -> None:
         if epoch != self.epoch or not self._epochs.is_open or self._writers.was_killed(handle):
@@ -238,7 +230,7 @@ class Coordinator(Committer):
             epoch = self.epoch if epoch is None else epoch
             self._check_epoch(epoch)
             # Whoever asks may know already of processes that died, and must not find them writing.
-            for session in self._writers.gone_sessions():
+            for session in [each for each in self._writers.sessions.values() if each.peer.is_gone()]:
                 self.session_ended(session)
             # Processes that live hear of an epoch by themselves, and say where they are then.
             unheard = min(deadline, time.monotonic() + _HEAR_S)

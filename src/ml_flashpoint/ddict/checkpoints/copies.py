@@ -1,4 +1,4 @@
-"""The copies of a manager's parts at other managers: what they have, pushing what they lack, taking in theirs.
+"""The copies of a manager's parts at other managers: what they have, and pushing what they lack.
 
 Owns the connections to the holders and what each has acknowledged. An acknowledgement is worth as much as the
 connection that it came over: a holder that died and came back answers on a new one, and is asked about every part
@@ -13,21 +13,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.index import PartRef, is_part
+from ml_flashpoint.ddict.checkpoints.index import PartRef
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
     ObjectNotFoundError,
-    ProtocolError,
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, encode
+from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.replication.pushing import HolderLink, push_to_all
-from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
 from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
 
 _log = logging.getLogger(__name__)
@@ -69,11 +67,8 @@ class Copies:
         """Have every holder have every part, in this order: what others refer to comes before them.
 
         A part that is damaged or was dropped meanwhile is left out unless it is ``needed``: what it belongs to is lost
-        or of no use, and must not keep the newest from being copied.
-
-        Raises:
-            DeadlineError: it took too long.
-            FlashpointError: a holder is not there or refuses. Others may have everything.
+        or of no use, and must not keep the newest from being copied. Raises `DeadlineError`: it took too long;
+        `FlashpointError`: a holder is not there or refuses; others may have everything.
         """
         push_to_all(list(self._links), lambda holder: self._push_to(holder, list(parts), needed, deadline))
 
@@ -139,18 +134,3 @@ class Copies:
         self._closed = True
         for link in self._links.values():
             link.close()
-
-
-class HolderBackend(StoreBackend):
-    """Takes in only copies that this manager is to hold, of ``owners``, and only such as a dictionary makes."""
-
-    def __init__(self, store: RankStore, owners: Collection[int], managers: int) -> None:
-        super().__init__(lambda: store)
-        self._owners = frozenset(owners)
-        self._managers = managers
-
-    def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
-        """See `TransferBackend`."""
-        if manifest.rank not in self._owners or manifest.world_size != self._managers or not is_part(manifest):
-            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
-        return super().begin_receive(manifest)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeVar
 
@@ -50,12 +51,9 @@ _Found = TypeVar("_Found")
 _AT_ONCE = 8  # parts that are verified, or fetched, at a time
 
 
+@dataclass
 class Recoverer:
     """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile.
-
-    Args:
-        holders: managers that hold copies of it, in order of preference.
-        cancelled: once true, what is under way is broken off.
 
     Attributes:
         built: each snapshot that could be had whole, by checkpoint. Entries that several share are the same objects.
@@ -63,27 +61,23 @@ class Recoverer:
         failures: why others could not.
     """
 
-    def __init__(
-        self,
-        store: RankStore,
-        values: ValueArenas,
-        holders: Sequence[int],
-        peers: Peers,
-        cancelled: Callable[[], bool],
-    ) -> None:
-        self.built: dict[int, BuiltSnapshot] = {}
-        self.failures: dict[int, FlashpointError] = {}
-        self._store = store
-        self._values = values
-        self._rank = store.rank
-        self._holders = holders
-        self._peers = peers
-        self._cancelled = cancelled
-        self._looking = threading.Lock()
-        self._found: dict[tuple[int, bool], Holder | FlashpointError] = {}
-        self._parts: dict[PartRef, HeldPart | FlashpointError] = {}
-        self._indices: dict[PartRef, tuple[Index, memoryview]] = {}  # each with the segment beside it
-        self._known: dict[IndexEntry, Entry] = {}
+    _store: RankStore
+    _values: ValueArenas
+    _holders: Sequence[int]  # managers that hold copies of it, in order of preference
+    _peers: Peers
+    _cancelled: Callable[[], bool]  # once true, what is under way is broken off
+    built: dict[int, BuiltSnapshot] = field(default_factory=dict)
+    failures: dict[int, FlashpointError] = field(default_factory=dict)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    _found: dict[tuple[int, bool], Holder | FlashpointError] = field(default_factory=dict)
+    _parts: dict[PartRef, HeldPart | FlashpointError] = field(default_factory=dict)
+    # Each with the segment beside it.
+    _indices: dict[PartRef, tuple[Index, memoryview]] = field(default_factory=dict)
+    _known: dict[IndexEntry, Entry] = field(default_factory=dict)
+
+    @property
+    def _rank(self) -> int:
+        return self._store.rank
 
     def recover(self, snapshots: Iterable[PartRef]) -> None:
         """Every snapshot of these that can be had whole. Raises `TransferCancelledError`: `cancelled` returned true."""

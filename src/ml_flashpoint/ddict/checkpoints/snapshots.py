@@ -24,7 +24,7 @@ from itertools import chain
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, HolderBackend, Peers
+from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, Peers
 from ml_flashpoint.ddict.checkpoints.index import (
     GONE,
     LONGEST_CHAIN,
@@ -49,10 +49,17 @@ from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ReplicationError
+from ml_flashpoint.format.errors import (
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    ProtocolError,
+    ReplicationError,
+)
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header
+from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
 from ml_flashpoint.staging.collection import collection_paused
@@ -116,7 +123,7 @@ class Snapshots:
         self._last_stamp = self._newest_stamp()
         self._closed = threading.Event()
         if self.holders or self.held:
-            backend = HolderBackend(store, self.held, len(nodes))
+            backend = StoreBackend(lambda: store, check=self._check_copy)
             self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
             self._service.start()
 
@@ -124,6 +131,11 @@ class Snapshots:
     def address(self) -> Address | None:
         """Where peers reach it; None if it serves none."""
         return None if self._service is None else self._service.address
+
+    def _check_copy(self, manifest: Manifest) -> None:
+        """Take in only copies that this manager is to hold, and only such as a dictionary makes."""
+        if manifest.rank not in self.held or manifest.world_size != len(self._peers.nodes) or not is_part(manifest):
+            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
 
     def close(self) -> None:
         """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""

@@ -63,12 +63,9 @@ class Epochs:
         self, epoch: int, handle: str, position: int, need: int, *, writes: bool
     ) -> tuple[Beginning | None, bool]:
         """What has come since ``epoch`` means for a handle at ``position``: the latest that it lost something by, if
-        any, and whether what was committed below where it stands was taken back.
-
-        Args:
-            need: the checkpoint whose commit covers all that it wrote; -1: nothing that it does not know committed.
-            writes: whether it counts as writing.
-        """
+        any, and whether what was committed below where it stands was taken back. ``need``: the checkpoint whose commit
+        covers all that it wrote; -1: nothing that it does not know committed. ``writes``: whether it counts as
+        writing."""
         since = [each for each in self._beginnings[epoch + 1 :] if each.by != handle]
         taken = [each for each in since if each.base < min(position, each.taken)]  # who stands above is sent back
         lost = [each for each in since if need > each.kept or (writes and each in taken)]
@@ -159,10 +156,6 @@ class Writers:
         self._gone[handle] = killed
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
-
-    def gone_sessions(self) -> list[Session]:
-        """Sessions whose connection has ended, although nobody has said so yet."""
-        return [session for session in self.sessions.values() if session.peer.is_gone()]
 
     # ---- what is whole ------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
+    DDictError,
     DDictFullError,
     DDictManagerLostError,
     DDictPersistError,
@@ -81,8 +82,9 @@ class Manager:
         self.ended = threading.Event()
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self.run = PersistedRun(configuration)
+        restarted = config.get("restarted") is True
         # Guarded by the lock, like the shard: requests of another one are refused, and before it has begun any, all.
-        self.epoch = -1 if config.get("restarted") is True else 0
+        self.epoch = -1 if restarted else 0
         # Of handles, the last that was told, and whether their process was killed.
         self._discarded: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         self._begun = threading.Lock()
@@ -110,17 +112,13 @@ class Manager:
         except BaseException:
             self._end()
             raise
-        self._start(restarted=config.get("restarted") is True)
-
-    # ---- life ---------------------------------------------------------------------------------------------
-
-    def _start(self, *, restarted: bool) -> None:
-        """One that was started anew is ready when the epoch has begun that it asks for."""
-        if restarted:
+        if restarted:  # it is ready when the epoch has begun that it asks for
             threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
         else:
             self._say_where(time.monotonic() + _RETURN_S)
             self._ready.set()
+
+    # ---- life ---------------------------------------------------------------------------------------------
 
     def _say_where(self, deadline: float) -> None:
         """Where managers can be anywhere, the coordinator tells all others."""
@@ -403,6 +401,8 @@ class Manager:
         committed one was called off."""
         with self.changed:
             self.check_epoch(epoch)
+            if checkpoint_id < self.shard.committed:  # it was under way for long
+                raise DDictError(f"checkpoint {self.shard.committed} has been committed since", manager=self.number)
             self._retain(lambda each: each <= committed)
             self._kept[checkpoint_id] = list(self.shard.entries(checkpoint_id))
         if self.rules.replicated and any(

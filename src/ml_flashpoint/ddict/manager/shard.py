@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, never_committed
+from ml_flashpoint.ddict.errors import retired
 
 if TYPE_CHECKING:
     from ml_flashpoint.ddict.checkpoints.index import PartRef
@@ -128,15 +128,8 @@ class Shard:
     def check_readable(self, checkpoint_id: int) -> None:
         """Raise if a checkpoint can be neither read nor written. Raises `DDictCheckpointRetiredError`: it has left the
         working set; or was never committed, and a later one is."""
-        if checkpoint_id < self.oldest:
-            raise DDictCheckpointRetiredError(
-                f"checkpoint {checkpoint_id} has left the working set; the oldest is {self.oldest}",
-                checkpoint_id=self.oldest,
-                hint="sync_to_newest_checkpoint() goes to the newest committed one; a larger working_set_size keeps "
-                "checkpoints longer",
-            )
-        if checkpoint_id < self.committed and checkpoint_id not in self.kept:
-            raise never_committed(checkpoint_id, self.committed, self.kept)
+        if checkpoint_id < self.oldest or (checkpoint_id < self.committed and checkpoint_id not in self.kept):
+            raise retired(checkpoint_id, self.oldest, self.committed, self.kept)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -162,10 +155,7 @@ class Shard:
             self._touched.setdefault(entry.checkpoint_id, set()).add(entry.key)
 
     def rollback(self, writer: str | None, to: int) -> None:
-        """Discard what ``writer``, or with None anybody, wrote above checkpoint ``to``, and nothing that others wrote.
-
-        What is final stays.
-        """
+        """Discard what ``writer``, or with None anybody, wrote above checkpoint ``to``. What is final stays."""
         for checkpoint_id in [each for each in self._touched if each > to]:
             for key in list(self._touched[checkpoint_id]):
                 history = self._history.get(key, [])

@@ -342,6 +342,17 @@ def test_a_collective_group_knows_its_nodes(node: int) -> None:
     assert (caught.value.argument, caught.value.value) == ("node", str(node))
 
 
+def test_a_collective_group_is_made_ready_without_torch() -> None:
+    program = (
+        "import sys; from ml_flashpoint.ddict.native import CollectiveGroup, Policy\n"
+        "with CollectiveGroup(print, policies=[Policy()] * 2) as group: group.init()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=child_environment())
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_port_for_later_is_one_that_the_system_gives_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tmp_path / "given"
     monkeypatch.setattr(ports, "_EPHEMERAL", given)

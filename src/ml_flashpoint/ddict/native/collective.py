@@ -29,7 +29,7 @@ class System:
     """
 
     def __init__(self) -> None:
-        self._nodes = all_nodes()
+        self._nodes = all_nodes(look_for_gpus=True)
 
     @property
     def nodes(self) -> list[Node]:

@@ -83,14 +83,16 @@ class Node:
     ray_id: str = ""
 
 
-def all_nodes() -> list[Node]:
+def all_nodes(*, look_for_gpus: bool = False) -> list[Node]:
     """The machines of the program, those of a Ray cluster that are alive: first the one that this process runs on, then
-    by id. Raises `InvalidArgumentError`: `GPUS_VARIABLE` has no meaning."""
+    by id. ``look_for_gpus``: where neither Ray nor `GPUS_VARIABLE` tells of them, which imports torch. Raises
+    `InvalidArgumentError`: the variable has no meaning."""
     said = os.environ.get(GPUS_VARIABLE)
     if said is not None and not said.isdigit():
         raise InvalidArgumentError("must be a number", argument=GPUS_VARIABLE, value=said)
     if not is_on_ray():
-        return [Node(socket.gethostname(), len(os.sched_getaffinity(0)), _gpus_here() if said is None else int(said))]
+        gpus = int(said) if said is not None else _gpus_here() if look_for_gpus else 0
+        return [Node(socket.gethostname(), len(os.sched_getaffinity(0)), gpus)]
     own = _ray().get_runtime_context().get_node_id()
     alive = [node for node in _ray().nodes() if node["Alive"]]
     return [
@@ -133,7 +135,7 @@ def check_node(node: int, count: int) -> None:
 
 
 def free_port_on(node: int) -> int:
-    """The same on another node."""
+    """The same of a node, as it is at this moment."""
     if not is_on_ray():
         return free_port(LOOPBACK)
     found = _ray().remote(free_port).options(num_cpus=0, **_placed(node)).remote()

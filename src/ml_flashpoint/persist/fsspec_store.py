@@ -93,18 +93,23 @@ class FsspecStore(DurableStore):
         folder = target.rpartition("/")[0]
         with self._writing(name):
             if self._renames:
-                temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
+                path = f"{folder}/.{secrets.token_hex(8)}.tmp"
                 filesystem.makedirs(folder, exist_ok=True)
-                with _removed_on_error(filesystem, temporary):
-                    written = _write_stream(filesystem, temporary, chunks)
-                    filesystem.mv(temporary, target)
-                return written
-            content, rest = _of_one_request(chunks)
-            if rest is None:
-                filesystem.pipe_file(target, content)
-                return len(content)
-            with _removed_on_error(filesystem, target):
-                return _write_stream(filesystem, target, rest)
+            else:
+                content, rest = _of_one_request(chunks)
+                if rest is None:
+                    filesystem.pipe_file(target, content)
+                    return len(content)
+                path, chunks = target, rest
+            try:
+                written = _write_stream(filesystem, path, chunks)
+                if path != target:
+                    filesystem.mv(path, target)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    filesystem.rm_file(path)
+                raise
+            return written
 
     def size(self, name: str) -> int:
         """See `DurableStore.size`."""
@@ -178,16 +183,6 @@ class FsspecStore(DurableStore):
             raise ObjectNotFoundError("there is no such file", path=self.path_of(name)) from error
         except Exception as error:
             raise LoadError(f"cannot be read: {type(error).__name__}: {error}", path=self.path_of(name)) from error
-
-
-@contextlib.contextmanager
-def _removed_on_error(filesystem: Any, path: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(Exception):
-            filesystem.rm_file(path)
-        raise
 
 
 def _of_one_request(chunks: Iterable[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:

@@ -293,28 +293,26 @@ def list_persisted(store: DurableStore) -> tuple[list[PersistedVersion], list[Un
         if not is_run_folder(run):
             continue
         try:
-            folders = [f"{run}/{each}" for each in store.list(run) if _is_version(each)]
+            names = [
+                each for each in store.list(run) if CheckpointContainerId.parse_version_container(each) is not None
+            ]
         except DamagedError as error:
             unusable.append(Unusable(run, True, (), str(error)))
             continue
-        for folder in folders:
-            names: tuple[str, ...] = ()
+        for folder in [f"{run}/{each}" for each in names]:
+            inside: tuple[str, ...] = ()
             try:
-                names = tuple(store.list(folder))
-                if MARKER in names:
+                inside = tuple(store.list(folder))
+                if MARKER in inside:
                     found.append(_read_marker(store, folder))
                 else:
-                    unusable.append(Unusable(folder, False, names, "it is not complete"))
+                    unusable.append(Unusable(folder, False, inside, "it is not complete"))
             except ObjectNotFoundError:
                 continue  # removed meanwhile
             except DamagedError as error:
-                unusable.append(Unusable(folder, True, names, str(error)))
+                unusable.append(Unusable(folder, True, inside, str(error)))
     found.sort(key=lambda version: version.save_id, reverse=True)
     return found, unusable
-
-
-def _is_version(name: str) -> bool:
-    return CheckpointContainerId.parse_version_container(name) is not None
 
 
 def _read_marker(store: DurableStore, folder: str) -> PersistedVersion:

@@ -100,7 +100,11 @@ class RayRuntime(Runtime):
             raise InvalidArgumentError(
                 "needs a Ray cluster", argument="runtime", value="ray", hint="call ray.init() before"
             )
-        environment = _environment()
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("FLASHPOINT_") and name != NODE_ID_VARIABLE  # that is the creator's node
+        }
         # A client of the cluster is no part of it, and its processes may not reach this one.
         told = configuration.to_json(), environment
         self._coordinator = Hosted(_coordinator, *told) if is_client() else _coordinator(*told)
@@ -176,14 +180,6 @@ def _start(configuration: Configuration, node: int, group: PlacementGroup, envir
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
     )
     return actor.remote(configuration.to_json(), managers, environment)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("FLASHPOINT_") and name != NODE_ID_VARIABLE  # that is the creator's node
-    }
 
 
 def _check_spread(configuration: Configuration, ray_nodes: list[str]) -> None:

@@ -8,6 +8,7 @@ registered before the fork: modules that were imported there do nothing at the c
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import weakref
@@ -35,7 +36,8 @@ def close_in_children(opened: _Closable) -> None:
 
 def _close_inherited() -> None:
     for opened in list(_opened):
-        opened.close()
+        with contextlib.suppress(OSError):  # the others must not stay open for it
+            opened.close()
     _opened.clear()
 
 

@@ -341,19 +341,13 @@ class Manager:
                 if not self._ready.is_set():
                     self._recover(sealed)  # what was committed since it asked
                 if restored is not None and (self.parts.has_read or base not in self._kept):
-                    self._take_up(base, restored)
+                    self._kept = {base: self.parts.take(restored)}  # what was here is no more
+                    self.snapshots.forget_after(-1)
                 self._load(epoch, base, keep)
                 self._retain(lambda each: each in keep or each in pinned)
                 self._ready.set()
             self.run.use(run)
             self.frozen = frozen
-
-    def _take_up(self, base: int, restored: PersistedCheckpoint) -> None:
-        entries = self.parts.take(restored)
-        with self.changed:
-            self._kept = {base: entries}  # what was here is no more
-        if self.rules.replicated:
-            self.snapshots.forget_after(-1)
 
     def _load(self, epoch: int, base: int, keep: Sequence[int]) -> None:
         with self.changed:
@@ -405,9 +399,7 @@ class Manager:
                 raise DDictError(f"checkpoint {self.shard.committed} has been committed since", manager=self.number)
             self._retain(lambda each: each <= committed)
             self._kept[checkpoint_id] = list(self.shard.entries(checkpoint_id))
-        if self.rules.replicated and any(
-            each > committed and each != checkpoint_id for each in self.snapshots.sealed()
-        ):
+        if any(each > committed and each != checkpoint_id for each in self.snapshots.sealed()):
             self.snapshots.forget_after(committed)
 
     def seal(self, epoch: int, checkpoint_id: int, deadline: float) -> str:
